@@ -1,0 +1,79 @@
+"""asyncckpt: asynchronous, double-buffered checkpoints of hash tables and tensors for PyTorch.
+
+saver = asyncckpt.Saver(path="ckpt", hashtables={"user": table}, tensors={"model": model, "optim": optimizer})
+future = saver.save_async(step)      # training goes on at once
+asyncckpt.Loader("ckpt", hashtables={"user": table}, tensors={"model": model, "optim": optimizer}).load()
+"""
+
+from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, describe, list_steps, verify
+from asyncckpt.engine.future import LoadFuture, SaveFuture
+from asyncckpt.engine.verify import VerifyReport
+from asyncckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    DeadlineError,
+    FilterError,
+    IncompatibleError,
+    IndeterminateError,
+    IOFailedError,
+    NotFoundError,
+    SaveCancelledError,
+    SaveInProgressError,
+    UnsupportedError,
+    UsageError,
+)
+from asyncckpt.format.dtypes import supported_dtypes
+from asyncckpt.loader import Loader
+from asyncckpt.model.result import LoadReport, SaveResult, SaverStatistics
+from asyncckpt.model.table import Column, Role, Table, TableCut, TableLoad, TableSchema
+from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.periodic import PeriodicSaver, PeriodicStatistics
+from asyncckpt.saver import Saver
+from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, HashTable, Slot, SparseAdagrad, SparseSGD, Uniform
+
+__all__ = [
+    "BlockInfo",
+    "CheckpointError",
+    "CheckpointInfo",
+    "Column",
+    "ConflictError",
+    "CorruptError",
+    "DeadlineError",
+    "FilterError",
+    "HashEmbedding",
+    "HashEmbeddingBag",
+    "HashTable",
+    "IOFailedError",
+    "IncompatibleError",
+    "IndeterminateError",
+    "LoadFuture",
+    "LoadReport",
+    "Loader",
+    "NotFoundError",
+    "PeriodicSaver",
+    "PeriodicStatistics",
+    "Role",
+    "SaveCancelledError",
+    "SaveFuture",
+    "SaveInProgressError",
+    "SaveResult",
+    "Saver",
+    "SaverStatistics",
+    "Slot",
+    "SparseAdagrad",
+    "SparseSGD",
+    "Table",
+    "TableCut",
+    "TableLoad",
+    "TableSchema",
+    "Uniform",
+    "UnsupportedError",
+    "UsageError",
+    "VerifyReport",
+    "WriteBlock",
+    "describe",
+    "list_steps",
+    "supported_dtypes",
+    "verify",
+]

@@ -1,0 +1,173 @@
+"""The commands and their exit codes.
+
+Each command asks the library, prints for people (screen.py) or as JSON (as_json.py), and ends with the code of the
+worst thing it met. An error of the library becomes one line and a code, never a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from asyncckpt.checkpoints import describe, list_steps
+from asyncckpt.checkpoints import verify as verify_step
+from asyncckpt.cli import as_json, screen
+from asyncckpt.cli.finding import Finding
+from asyncckpt.engine.verify import VerifyReport
+from asyncckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+
+Answer = TypeVar("Answer")
+
+
+class ExitCode(IntEnum):
+    """What a command ends with; of several, the first in this order that occurred (OK last)."""
+
+    OK = 0
+    DAMAGED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNREADABLE = 4
+    FAILED = 5
+
+
+EXIT_CODES = """\
+Exit codes: 0 all is well; 1 a checkpoint is damaged; 2 wrong usage; 3 there is no such checkpoint or directory; \
+4 a checkpoint needs another version of asyncckpt; 5 the operating system refused.
+"""
+
+app = typer.Typer(
+    help="Look at asyncckpt checkpoint directories and prove them sound. Reads only.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint directory: it holds manifests/ and data/")]
+Step = Annotated[int | None, typer.Argument(metavar="STEP", min=0, help="which checkpoint; default: the newest")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+
+
+@app.command(epilog=EXIT_CODES)
+def ls(path: Directory, json: AsJson = False) -> None:
+    """List the checkpoints of a directory, the newest last. Reads manifests only."""
+    steps = _asked(lambda: list_steps(path), json=json)
+    findings = [finding for step in steps if (finding := _find(describe, path, step)) is not None]
+    if json:
+        as_json.print_list(path, findings)
+    else:
+        screen.print_list(_console(), path, findings)
+    raise typer.Exit(_worst(findings))
+
+
+@app.command(epilog=EXIT_CODES)
+def show(
+    path: Directory,
+    step: Step = None,
+    json: AsJson = False,
+    blocks: Annotated[int, typer.Option(min=0, help="show at most this many blocks; with --json all of them")] = 40,
+) -> None:
+    """Show what one checkpoint holds: tables, tensors, metadata, files. Reads its manifest only."""
+    info = _asked(lambda: describe(path, step), json=json)
+    if json:
+        as_json.print_info(path, info)
+    else:
+        screen.print_info(_console(), path, info, blocks_count_max=blocks)
+
+
+@app.command(epilog=EXIT_CODES)
+def verify(
+    path: Directory,
+    step: Step = None,
+    everything: Annotated[bool, typer.Option("--all", help="verify every checkpoint of the directory")] = False,
+    json: AsJson = False,
+) -> None:
+    """Read every byte of a checkpoint and check it: manifest, file sizes, headers and the digest of every block."""
+    if everything and step is not None:
+        raise typer.BadParameter("give a STEP or --all, not both")
+    steps = _asked(lambda: _steps_to_verify(path, step, everything=everything), json=json)
+    findings = _verified(path, steps)
+    if json:
+        as_json.print_verified(path, findings)
+    else:
+        screen.print_verified(_console(), path, findings)
+    raise typer.Exit(_worst(findings))
+
+
+def _steps_to_verify(path: Path, step: int | None, *, everything: bool) -> list[int]:
+    if step is not None:
+        return [step]
+    steps = list_steps(path)
+    if not steps:
+        raise NotFoundError(f"there is no checkpoint in {str(path)!r}")
+    return steps if everything else steps[-1:]
+
+
+def _verified(path: Path, steps: Sequence[int]) -> list[Finding[VerifyReport]]:
+    findings = []
+    waiting = Console(stderr=True)
+    for step in steps:
+        with waiting.status(f"verifying step {step}"):
+            # A step that retention removes meanwhile is passed over, unless it is the only one that was asked for.
+            finding = _find(verify_step, path, step, keep_missing=len(steps) == 1)
+        if finding is not None:
+            findings.append(finding)
+    return findings
+
+
+def _find(
+    ask: Callable[[Path, int], Answer], path: Path, step: int, *, keep_missing: bool = False
+) -> Finding[Answer] | None:
+    """What is known of a step, or what is wrong with it; None when it has gone since it was listed."""
+    try:
+        return Finding(step=step, fact=ask(path, step))
+    except NotFoundError as error:
+        return Finding(step=step, error=error) if keep_missing else None
+    except CheckpointError as error:
+        return Finding(step=step, error=error)
+
+
+def _asked(ask: Callable[[], Answer], *, json: bool) -> Answer:
+    """An answer of the library; its error ends the program."""
+    try:
+        return ask()
+    except CheckpointError as error:
+        if json:
+            as_json.print_error(error)
+        screen.print_error(Console(stderr=True), error)
+        raise typer.Exit(_code_of(error)) from error
+
+
+def _code_of(error: CheckpointError) -> ExitCode:
+    match error:
+        case CorruptError():
+            return ExitCode.DAMAGED
+        case UsageError():
+            return ExitCode.USAGE
+        case NotFoundError():
+            return ExitCode.NOT_FOUND
+        case IncompatibleError() | UnsupportedError():
+            return ExitCode.UNREADABLE
+    return ExitCode.FAILED
+
+
+def _worst(findings: Sequence[Finding[object]]) -> ExitCode:
+    return min((_code_of(finding.error) for finding in findings if finding.error is not None), default=ExitCode.OK)
+
+
+def _console() -> Console:
+    """Standard output; as wide as it needs to be when nobody sees it, so that pipes get whole lines."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=screen.PIPE_WIDTH)

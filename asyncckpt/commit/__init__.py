@@ -1,0 +1,1 @@
+"""Make a checkpoint visible, find it again, and let old ones go."""

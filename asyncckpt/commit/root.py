@@ -1,0 +1,89 @@
+"""A checkpoint directory, held open: the root, `manifests/` and `data/`.
+
+A writer makes what is missing (the root itself, but not its parents) and syncs it; a reader makes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import warnings
+from pathlib import Path
+
+from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
+from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR
+from asyncckpt.storage.directory import FOLDER_MODE, Directory, io_failed
+
+
+class CheckpointRoot:
+    """Open folders of one checkpoint directory."""
+
+    def __init__(self, root: Directory, manifests: Directory, data: Directory) -> None:
+        self.root = root
+        self.manifests = manifests
+        self.data = data
+
+    @property
+    def path(self) -> Path:
+        return self.root.path
+
+    @staticmethod
+    def for_writing(path: Path) -> CheckpointRoot:
+        """Open or make the directory; UsageError when its parent is missing or it is a file."""
+        if not path.exists():
+            _make_root(path)
+        root = Directory.open(path)
+        _sync_parent(path)
+        _warn_if_open_to_all(root)
+        manifests = root.child(MANIFESTS_DIR, create=True)
+        return CheckpointRoot(root, manifests, root.child(DATA_DIR, create=True))
+
+    @staticmethod
+    def for_reading(path: Path) -> CheckpointRoot:
+        """Open an existing checkpoint directory; NotFoundError when there is none."""
+        root = Directory.open(path)
+        try:
+            return CheckpointRoot(root, root.child(MANIFESTS_DIR), root.child(DATA_DIR))
+        except NotFoundError as error:
+            root.close()
+            raise NotFoundError(f"{str(path)!r} is not a checkpoint directory: {error.what}") from error
+
+    def close(self) -> None:
+        for folder in (self.data, self.manifests, self.root):
+            folder.close()
+
+    def __enter__(self) -> CheckpointRoot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _make_root(path: Path) -> None:
+    if path.is_symlink():
+        raise UsageError("path is a symbolic link to nothing", found=str(path))
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"folder {str(path.parent)!r} does not exist",
+            hint="only the last part of the path is made; make its parent",
+        )
+    try:
+        path.mkdir(FOLDER_MODE)
+    except OSError as error:
+        raise io_failed(f"folder {str(path)!r} cannot be made", error) from error
+
+
+def _sync_parent(path: Path) -> None:
+    """Make the root's own name durable, where its parent may be opened. Whoever made it may have died before that."""
+    with contextlib.suppress(CheckpointError), Directory.open(path.parent) as parent:
+        parent.sync()
+
+
+def _warn_if_open_to_all(root: Directory) -> None:
+    mode = os.fstat(root.fd).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        warnings.warn(
+            f"checkpoint directory {str(root.path)!r} is writable for everybody: others can replace its files",
+            stacklevel=4,
+        )

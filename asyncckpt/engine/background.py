@@ -1,0 +1,87 @@
+"""The background: one asyncio loop in one named thread that works off saves in the order they came.
+
+The thread is not a daemon and ends when it has nothing left to do, so the interpreter's exit joins a save in flight and
+never waits for an idle thread. Blocking stages run on `workers`, for the same reason not on asyncio's own executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncckpt.pipeline.threads import IdleEndingThreads, run_in_thread
+
+THREAD_NAME = "asyncckpt-background"
+WORKERS_MAX = 4
+
+Job = Callable[[], Coroutine[Any, Any, None]]
+workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
+
+
+class Background:
+    """Runs jobs one after the other. A job reports its own failure; what still escapes is a bug and is printed."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._jobs: deque[Job] = deque()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; starts the thread when it is not running."""
+        with self._guard:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = run_in_thread(lambda: asyncio.run(self._work()), THREAD_NAME)
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None
+
+    async def _work(self) -> None:
+        while True:
+            with self._guard:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs.popleft()
+            try:
+                await job()
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self._guard = threading.Lock()
+        self._jobs = deque()
+        self._thread = None
+
+
+background = Background()
+
+
+def _forget_in_child() -> None:
+    background.forget()
+    workers.forget()
+
+
+def _say_what_is_awaited() -> None:
+    if background.is_busy:
+        from asyncckpt.engine.lock import save_lock
+
+        waiting = ", ".join(str(ticket) for ticket in save_lock.in_flight())
+        print(f"asyncckpt: the interpreter ends after the {waiting}", file=sys.stderr)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+# Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_say_what_is_awaited)

@@ -1,0 +1,189 @@
+"""The future of a save or a load: awaitable from any loop, usable from any thread.
+
+#   from        to          done by
+#   staged      filtering   the background, when the save's turn has come
+#   filtering   writing     the filter has returned
+#   writing     committing  all bytes are on disk; from here cancel() comes too late
+#   committing  committed   the manifest is durable
+#   any above   failed      an error; before committing also cancelled
+#   -           skipped     another save was in flight and on_busy="skip"
+
+An error is raised once: to whoever asks this future, else by the next call on its Saver, else it is printed at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from asyncckpt.engine.background import background
+from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.model.result import LoadReport, SaveResult
+from asyncckpt.native import Progress
+
+T = TypeVar("T")
+_log = logging.getLogger("asyncckpt")
+
+
+class FutureState(str, Enum):
+    STAGED = "staged"
+    FILTERING = "filtering"
+    WRITING = "writing"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """Bytes written so far, of how many."""
+
+    bytes_done: int
+    bytes_total: int
+
+
+class CheckpointFuture(Generic[T]):
+    """See the module. Made by save_async and load_async only."""
+
+    def __init__(self, *, step: int | None, path: Path, what: str) -> None:
+        self.step = step
+        self.path = path
+        self._what = what
+        self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
+        self._inner.set_running_or_notify_cancel()
+        self._guard = threading.Lock()
+        self._state = FutureState.STAGED
+        self._waiters_count = 0
+        self._claimed = False
+        self.native_progress = Progress()
+        self._bytes_total = 0
+
+    @property
+    def state(self) -> FutureState:
+        return self._state
+
+    @property
+    def progress(self) -> SaveProgress:
+        return SaveProgress(bytes_done=self.native_progress.bytes_done, bytes_total=self._bytes_total)
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._inner.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait and return the error, None when there is none."""
+        if background.is_current_thread() and not self.done():
+            raise UsageError(f"waiting for {self._what} on the background thread would wait for ever")
+        with self._waiting():
+            try:
+                error = self._inner.exception(timeout)
+            except concurrent.futures.TimeoutError:
+                raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value) from None
+            self._claimed = True
+            return error
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may be changed; with CPU state that is so as soon as save_async has returned."""
+
+    def cancel(self) -> bool:
+        """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
+        with self._guard:
+            if self._state in (FutureState.STAGED, FutureState.FILTERING, FutureState.WRITING):
+                self.native_progress.cancel()
+            return self.native_progress.cancelled
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Call function(self) when done, on the background thread (now, when done). Its errors are only logged."""
+
+        def call(_: object) -> None:
+            try:
+                function(self)
+            except Exception:
+                _log.exception("a done callback of %s raised", self._what)
+
+        self._inner.add_done_callback(call)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        with self._waiting():
+            try:
+                return await asyncio.wrap_future(self._inner)
+            finally:
+                if self._inner.done():
+                    self._claimed = True
+
+    def _waiting(self) -> _Waiting:
+        return _Waiting(self)
+
+    # -- for the engine ------------------------------------------------------------------------------------------
+
+    def enter(self, state: FutureState) -> bool:
+        """Go to the next state; False when the save was cancelled instead."""
+        with self._guard:
+            if self.native_progress.cancelled:
+                return False
+            self._state = state
+            return True
+
+    def expect_bytes(self, total: int) -> None:
+        self._bytes_total = total
+
+    def resolve(self, result: T, state: FutureState) -> None:
+        self._state = state
+        self._inner.set_result(result)
+
+    def fail(self, error: BaseException, state: FutureState) -> None:
+        self._state = state
+        self._inner.set_exception(error)
+
+    def take_unclaimed_error(self) -> BaseException | None:
+        """The error nobody has been told of, once; None while somebody waits for it."""
+        with self._guard:
+            if not self._inner.done() or self._claimed or self._waiters_count:
+                return None
+            self._claimed = True
+            return self._inner.exception()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._what}: {self._state.value}>"
+
+
+class _Waiting:
+    """Counts who waits, so that an error on its way to a waiter is not raised elsewhere too."""
+
+    def __init__(self, future: CheckpointFuture[Any]) -> None:
+        self._future = future
+
+    def __enter__(self) -> None:
+        with self._future._guard:
+            self._future._waiters_count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._future._guard:
+            self._future._waiters_count -= 1
+
+
+class SaveFuture(CheckpointFuture[SaveResult]):
+    """The future of one save."""
+
+
+class LoadFuture(CheckpointFuture[LoadReport]):
+    """The future of one load."""

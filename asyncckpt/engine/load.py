@@ -1,0 +1,186 @@
+"""One load, from the directory to the report.
+
+discover -> manifest -> load plan (filter, rename, reshard) -> every check against the targets -> parallel reads -> fill
+-> report
+
+Until the reads begin, no target is touched. A block found damaged while reading ends the load with CorruptError: tables
+are left empty, dense targets may hold parts of it (the error says so). With `verify="before"` everything is read and
+checked first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.verify import mark_verified, verify
+from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.tree import VALUE, Node, Path, leaves, path_name, rebuild
+from asyncckpt.format.values import decode_value
+from asyncckpt.model.result import LoadReport
+from asyncckpt.model.table import Table
+from asyncckpt.native import Progress
+from asyncckpt.plan.load_plan import Contents, LoadFilter, LoadPlan, contents_of, make_load_plan
+from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets
+from asyncckpt.shard.reader import ShardReader
+from asyncckpt.snapshot.restore import OpenLoads, restore
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The validated arguments of a Loader."""
+
+    root: CheckpointRoot
+    tables: Mapping[str, Table]
+    state: Mapping[str, Any]
+    filter_func: LoadFilter
+    step: int | None
+    strict: bool
+    verify: bool | str
+    merge: bool
+    fallback: bool
+    threads: int
+
+
+def run_load(request: LoadRequest, progress: Progress) -> LoadReport:
+    """Load the wanted step; with fallback, the newest one that is sound."""
+    passed_over: list[int] = []
+    for step in _candidates(request):
+        try:
+            report = _load_step(request, step, progress)
+        except (CorruptError, NotFoundError) as error:
+            passed_over.append(step)
+            if not request.fallback:
+                raise
+            last = error
+        else:
+            return replace(report, fallback_from=tuple(passed_over))
+    raise CorruptError(f"no checkpoint in {str(request.root.path)!r} is sound", found=passed_over) from last
+
+
+def _candidates(request: LoadRequest) -> Iterator[int]:
+    first = newest_step(request.root) if request.step is None else request.step
+    yield first
+    if request.fallback:
+        yield from (step for step in reversed(committed_steps(request.root)) if step < first)
+
+
+def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadReport:
+    begun = time.perf_counter()
+    manifest = read_manifest(request.root, step)
+    contents = contents_of(manifest)
+    targets = dense_targets(request.state, tables=iter(request.tables))
+    plan = make_load_plan(
+        manifest, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
+    )
+    check = request.verify is not False
+    with ShardReader(request.root.data, manifest, threads=request.threads, verify=check, progress=progress) as reader:
+        if request.verify == "before":
+            verify(request.root, step, progress=progress)
+        rebuilt, rows = _fill(plan, reader, clear=not request.merge)
+        bytes_read = reader.bytes_read
+    _give_state_dicts(plan, manifest, contents, rebuilt)
+    if check and not plan.unexpected:
+        mark_verified(request.root, step)
+    return LoadReport(
+        step=step,
+        path=request.root.path,
+        values=_values(targets, contents),
+        metadata=metadata_of(manifest),
+        loaded=plan.info,
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        rows=rows,
+        bytes_read=bytes_read,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _fill(plan: LoadPlan, reader: ShardReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
+    opened = OpenLoads()
+    try:
+        with torch.no_grad():
+            rebuilt = restore(plan, reader, clear=clear, opened=opened)
+    except BaseException:
+        opened.end(ok=False)
+        raise
+    opened.end(ok=True)
+    return rebuilt, opened.rows
+
+
+def _give_state_dicts(plan: LoadPlan, manifest: Manifest, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
+    """Call load_state_dict of every object; modules get their own tensors back, others new ones."""
+    new = iter(rebuilt)
+    by_source = {load.source.path: next(new) for load in plan.dense if load.target is None}
+    kinds = {path: node for path, node in leaves(manifest.tree)}
+    for item in plan.objects:
+        if item.module_state is not None:
+            state = _module_state(item, contents)
+        else:
+            state = _stored_state(item.path, manifest.tree, by_source, contents, kinds)
+        try:
+            item.owner.load_state_dict(state)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"load_state_dict of {path_name(item.path)!r} failed: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _module_state(item: Rebuilt, contents: Contents) -> Any:
+    assert item.module_state is not None
+    values = []
+    own = iter(item.module_state.values)
+    for path, node in leaves(item.module_state.tree):
+        if node is VALUE:
+            current = next(own)
+            stored = contents.values.get((*item.path, *path), _ABSENT)
+            values.append(current if stored is _ABSENT else decode_value(stored, owner=path_name(path)))
+    return rebuild(item.module_state.tree, iter(item.module_state.tensors), iter(values))
+
+
+_ABSENT: Any = object()
+
+
+def _stored_state(
+    path: Path, tree: Node, tensors: Mapping[Path, torch.Tensor], contents: Contents, kinds: Mapping[Path, Node]
+) -> Any:
+    node = _descend(tree, path)
+    below = [p for p in kinds if p[: len(path)] == path]
+    leaf_tensors = [
+        tensors[p].numpy() if kinds[p][0] == "array" else tensors[p] for p in below if kinds[p] is not VALUE
+    ]
+    values = [decode_value(contents.values[p], owner=path_name(p)) for p in below if kinds[p] is VALUE]
+    return rebuild(node, iter(leaf_tensors), iter(values))
+
+
+def _descend(node: Node, path: Path) -> Node:
+    for key in path:
+        while node[0] == "state":
+            node = node[1]
+        node = node[2][node[1].index(key)] if node[0] == "dict" else node[1][key[1]]
+    return node
+
+
+def _values(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
+    inside = [item.path for item in targets.rebuilt]
+    return {
+        path_name(path): decode_value(value, owner=path_name(path))
+        for path, value in contents.values.items()
+        if not any(path[: len(outer)] == outer for outer in inside)
+    }
+
+
+def metadata_of(manifest: Manifest) -> dict[str, Any]:
+    metadata = manifest.head.metadata
+    if type(metadata) is not dict:
+        raise CorruptError(f"metadata of step {manifest.step} is not an object")
+    return {key: decode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}

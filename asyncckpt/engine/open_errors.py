@@ -1,0 +1,58 @@
+"""Errors of background saves that nobody has asked for yet: raised by the next call, or printed at exit; never lost."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from typing import Any
+
+from asyncckpt.engine.future import CheckpointFuture
+
+
+class OpenErrors:
+    """Futures of one Saver whose outcome somebody still has to hear of."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._futures: list[CheckpointFuture[Any]] = []
+
+    def watch(self, future: CheckpointFuture[Any]) -> None:
+        with self._guard:
+            self._futures = [f for f in self._futures if not f.done() or _is_open(f)]
+            self._futures.append(future)
+        _reporters.add(self)
+
+    def raise_first(self) -> None:
+        """Raise the oldest error that nobody was told of; it will not be raised again."""
+        with self._guard:
+            futures = list(self._futures)
+        for future in futures:
+            error = future.take_unclaimed_error()
+            if error is not None:
+                raise error
+
+    def in_flight(self) -> list[CheckpointFuture[Any]]:
+        with self._guard:
+            return [future for future in self._futures if not future.done()]
+
+    def report(self) -> None:
+        """Print what nobody was told of."""
+        for future in self._futures:
+            error = future.take_unclaimed_error()
+            if error is not None:
+                print(f"asyncckpt: {future!r} failed and nobody asked: {error}", file=sys.stderr)
+
+
+_reporters: set[OpenErrors] = set()
+
+
+def _is_open(future: CheckpointFuture[Any]) -> bool:
+    return future._inner.exception() is not None and not future._claimed
+
+
+@atexit.register
+def _report_all() -> None:
+    # Runs after the background thread was joined, so every outcome is known.
+    for reporter in _reporters:
+        reporter.report()

@@ -1,0 +1,160 @@
+"""The caller's half of a save: lock, plan, cut, capture, fence. The other half is save_job, in the background."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.commit.discover import committed_steps
+from asyncckpt.engine.background import background
+from asyncckpt.engine.future import FutureState, SaveFuture
+from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.save_job import run_save
+from asyncckpt.engine.save_request import Cut, SaveJob, SaveTarget
+from asyncckpt.errors import ConflictError, IOFailedError, UsageError
+from asyncckpt.format.names import STEP_MAX, manifest_name
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.values import encode_value
+from asyncckpt.model.result import SaveResult
+from asyncckpt.options import SAVE_DEADLINE_S, OnBusy
+from asyncckpt.plan.save_plan import SavePlan
+from asyncckpt.snapshot.capture import capture
+from asyncckpt.staging.arena import Arena
+from asyncckpt.staging.pool import pool
+
+
+def start_save(
+    target: SaveTarget, *, step: int | None, metadata: Mapping[str, Any] | None, on_busy: OnBusy, staged: bool
+) -> SaveFuture:
+    """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended."""
+    begun = time.perf_counter()
+    if background.is_current_thread():
+        on_busy = _on_background_thread(on_busy, staged)
+    encoded = _encode_metadata(metadata)
+    ticket = Ticket(kind="save", path=target.root.path, step=step)
+    if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=target.options.busy_deadline_s):
+        return _skipped(target, step, begun)
+    try:
+        ticket.step = step = _resolve_step(target, step, ticket)
+        job = _begin(target, ticket, step, encoded, staged=staged, begun=begun)
+    except BaseException as error:
+        save_lock.release(ticket)
+        if isinstance(error, MemoryError):
+            raise IOFailedError(
+                "the snapshot ran out of memory", hint="lower host_memory_limit, or use save()"
+            ) from error
+        raise
+    job.stall_seconds = time.perf_counter() - begun
+    background.submit(lambda: run_save(job))
+    future = job.future
+    if job.arena is None and not job.cut.fenced:
+        _wait_for_live_state(future)
+    return future
+
+
+def _begin(target: SaveTarget, ticket: Ticket, step: int, metadata: Json, *, staged: bool, begun: float) -> SaveJob:
+    cut = Cut.begin(target)
+    try:
+        plan = target.plans.plan(cut.flat, cut.tables)
+        values = cut.values()
+        fallback = _why_not_staged(target, plan) if staged else None
+        arena = _capture(target, plan, cut) if staged and fallback is None else None
+    except BaseException:
+        cut.fence()
+        cut.end(ok=False)
+        raise
+    tree = cut.flat.tree
+    if arena is not None:
+        cut.fence()
+    future = SaveFuture(step=step, path=target.root.path, what=f"save of step {step}")
+    return SaveJob(
+        target=target,
+        ticket=ticket,
+        future=future,
+        step=step,
+        plan=plan,
+        tree=tree,
+        values=values,
+        metadata=metadata,
+        cut=cut,
+        arena=arena,
+        fallback=fallback,
+        begun=begun,
+    )
+
+
+def _capture(target: SaveTarget, plan: SavePlan, cut: Cut) -> Arena:
+    arena = pool.acquire(plan.image.bytes, deadline_s=target.options.busy_deadline_s)
+    try:
+        capture(plan, cut.flat, cut.tables, address=arena.address, image=arena.view())
+        arena.seal()
+    except BaseException:
+        pool.release(arena)
+        raise
+    return arena
+
+
+def _why_not_staged(target: SaveTarget, plan: SavePlan) -> str | None:
+    limit = target.options.host_memory_limit
+    if pool.fits(plan.image.bytes, limit_bytes=limit):
+        return None
+    shown = "a share of what is available" if limit is None else f"{limit} bytes"
+    reason = f"a snapshot of {plan.image.bytes} bytes does not fit the host memory limit ({shown})"
+    warnings.warn(f"asyncckpt: {reason}; this save blocks until it is written", RuntimeWarning, stacklevel=5)
+    return reason
+
+
+def _wait_for_live_state(future: SaveFuture) -> None:
+    """The background reads live memory: wait. Interrupted, end the save first, for then the state may change."""
+    try:
+        future._inner.exception(SAVE_DEADLINE_S)
+    except BaseException:
+        future.cancel()
+        future._inner.exception(SAVE_DEADLINE_S)
+        raise
+
+
+def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
+    """The step to save: given, or one more than the newest committed or in flight in this directory."""
+    path = target.root.path
+    others = [t.step for t in save_lock.in_flight() if t is not ticket and t.path == path and t.step is not None]
+    if step is None:
+        return max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
+    if type(step) is not int or not 0 <= step <= STEP_MAX:
+        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
+    if step in others or target.root.manifests.exists(manifest_name(step)):
+        raise ConflictError(
+            f"step {step} exists already in {str(path)!r}",
+            hint="steps are never overwritten: save another step, or remove that checkpoint first",
+        )
+    return step
+
+
+def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
+    return {key: encode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}
+
+
+def _on_background_thread(on_busy: OnBusy, staged: bool) -> OnBusy:
+    if not staged or on_busy == "wait":
+        raise UsageError("a blocking save on the background thread would wait for itself", hint="use save_async()")
+    return on_busy
+
+
+def _skipped(target: SaveTarget, step: int | None, begun: float) -> SaveFuture:
+    future = SaveFuture(step=step, path=target.root.path, what="skipped save")
+    seconds = time.perf_counter() - begun
+    result = SaveResult(
+        step=-1 if step is None else step,
+        kind="full",
+        path=target.root.path,
+        skipped=True,
+        seconds=seconds,
+        stall_seconds=seconds,
+    )
+    future.resolve(result, FutureState.SKIPPED)
+    return future

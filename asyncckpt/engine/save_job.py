@@ -1,0 +1,282 @@
+"""The background half of a save: filter, write, commit, retention.
+
+1. Filter the staged blocks; without changes the arena is drained as it is, else a new image is streamed.
+2. Write the shard files into a new attempt's folder.
+3. Publish the manifest; the save is acknowledged.
+4. Let old checkpoints go. A failure here is a warning: the new checkpoint stands.
+5. Give back arena and lock, then resolve the future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
+from asyncckpt.commit.retention import keep_latest, sweep
+from asyncckpt.engine.background import workers
+from asyncckpt.engine.future import FutureState
+from asyncckpt.engine.lock import save_lock
+from asyncckpt.engine.save_request import SaveJob
+from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, SaveCancelledError
+from asyncckpt.format.manifest import FileFacts, ManifestHead, encode_manifest, render_body
+from asyncckpt.format.names import Attempt
+from asyncckpt.model.block import TableFacts
+from asyncckpt.model.result import SaveResult
+from asyncckpt.model.source import ByteSource
+from asyncckpt.model.table import Role
+from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.pipeline.filters import FilteredBlock, identity, run_filter
+from asyncckpt.plan.image import ImagePlan, plan_image
+from asyncckpt.shard.drain import drain_image
+from asyncckpt.shard.stream import stream_sources
+from asyncckpt.snapshot.capture import block_tensor, live_sources
+from asyncckpt.snapshot.source import SpanSource, plain, tensor_source
+from asyncckpt.staging.chunks import chunk_buffers
+from asyncckpt.staging.pool import pool
+from asyncckpt.storage.directory import Directory
+
+_log = logging.getLogger("asyncckpt")
+try:
+    WRITER = f"asyncckpt {version('asyncckpt')}"
+except PackageNotFoundError:  # Run from a source tree that was never installed.
+    WRITER = "asyncckpt"
+
+
+@dataclass
+class Written:
+    """Shard files on disk and the manifest's body for them."""
+
+    files: tuple[FileFacts, ...]
+    body: bytes
+
+
+async def run_save(job: SaveJob) -> None:
+    """Take one save to its end and tell its future. Never raises."""
+    try:
+        result = await _save(job)
+    except BaseException as error:
+        _end(job, ok=False)
+        cancelled = isinstance(error, SaveCancelledError)
+        job.future.fail(_with_memory_hint(error), FutureState.CANCELLED if cancelled else FutureState.FAILED)
+    else:
+        _end(job, ok=True)
+        job.future.resolve(result, FutureState.COMMITTED)
+
+
+def _end(job: SaveJob, *, ok: bool) -> None:
+    """Give back everything the save holds; afterwards the next save may begin."""
+    try:
+        job.cut.fence()
+        job.cut.end(ok=ok)
+    except Exception:
+        _log.exception("a table did not end its cut of step %d", job.step)
+    if job.arena is not None:
+        pool.release(job.arena)
+        job.arena = None
+    save_lock.release(job.ticket)
+
+
+def _with_memory_hint(error: BaseException) -> BaseException:
+    if isinstance(error, MemoryError):
+        wrapped = IOFailedError("the save ran out of memory", hint="lower host_memory_limit, or use save()")
+        wrapped.__cause__ = error
+        return wrapped
+    return error
+
+
+async def _save(job: SaveJob) -> SaveResult:
+    root, options = job.target.root, job.target.options
+    attempt = Attempt.new(job.step)
+    sweep(root, job.target.heads, keep_attempts=(attempt.id,))
+    filtered = await _filter(job)
+    _go_on(job, FutureState.WRITING)
+    folder = begin_attempt(root, attempt)
+    try:
+        loop = asyncio.get_running_loop()
+        written = await loop.run_in_executor(workers, _write, job, filtered, folder, attempt)
+        _go_on(job, FutureState.COMMITTING)
+        head = _head(job, attempt, written.files)
+        raw = encode_manifest(head, written.body)
+        durable = options.durability == "fsync"
+        await publish(root, folder, attempt, raw, durable=durable, threads=workers)
+    except IndeterminateError:
+        raise  # The manifest may be there: its data must stay.
+    except BaseException:
+        abandon_attempt(root, attempt)
+        raise
+    finally:
+        folder.close()
+    seconds = time.perf_counter() - job.begun
+    job.target.heads.add(head)
+    _retain(job)
+    return SaveResult(
+        step=job.step,
+        kind="full",
+        path=root.path,
+        fallback=job.fallback,
+        stall_seconds=job.stall_seconds if job.arena is not None else seconds,
+        seconds=seconds,
+        bytes_logical=job.plan.logical_bytes,
+        bytes_written=sum(file.bytes for file in written.files) + len(raw),
+    )
+
+
+def _go_on(job: SaveJob, state: FutureState) -> None:
+    if not job.future.enter(state):
+        raise SaveCancelledError(f"save of step {job.step} was cancelled")
+
+
+def _retain(job: SaveJob) -> None:
+    count = job.target.options.keep_latest
+    if count is None:
+        return
+    try:
+        keep_latest(job.target.root, job.target.heads, count=count, protected={*job.target.protected(), job.step})
+    except CheckpointError as error:
+        _log.warning("old checkpoints in %s were kept: %s", job.target.root.path, error)
+
+
+def _head(job: SaveJob, attempt: Attempt, files: tuple[FileFacts, ...]) -> ManifestHead:
+    return ManifestHead(
+        step=job.step,
+        kind="full",
+        parents=(),
+        attempt=attempt.id,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        writer=WRITER,
+        ranks_count=1,
+        files=files,
+        values=job.values,
+        metadata=job.metadata,
+    )
+
+
+# -- filter ------------------------------------------------------------------------------------------------------------
+
+
+class _Fetch:
+    """The data of one block for a filter. From live memory it is copied, and the copy is what gets written."""
+
+    def __init__(self, job: SaveJob, number: int, live: ByteSource | None) -> None:
+        self._job = job
+        self._number = number
+        self._live = live
+        self.copied: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        job, number = self._job, self._number
+        if job.arena is not None:
+            return block_tensor(job.plan, number, job.arena.view())
+        if self.copied is None:
+            spec = job.plan.image.blocks[number].spec
+            if spec.leaf is not None:
+                whole = plain(job.cut.flat.tensors[spec.leaf])
+                self.copied = whole[spec.row_begin : spec.row_begin + spec.shape[0]] if spec.is_part else whole
+            else:
+                table, column = job.plan.columns[number]
+                cut = job.cut.tables[table].cut
+                rows = [cut.column(column)[begin:end] for begin, end in cut.runs.tolist()]
+                whole = torch.cat(rows) if rows else cut.column(column)[:0]
+                self.copied = plain(whole[spec.row_begin : spec.row_begin + spec.shape[0]])
+            self.copied = self.copied.clone()
+        return self.copied
+
+
+@dataclass
+class _Filtered:
+    """What the filter left of the plan (None: everything), and the copies it has looked at."""
+
+    blocks: list[FilteredBlock] | None
+    fetches: list[_Fetch]
+
+
+async def _filter(job: SaveJob) -> _Filtered:
+    function = job.target.filter_func
+    if function is identity:
+        return _Filtered(blocks=None, fetches=[])
+    _go_on(job, FutureState.FILTERING)
+    fetches = [_Fetch(job, number, None) for number in range(len(job.plan.image.blocks))]
+    blocks = [WriteBlock(placed.spec, fetch) for placed, fetch in zip(job.plan.image.blocks, fetches, strict=True)]
+    loop = asyncio.get_running_loop()
+    return _Filtered(blocks=await loop.run_in_executor(workers, run_filter, function, blocks), fetches=fetches)
+
+
+# -- write -------------------------------------------------------------------------------------------------------------
+
+
+def _write(job: SaveJob, filtered: _Filtered, folder: Directory, attempt: Attempt) -> Written:
+    """On a worker thread: write all shard files."""
+    image = job.plan.image
+    job.future.expect_bytes(sum(file.bytes for file in image.files))
+    if job.arena is not None and filtered.blocks is None:
+        files, digests = drain_image(
+            image,
+            address=job.arena.address,
+            image=job.arena.view(),
+            folder=folder,
+            attempt=attempt,
+            options=job.target.options,
+            progress=job.future.native_progress,
+        )
+        return Written(files=files, body=job.plan.body.fill(digests))
+    sources = _sources(job, filtered)
+    if filtered.blocks is None:
+        files, digests = _stream(job, image, sources, folder, attempt)
+        return Written(files=files, body=job.plan.body.fill(digests))
+    return _write_filtered(job, filtered.blocks, sources, folder, attempt)
+
+
+def _write_filtered(
+    job: SaveJob, blocks: list[FilteredBlock], sources: list[ByteSource], folder: Directory, attempt: Attempt
+) -> Written:
+    specs = [item.spec for item in blocks]
+    image = plan_image(specs, parallel=job.target.options.parallel, rank=0)
+    chosen = [tensor_source(b.data) if b.data is not None else sources[b.number] for b in blocks]
+    files, digests = _stream(job, image, chosen, folder, attempt)
+    shards = {item.name: item.table.shard for item in job.cut.tables}
+    tables = {}
+    for item in blocks:
+        if item.spec.role is Role.ID and item.spec.table is not None:
+            rows_count = (item.spec.whole_shape or item.spec.shape)[0]
+            original = job.plan.image.blocks[item.number].spec.table
+            shard = shards[str(original)]
+            tables[item.spec.table] = TableFacts(name=item.spec.table, rows_count=rows_count, shard=shard)
+    replaced = {number for number, item in enumerate(blocks) if item.data is not None}
+    body = render_body(tuple(tables.values()), job.tree, image.blocks, filtered=replaced)
+    return Written(files=files, body=body.fill(digests))
+
+
+def _stream(
+    job: SaveJob, image: ImagePlan, sources: list[ByteSource], folder: Directory, attempt: Attempt
+) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
+    with chunk_buffers.borrow(max(file.bytes for file in image.files)) as buffers:
+        return stream_sources(
+            image,
+            sources,
+            buffers=buffers,
+            writer=workers,
+            folder=folder,
+            attempt=attempt,
+            options=job.target.options,
+            progress=job.future.native_progress,
+        )
+
+
+def _sources(job: SaveJob, filtered: _Filtered) -> list[ByteSource]:
+    """Where the bytes of every block are: in the arena, in live memory, or in the copy a filter has looked at."""
+    if job.arena is not None:
+        base = job.arena.address
+        return [SpanSource(base + int(offset), job.arena) for offset in job.plan.image.offsets]
+    sources = live_sources(job.plan, job.cut.flat, job.cut.tables)
+    for number, fetch in enumerate(filtered.fetches):
+        if fetch.copied is not None:
+            sources[number] = tensor_source(fetch.copied)
+    return sources

@@ -1,0 +1,88 @@
+"""Prove a checkpoint sound without loading it: manifest, file sizes, headers, and the digest of every block."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from asyncckpt.commit.discover import newest_step, read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.names import attempt_of_directory, is_temporary_manifest
+from asyncckpt.native import Progress, core
+from asyncckpt.shard.reader import ShardReader
+
+WINDOW_BYTES = 64 << 20
+READ_THREADS = 4
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """A sound checkpoint: how much was read, and what lies beside it (unreferenced folders of crashed saves)."""
+
+    step: int
+    path: Path
+    blocks_count: int
+    bytes_read: int
+    strays: tuple[str, ...]
+
+
+_verified: set[tuple[int, int, int]] = set()
+
+
+def mark_verified(root: CheckpointRoot, step: int) -> None:
+    """Remember that this process has read all of a step; retention will not remove the newest such step."""
+    status = os.fstat(root.root.fd)
+    _verified.add((status.st_dev, status.st_ino, step))
+
+
+def newest_verified(root: CheckpointRoot) -> set[int]:
+    """The newest step of this directory that this process has verified, as a set of none or one."""
+    status = os.fstat(root.root.fd)
+    steps = [step for device, inode, step in _verified if (device, inode) == (status.st_dev, status.st_ino)]
+    return set(sorted(steps)[-1:])
+
+
+def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
+    """Read every byte of a step (default: the newest) and check it. CorruptError says what is wrong."""
+    step = newest_step(root) if step is None else step
+    manifest = read_manifest(root, step)
+    progress = progress or Progress()
+    with ShardReader(root.data, manifest, threads=READ_THREADS, verify=False, progress=progress) as reader:
+        window = np.empty(min(WINDOW_BYTES, max(1, manifest.bytes_total)), dtype=np.uint8)
+        for number in range(len(manifest.blocks)):
+            _verify_block(reader, number, window)
+        report = VerifyReport(
+            step=step,
+            path=root.path,
+            blocks_count=len(manifest.blocks),
+            bytes_read=reader.bytes_read,
+            strays=_strays(root, manifest),
+        )
+    mark_verified(root, step)
+    return report
+
+
+def _verify_block(reader: ShardReader, number: int, window: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    size = reader.block(number).placed.spec.bytes
+    digester = core.digester()
+    for begin in range(0, size, len(window)):
+        count = min(len(window), size - begin)
+        reader.add(number, window.ctypes.data, begin=begin, bytes=count)
+        reader.run()
+        digester.update(window.ctypes.data, count)
+    reader.check(number, digester.end())
+
+
+def _strays(root: CheckpointRoot, manifest: Manifest) -> tuple[str, ...]:
+    """Leftovers of this step's other attempts, and manifests never published."""
+    own = manifest.head.attempt
+    folders = [
+        name
+        for name in root.data.names()
+        if (a := attempt_of_directory(name)) and a.step == manifest.step and a.id != own
+    ]
+    return tuple(sorted(folders + [name for name in root.manifests.names() if is_temporary_manifest(name)]))

@@ -1,0 +1,106 @@
+"""The one error tree.
+
+Every failure that a user can meet is a CheckpointError. Its message says what failed, on what, what was expected and
+what was found, and where we have one, a hint what to do. Foreign errors (OSError, struct.error, a filter's own) are
+wrapped once, at the storage or native door, and stay reachable as `__cause__`.
+
+    CheckpointError
+    +-- CorruptError         bytes on disk are not what was written
+    +-- IncompatibleError    written by a newer version, or does not fit the target
+    +-- NotFoundError        there is no such checkpoint
+    +-- UnsupportedError     a dtype, layout or feature that this version does not handle
+    +-- ConflictError        somebody else holds or wrote this place
+    |   +-- SaveInProgressError   a save or load of this process is in flight
+    +-- IndeterminateError   the commit may or may not have become durable; `resolve()` finds out
+    +-- IOFailedError        the operating system refused
+    +-- UsageError           an argument or a call out of order
+    |   +-- FilterError      a filter function raised or returned nonsense
+    +-- SaveCancelledError   the save was cancelled before its commit
+    +-- DeadlineError        a wait ended before what it waited for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_UNSET: Any = object()
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this library.
+
+    `what` failed; `expected` and `found` are shown with repr when given; `hint` says what to do.
+    """
+
+    def __init__(self, what: str, *, expected: Any = _UNSET, found: Any = _UNSET, hint: str | None = None) -> None:
+        self.what = what
+        self.expected = None if expected is _UNSET else expected
+        self.found = None if found is _UNSET else found
+        self.hint = hint
+        parts = [what]
+        if found is not _UNSET:
+            parts.append(f"found {found!r}")
+        if expected is not _UNSET:
+            parts.append(f"expected {expected!r}")
+        message = ", ".join(parts)
+        super().__init__(f"{message} ({hint})" if hint else message)
+
+
+class CorruptError(CheckpointError):
+    """Bytes on disk are not what was written."""
+
+
+class IncompatibleError(CheckpointError):
+    """The checkpoint was written by a newer version, or does not fit the target it is loaded into."""
+
+
+class NotFoundError(CheckpointError):
+    """There is no such checkpoint."""
+
+
+class UnsupportedError(CheckpointError):
+    """A dtype, layout or feature that this version does not handle."""
+
+
+class ConflictError(CheckpointError):
+    """Another writer holds this directory, or this step exists already."""
+
+
+class SaveInProgressError(ConflictError):
+    """A save or load of this process is in flight; says which step, which path and how old it is."""
+
+
+class IndeterminateError(CheckpointError):
+    """The manifest was published but its durability could not be confirmed.
+
+    `resolve()` looks again: True when the checkpoint is there and durable, False when it is not there.
+    """
+
+    def __init__(self, what: str, *, resolve: Callable[[], bool], hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.resolve = resolve
+
+
+class IOFailedError(CheckpointError):
+    """The operating system refused; `errno` is its reason (None when there is none)."""
+
+    def __init__(self, what: str, *, errno: int | None = None, hint: str | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.errno = errno
+
+
+class UsageError(CheckpointError):
+    """An argument is wrong, or a call came out of order."""
+
+
+class FilterError(UsageError):
+    """A filter function raised or returned nonsense; nothing was committed."""
+
+
+class SaveCancelledError(CheckpointError):
+    """The save was cancelled before its commit."""
+
+
+class DeadlineError(CheckpointError, TimeoutError):
+    """A wait ended before what it waited for."""

@@ -1,0 +1,187 @@
+"""The manifest: one strict JSON file that is the whole truth about one checkpoint.
+
+    {"format": "asyncckpt", "version": 1, ..., "blocks": [...], "digest": "<xxh3-128 of every byte before this member>"}
+
+Encoding 10,000 blocks for every save would hold the GIL for tens of milliseconds, so the part that stays the same from
+save to save (tables, tree, blocks) is rendered once per plan, with holes for the digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from asyncckpt.errors import CorruptError
+from asyncckpt.format.strict_json import Json, dumps
+from asyncckpt.format.tree import Node, encode_tree
+from asyncckpt.model.block import PlacedBlock, TableFacts
+
+FORMAT = "asyncckpt"
+VERSION = 1
+DIGEST_ALGORITHM = "xxh3-128/4MiB"
+MANIFEST_BYTES_MAX = 1 << 30
+
+_HOLE = b"-" * 32
+_DIGEST_MARK = b',"digest":"'
+# The two hexadecimal digits of every byte value, uint8 [256, 2].
+_HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One shard file as the manifest lists it."""
+
+    path: str
+    rank: int
+    header_bytes: int
+    header_digest: bytes
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """One block as the manifest lists it."""
+
+    placed: PlacedBlock
+    digest: bytes
+    filtered: bool
+
+
+@dataclass(frozen=True)
+class ManifestHead:
+    """What differs from save to save."""
+
+    step: int
+    kind: str
+    parents: tuple[int, ...]
+    attempt: str
+    created: str
+    writer: str
+    ranks_count: int
+    files: tuple[FileFacts, ...]
+    values: tuple[Json, ...]
+    metadata: Json
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A decoded manifest; `version` and `requires` have been checked. `digest` is its own, in hexadecimal."""
+
+    head: ManifestHead
+    tables: tuple[TableFacts, ...]
+    tree: Node
+    blocks: tuple[BlockFacts, ...]
+    digest: str
+
+    @property
+    def step(self) -> int:
+        return self.head.step
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(file.bytes for file in self.head.files)
+
+
+@dataclass(frozen=True)
+class BodyTemplate:
+    """Tables, tree and blocks as JSON text with a hole of 32 characters for every block's digest."""
+
+    text: bytes
+    holes: NDArray[np.int64]
+
+    def fill(self, digests: NDArray[np.uint8]) -> bytes:
+        """The text with digests (uint8 [blocks, 16]) written into the holes."""
+        raw = np.frombuffer(self.text, dtype=np.uint8).copy()
+        raw[self.holes[:, None] + np.arange(32)] = _HEX[digests].reshape(len(self.holes), 32)
+        return bytes(raw)
+
+
+def render_body(
+    tables: Sequence[TableFacts], tree: Node, blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
+) -> BodyTemplate:
+    """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
+    head = b'"tables":%s,"tree":%s,"blocks":[' % (dumps([_table_json(t) for t in tables]), dumps(encode_tree(tree)))
+    rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
+    text = head + b",".join(rendered) + b"]"
+    lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
+    ends = len(head) + np.cumsum(lengths) - 1  # Behind each block's closing brace.
+    holes = ends - len(b'"}') - 32
+    assert all(text[hole : hole + 32] == _HOLE for hole in holes[:3].tolist())
+    return BodyTemplate(text=text, holes=holes)
+
+
+def encode_manifest(head: ManifestHead, body: bytes) -> bytes:
+    """The bytes of a manifest file; `body` is a filled BodyTemplate."""
+    opening: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "requires": [],
+        "writer": head.writer,
+        "created": head.created,
+        "step": head.step,
+        "kind": head.kind,
+        "parents": list(head.parents),
+        "attempt": head.attempt,
+        "byteorder": "little",
+        "digest_algorithm": DIGEST_ALGORITHM,
+        "ranks_count": head.ranks_count,
+        "files": [_file_json(file) for file in head.files],
+        "values": list(head.values),
+        "metadata": head.metadata,
+    }
+    text = dumps(opening)[:-1] + b"," + body
+    return text + _DIGEST_MARK + xxhash.xxh3_128_hexdigest(text).encode("ascii") + b'"}\n'
+
+
+def manifest_digest(raw: bytes, *, owner: str) -> str:
+    """Check the manifest's own digest and return it; CorruptError when a byte differs or the end is missing."""
+    at = len(raw) - len(_DIGEST_MARK) - 32 - 3
+    if at < 0 or raw[at : at + len(_DIGEST_MARK)] != _DIGEST_MARK or raw[-3:] != b'"}\n':
+        raise CorruptError(f"{owner} does not end as a manifest ends", hint="it is truncated or has foreign bytes")
+    stored = raw[at + len(_DIGEST_MARK) : -3].decode("ascii", "replace")
+    computed = xxhash.xxh3_128_hexdigest(raw[:at])
+    if stored != computed:
+        raise CorruptError(f"{owner} is damaged: its digest is wrong", found=computed, expected=stored)
+    return computed
+
+
+def _table_json(table: TableFacts) -> Json:
+    return {"name": table.name, "rows": table.rows_count, "shard": list(table.shard)}
+
+
+def _file_json(file: FileFacts) -> Json:
+    return {
+        "path": file.path,
+        "rank": file.rank,
+        "bytes": file.bytes,
+        "header_bytes": file.header_bytes,
+        "header_digest": file.header_digest.hex(),
+    }
+
+
+def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
+    """One block's JSON; written by hand, with the digest last, because json.dumps of 10,000 dicts takes too long."""
+    spec = placed.spec
+    name = json.dumps(spec.name, ensure_ascii=False)
+    parts = [f'{{"name":{name},"role":"{spec.role.value}"']
+    if placed.key != spec.name:
+        parts.append(f',"key":{json.dumps(placed.key, ensure_ascii=False)}')
+    if spec.table is not None:
+        parts.append(f',"table":{json.dumps(spec.table, ensure_ascii=False)}')
+        parts.append(f',"column":{json.dumps(spec.column, ensure_ascii=False)},"slice":"{spec.slice_info}"')
+    if spec.leaf is not None:
+        parts.append(f',"leaf":{spec.leaf}')
+    parts.append(f',"dtype":"{spec.dtype}","shape":{list(spec.shape)}'.replace(" ", ""))
+    if spec.whole_shape is not None:
+        parts.append(f',"row_begin":{spec.row_begin},"whole_shape":{list(spec.whole_shape)}'.replace(" ", ""))
+    if filtered:
+        parts.append(',"filtered":true')
+    parts.append(f',"file":{placed.file_index},"offset":{placed.offset},"bytes":{spec.bytes}')
+    parts.append(f',"digest":"{_HOLE.decode()}"}}')
+    return "".join(parts).encode("utf-8")

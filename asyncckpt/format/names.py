@@ -1,0 +1,93 @@
+"""Every file name of a checkpoint directory: built and parsed here, nowhere else.
+
+    LOCK
+    manifests/000000000120.json            the step, 12 digits
+    manifests/.m-<attempt>                 a manifest before its publication
+    data/000000000120-<attempt>/r00000-000.safetensors
+
+Names hold lower-case letters, digits, '-', '_' and '.', so every file system keeps them apart. Names of tensors and
+tables never become file names.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+
+from asyncckpt.errors import CorruptError
+
+LOCK_NAME = "LOCK"
+MANIFESTS_DIR = "manifests"
+DATA_DIR = "data"
+STEP_MAX = 10**12 - 1
+
+_MANIFEST = re.compile(r"(\d{12})\.json")
+_TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
+_ATTEMPT_DIR = re.compile(r"(\d{12})-([0-9a-f]{32})")
+_SHARD = re.compile(r"r(\d{5})-(\d{3})\.safetensors")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try to save one step: its folder is never reused."""
+
+    step: int
+    id: str
+
+    @staticmethod
+    def new(step: int) -> Attempt:
+        return Attempt(step=step, id=uuid.uuid4().hex)
+
+    @property
+    def directory(self) -> str:
+        return f"{self.step:012d}-{self.id}"
+
+
+def manifest_name(step: int) -> str:
+    return f"{step:012d}.json"
+
+
+def temporary_manifest_name(attempt: Attempt) -> str:
+    return f".m-{attempt.id}"
+
+
+def shard_name(*, rank: int, index: int) -> str:
+    return f"r{rank:05d}-{index:03d}.safetensors"
+
+
+def step_of_manifest(name: str) -> int | None:
+    """The step of a manifest's file name; None for a foreign file."""
+    match = _MANIFEST.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def is_temporary_manifest(name: str) -> bool:
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def attempt_of_directory(name: str) -> Attempt | None:
+    """The attempt of a folder under data/; None for a foreign one."""
+    match = _ATTEMPT_DIR.fullmatch(name)
+    return Attempt(step=int(match.group(1)), id=match.group(2)) if match else None
+
+
+def shard_path(attempt: Attempt, name: str) -> str:
+    return f"{DATA_DIR}/{attempt.directory}/{name}"
+
+
+def split_shard_path(path: str, *, owner: str) -> tuple[str, str]:
+    """(attempt folder, file name) of a path from a manifest; CorruptError for anything but the form above."""
+    parts = path.split("/")
+    if (
+        len(parts) != 3
+        or parts[0] != DATA_DIR
+        or attempt_of_directory(parts[1]) is None
+        or not _SHARD.fullmatch(parts[2])
+    ):
+        raise CorruptError(
+            f"{owner} names a file outside its checkpoint",
+            found=path,
+            expected="data/<step>-<attempt>/r<rank>-<index>.safetensors",
+        )
+    return parts[1], parts[2]

@@ -1,0 +1,130 @@
+"""The shape of the user's nested dense state, so that `{"model": ..., "optim": ...}` comes back as it went in.
+
+A node is a nested tuple, cheap to compare, so that a plan is reused while the tree stays the same:
+
+    TENSOR, ARRAY, VALUE                     leaves (torch tensor, NumPy array, plain value)
+    ("dict", keys, children)                 keys: str, or (type name, value) for int, bool, float, None
+    ("list", children), ("tuple", children)
+    ("state", child)                         an object with state_dict(); child is that dict
+
+Leaves are numbered in depth-first order, tensors and arrays in one sequence, values in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from asyncckpt.errors import CorruptError
+from asyncckpt.format.strict_json import Json
+
+TENSOR = ("tensor",)
+ARRAY = ("array",)
+VALUE = ("value",)
+TREE_DEPTH_MAX = 256
+Node = tuple[Any, ...]
+Key = Any  # str, or (type name, value)
+Path = tuple[Key, ...]
+
+_LEAVES = {"t": TENSOR, "a": ARRAY, "v": VALUE}
+_KEY_TYPES: dict[str, type] = {"int": int, "bool": bool, "float": float, "NoneType": type(None)}
+
+
+def key_value(key: Key) -> Any:
+    """The user's dict key."""
+    return key if isinstance(key, str) else key[1]
+
+
+def path_name(path: Path) -> str:
+    """How people read a path: state-dict style, dots between keys. Not unique by itself."""
+    return ".".join(str(key_value(key)) for key in path)
+
+
+def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """All leaves with their paths, in depth-first order."""
+    if len(node) == 1:
+        yield prefix, node
+    elif node[0] == "dict":
+        for key, child in zip(node[1], node[2], strict=True):
+            yield from leaves(child, (*prefix, key))
+    elif node[0] == "state":
+        yield from leaves(node[1], prefix)
+    else:
+        for index, child in enumerate(node[1]):
+            yield from leaves(child, (*prefix, ("int", index)))
+
+
+def encode_tree(node: Node) -> Json:
+    """A node as JSON; see docs/format.md."""
+    if len(node) == 1:
+        return str(node[0])[0]
+    if node[0] == "dict":
+        return {"d": [[_encode_key(key), encode_tree(child)] for key, child in zip(node[1], node[2], strict=True)]}
+    if node[0] == "state":
+        return {"s": encode_tree(node[1])}
+    return {"l" if node[0] == "list" else "u": [encode_tree(child) for child in node[1]]}
+
+
+def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
+    """The inverse of encode_tree; CorruptError naming `owner` for anything else."""
+    if type(value) is str and value in _LEAVES:
+        return _LEAVES[value]
+    if _depth > TREE_DEPTH_MAX:
+        raise CorruptError(f"{owner} holds a tree that is nested too deeply", expected=f"{TREE_DEPTH_MAX} levels")
+    if type(value) is dict and len(value) == 1:
+        ((kind, body),) = value.items()
+        if kind == "s":
+            return ("state", decode_tree(body, owner=owner, _depth=_depth + 1))
+        if type(body) is list and kind in ("l", "u"):
+            children = tuple(decode_tree(item, owner=owner, _depth=_depth + 1) for item in body)
+            return ("list" if kind == "l" else "tuple", children)
+        if type(body) is list and kind == "d" and all(type(pair) is list and len(pair) == 2 for pair in body):
+            keys = tuple(_decode_key(key, owner) for key, _ in body)
+            if len(set(keys)) != len(keys):
+                raise CorruptError(f"{owner} holds a tree with the same key twice", found=str(keys)[:200])
+            return ("dict", keys, tuple(decode_tree(child, owner=owner, _depth=_depth + 1) for _, child in body))
+    raise CorruptError(f"{owner} holds a tree node of no known form", found=str(value)[:80])
+
+
+def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
+    """The nested containers of a node, filled with leaves taken in order."""
+    if len(node) == 1:
+        return next(values if node is VALUE else tensors)
+    if node[0] == "dict":
+        return {key_value(key): rebuild(child, tensors, values) for key, child in zip(node[1], node[2], strict=True)}
+    if node[0] == "state":
+        return rebuild(node[1], tensors, values)
+    children = [rebuild(child, tensors, values) for child in node[1]]
+    return children if node[0] == "list" else tuple(children)
+
+
+def _encode_key(key: Key) -> Json:
+    if isinstance(key, str):
+        return key
+    kind, value = key
+    return {kind: value.hex() if kind == "float" else str(value)}
+
+
+def _decode_key(value: Json, owner: str) -> Key:
+    if type(value) is str:
+        return value
+    if type(value) is dict and len(value) == 1:
+        ((kind, text),) = value.items()
+        if kind in _KEY_TYPES and type(text) is str:
+            try:
+                return (kind, _key_from_text(kind, text))
+            except ValueError as error:
+                raise CorruptError(f"{owner} holds a damaged key: {error}") from error
+    raise CorruptError(f"{owner} holds a key of no known form", found=str(value)[:80])
+
+
+def _key_from_text(kind: str, text: str) -> Any:
+    if kind == "int":
+        return int(text)
+    if kind == "float":
+        return float.fromhex(text)
+    if kind == "bool" and text in ("True", "False"):
+        return text == "True"
+    if kind == "NoneType" and text == "None":
+        return None
+    raise ValueError(f"{kind} {text!r}")

@@ -1,0 +1,112 @@
+"""Plain values in JSON, exactly: what goes in comes back with the same type and the same bits.
+
+JSON has no NaN, no -0.0 that every parser keeps, no bytes, no tuples and no integer keys. So:
+
+    None, bool, str, int up to 2**53, list      themselves
+    larger int                                  {"int": "123..."}
+    float                                       {"float": "0x1.8p+1"}   (float.hex; nan, inf)
+    complex                                     {"complex": [hex, hex]}
+    bytes                                       {"bytes": base64}
+    tuple                                       {"tuple": [...]}
+    dict                                        {"dict": [[key, value], ...]}
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.format.strict_json import JSON_DEPTH_MAX, Json
+
+_PLAIN_INT_MAX = 2**53
+# A value nests two levels of JSON for each of its own, inside the manifest's.
+VALUE_DEPTH_MAX = (JSON_DEPTH_MAX - 16) // 3
+
+
+def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
+    """Encode one value; UsageError naming `owner` (the key path) when it is not plain."""
+    if value is None or type(value) is bool:
+        return value
+    if isinstance(value, str):
+        return _text(value, owner)
+    if _depth > VALUE_DEPTH_MAX:
+        raise UsageError(f"value {owner} is nested too deeply (or contains itself)", expected=VALUE_DEPTH_MAX)
+    if type(value) is int:
+        return value if abs(value) <= _PLAIN_INT_MAX else {"int": hex(value)}
+    if type(value) is float:
+        return {"float": _float_text(value)}
+    if type(value) is complex:
+        return {"complex": [_float_text(value.real), _float_text(value.imag)]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if type(value) is list:
+        return [encode_value(item, owner=f"{owner}[{i}]", _depth=_depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [encode_value(v, owner=f"{owner}[{i}]", _depth=_depth + 1) for i, v in enumerate(value)]}
+    if isinstance(value, Mapping):
+        pairs = [
+            [
+                encode_value(key, owner=f"key of {owner}", _depth=_depth + 1),
+                encode_value(item, owner=f"{owner}[{key!r}]", _depth=_depth + 1),
+            ]
+            for key, item in value.items()
+        ]
+        return {"dict": pairs}
+    raise UsageError(
+        f"value {owner} is not plain",
+        found=type(value).__name__,
+        expected="None, bool, int, float, complex, str, bytes, list, tuple or dict",
+        hint="nothing is ever pickled: convert it, or save it as a tensor",
+    )
+
+
+def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:
+    """The inverse of encode_value."""
+    if _depth > VALUE_DEPTH_MAX:
+        raise CorruptError(f"{owner} holds a value that is nested too deeply", expected=f"{VALUE_DEPTH_MAX} levels")
+    if value is None or type(value) in (bool, str, int):
+        return value
+    if type(value) is list:
+        return [decode_value(item, owner=owner, _depth=_depth + 1) for item in value]
+    if type(value) is dict and len(value) == 1:
+        ((kind, body),) = value.items()
+        try:
+            return _decode_tagged(kind, body, owner, _depth + 1)
+        except (TypeError, ValueError, OverflowError, binascii.Error) as error:
+            raise CorruptError(f"{owner} holds a damaged {kind!r} value: {error}") from error
+    raise CorruptError(f"{owner} holds a value of no known form", found=str(value)[:80])
+
+
+def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
+    if kind == "int":
+        return int(body, 16)
+    if kind == "float":
+        return float.fromhex(body)
+    if kind == "complex":
+        real, imag = body
+        return complex(float.fromhex(real), float.fromhex(imag))
+    if kind == "bytes":
+        return base64.b64decode(body.encode("ascii"), validate=True)
+    if kind == "tuple" and type(body) is list:
+        return tuple(decode_value(item, owner=owner, _depth=depth) for item in body)
+    if kind == "dict" and type(body) is list:
+        return {
+            decode_value(key, owner=owner, _depth=depth): decode_value(item, owner=owner, _depth=depth)
+            for key, item in body
+        }
+    raise CorruptError(f"{owner} holds a value of unknown kind", found=kind)
+
+
+def _float_text(value: float) -> str:
+    return value.hex()
+
+
+def _text(value: str, owner: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"text {owner} is not valid Unicode: {error.reason}", found=value[:80]) from error
+    return str(value)

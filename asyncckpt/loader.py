@@ -1,0 +1,139 @@
+"""The Loader: RecIS' shape (`checkpoint_path, hashtables, tensors, parallel, filter_func`), and ours behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.background import workers
+from asyncckpt.engine.future import FutureState, LoadFuture
+from asyncckpt.engine.load import LoadRequest, run_load
+from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.errors import UsageError
+from asyncckpt.model.result import LoadReport
+from asyncckpt.model.table import Table
+from asyncckpt.options import BUSY_DEADLINE_S, PARALLEL_MAX, OnBusy
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.load_plan import LoadFilter
+from asyncckpt.plan.state import named_state
+from asyncckpt.storage.directory import check_path
+
+READ_THREADS_MAX = 4
+
+
+class Loader:
+    """Load a checkpoint into hash tables and tensors.
+
+    checkpoint_path  the directory a Saver wrote to
+    hashtables       mapping name -> Table; a table takes just the ids it owns (unsigned id modulo its shard count), so
+                     tables of any sharding load from checkpoints of any other
+    tensors          like the Saver's: tensors, arrays and modules are filled in place, other objects get
+                     load_state_dict, plain values come back in LoadReport.values
+    parallel         most threads that read (this version uses up to 4)
+    filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources
+    step             None: the newest
+    strict           missing entries, and unexpected ones inside a module, are an IncompatibleError; else they are
+                     reported
+    verify           True: digests are checked while reading. "before": all is read and checked before any target is
+                     touched. False: not checked
+    merge            rows are added to what a table holds (RecIS' way); by default a table is emptied first
+    fallback         when the wanted step is damaged, load the newest older one that is sound, and say so in the report
+    on_busy          "raise" or "wait" while a save or load of this process is in flight
+
+    Never writes or deletes. Source of the interface: RecIS `Loader`.
+    """
+
+    def __init__(
+        self,
+        checkpoint_path: str | os.PathLike[str],
+        hashtables: Mapping[str, Table] | None = None,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        parallel: int = 16,
+        filter_func: LoadFilter = identity,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        verify: bool | Literal["before"] = True,
+        merge: bool = False,
+        fallback: bool = False,
+        on_busy: OnBusy = "raise",
+        busy_deadline: float = BUSY_DEADLINE_S,
+    ) -> None:
+        if type(parallel) is not int or not 1 <= parallel <= PARALLEL_MAX:
+            raise UsageError("parallel is wrong", found=parallel, expected=f"an int in [1, {PARALLEL_MAX}]")
+        if verify not in (True, False, "before"):
+            raise UsageError("verify is wrong", found=verify, expected=(True, False, "before"))
+        if on_busy not in ("raise", "wait"):
+            raise UsageError("on_busy is wrong", found=on_busy, expected=("raise", "wait"))
+        if step is not None and (type(step) is not int or step < 0):
+            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
+        if hashtables is not None and not isinstance(hashtables, Mapping):
+            raise UsageError("hashtables is not a mapping", found=type(hashtables).__name__)
+        for name, table in (hashtables or {}).items():
+            if not isinstance(table, Table):
+                raise UsageError(f"hashtable {name!r} is no table", found=type(table).__name__)
+        self._path = check_path(checkpoint_path)
+        self._tables = dict(hashtables or {})
+        self._state = named_state(tensors)
+        self._threads = min(parallel, READ_THREADS_MAX)
+        self._filter_func = filter_func
+        self._step = step
+        self._strict = strict
+        self._verify = verify
+        self._merge = merge
+        self._fallback = fallback
+        self._on_busy: OnBusy = on_busy
+        self._busy_deadline_s = float(busy_deadline)
+
+    def load(self) -> LoadReport:
+        """Load now. Until reading begins no target is touched.
+
+        Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
+        SaveInProgressError.
+        """
+        ticket = self._acquire()
+        try:
+            return self._run(LoadFuture(step=self._step, path=self._path, what="load"))
+        finally:
+            save_lock.release(ticket)
+
+    def load_async(self) -> LoadFuture:
+        """Load on a background thread; the targets must not be used until the future is done."""
+        ticket = self._acquire()
+        future = LoadFuture(step=self._step, path=self._path, what="load")
+
+        def work() -> None:
+            try:
+                report = self._run(future)
+            except BaseException as error:
+                save_lock.release(ticket)
+                future.fail(error, FutureState.FAILED)
+            else:
+                save_lock.release(ticket)
+                future.resolve(report, FutureState.COMMITTED)
+
+        workers.submit(work)
+        return future
+
+    def _acquire(self) -> Ticket:
+        ticket = Ticket(kind="load", path=self._path, step=self._step)
+        save_lock.acquire(ticket, on_busy=self._on_busy, deadline_s=self._busy_deadline_s)
+        return ticket
+
+    def _run(self, future: LoadFuture) -> LoadReport:
+        with CheckpointRoot.for_reading(self._path) as root:
+            request = LoadRequest(
+                root=root,
+                tables=self._tables,
+                state=self._state,
+                filter_func=self._filter_func,
+                step=self._step,
+                strict=self._strict,
+                verify=self._verify,
+                merge=self._merge,
+                fallback=self._fallback,
+                threads=self._threads,
+            )
+            return run_load(request, future.native_progress)

@@ -1,0 +1,1 @@
+"""The words that cross rooms: frozen dataclasses and Protocols, no work."""

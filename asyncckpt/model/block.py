@@ -1,0 +1,65 @@
+"""What one write block is, and where it lies.
+
+A BlockSpec names a column of a table or a dense tensor (or a row range of one, when it is too large for one block). A
+PlacedBlock says where in which shard file its bytes are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from asyncckpt.model.table import Role
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A named array of one rank.
+
+    name:         `table@column`, or the dotted path of a dense tensor (RecIS' tensor_name)
+    dtype:        true dtype, e.g. "float32"; stored_dtype is the safetensors one
+    shape:        of this block; whole_shape of the whole tensor when the block is rows [row_begin, row_begin +
+                  shape[0])
+    leaf:         number of the dense leaf in the state tree, None for tables and for renamed blocks
+    """
+
+    name: str
+    role: Role
+    dtype: str
+    stored_dtype: str
+    stored_itemsize: int
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    table: str | None = None
+    column: str | None = None
+    leaf: int | None = None
+    row_begin: int = 0
+    whole_shape: tuple[int, ...] | None = None
+    slice_info: str = " "
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.stored_shape) * self.stored_itemsize
+
+    @property
+    def is_part(self) -> bool:
+        return self.whole_shape is not None
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """A block in a shard file: `key` is its safetensors name, `offset` counts from the start of the file."""
+
+    spec: BlockSpec
+    key: str
+    file_index: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """What the manifest says of a table, beside its blocks."""
+
+    name: str
+    rows_count: int
+    shard: tuple[int, int]

@@ -1,0 +1,76 @@
+"""What a save or a load tells its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How one save went.
+
+    stall_seconds   the caller waited this long in the call
+    seconds         from the call until the checkpoint was durable (for a skipped save: until the call returned)
+    bytes_logical   bytes of all tensors and table rows
+    bytes_written   bytes of all files, headers and manifest included
+    fallback        why the save went the blocking way, None when it did not
+    skipped         the save was not made because another one was in flight; nothing else is meaningful then
+    """
+
+    step: int
+    kind: str
+    path: Path
+    skipped: bool = False
+    fallback: str | None = None
+    stall_seconds: float = 0.0
+    seconds: float = 0.0
+    bytes_logical: int = 0
+    bytes_written: int = 0
+
+
+@dataclass(frozen=True)
+class SaverStatistics:
+    """What a Saver did so far."""
+
+    saves_count: int = 0
+    failed_count: int = 0
+    cancelled_count: int = 0
+    skipped_count: int = 0
+    fallback_count: int = 0
+    bytes_written: int = 0
+    stall_seconds: float = 0.0
+    plans_made_count: int = 0
+    arenas_count: int = 0
+    arena_bytes: int = 0
+    arena_touches_count: int = 0
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    step          the step that was loaded
+    path          the checkpoint directory
+    values        plain values of the state by dotted name, for example {"epoch": 3}
+    metadata      the user metadata given to the save
+    loaded        destination -> sources that filled it, RecIS' form {destination: {source: [columns]}}
+    missing       destinations of the model that the checkpoint has nothing for (strict=False only)
+    unexpected    entries of the checkpoint that nothing was loaded from
+    fallback_from newer steps that were passed over because they were damaged (fallback=True only)
+    rows          rows loaded per table
+    """
+
+    step: int
+    path: Path
+    values: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    loaded: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    fallback_from: tuple[int, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
+    bytes_read: int = 0
+    seconds: float = 0.0

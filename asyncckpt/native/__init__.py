@@ -1,0 +1,77 @@
+"""The one door to the compiled core.
+
+`core` is chosen once, at import, by the environment variable ASYNCCKPT_NATIVE:
+
+    unset   the compiled core where it loads, else the portable twin
+    1       the compiled core, or ImportError with the reason
+    0       the portable twin
+"""
+
+from __future__ import annotations
+
+import os
+
+from asyncckpt.native.contract import (
+    DIGEST_BYTES,
+    I64,
+    LEAF_BYTES,
+    PAGE_BYTES,
+    U8,
+    U64,
+    CancelledDrain,
+    Core,
+    CoreIOError,
+    Digester,
+    DrainOptions,
+    FileImage,
+    IdMap,
+    Memory,
+    Progress,
+    ShortFile,
+)
+from asyncckpt.native.declarations import UnusableLibrary
+from asyncckpt.native.library import NativeCore
+from asyncckpt.native.twin import TwinCore
+
+ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
+
+
+def _choose(wish: str | None) -> Core:
+    if wish not in (None, "", "0", "1"):
+        raise ImportError(f"{ENVIRONMENT_VARIABLE} must be 0, 1 or unset, found {wish!r}")
+    if wish == "0":
+        return TwinCore()
+    try:
+        return NativeCore()
+    except UnusableLibrary as error:
+        if wish == "1":
+            raise ImportError(f"{ENVIRONMENT_VARIABLE}=1 but the compiled core cannot be used: {error}") from error
+        return TwinCore()
+
+
+core: Core = _choose(os.environ.get(ENVIRONMENT_VARIABLE))
+implementation: str = core.implementation
+
+__all__ = [
+    "DIGEST_BYTES",
+    "I64",
+    "LEAF_BYTES",
+    "PAGE_BYTES",
+    "U8",
+    "U64",
+    "CancelledDrain",
+    "Core",
+    "CoreIOError",
+    "Digester",
+    "DrainOptions",
+    "FileImage",
+    "IdMap",
+    "Memory",
+    "NativeCore",
+    "Progress",
+    "ShortFile",
+    "TwinCore",
+    "UnusableLibrary",
+    "core",
+    "implementation",
+]

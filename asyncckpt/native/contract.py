@@ -1,0 +1,178 @@
+"""What the compiled core and its portable twin both do.
+
+Two implementations, one Protocol: `library.py` calls the C++ core through ctypes, `twin.py` does the same with NumPy,
+xxhash and plain system calls. Both pass tests/unit/native. Memory is named by address (int) and size in bytes;
+the caller keeps the memory alive during a call. Every call releases the GIL around its long part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_BYTES = 4096
+LEAF_BYTES = 4 << 20
+DIGEST_BYTES = 16
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+U8 = NDArray[np.uint8]
+
+
+class CoreIOError(OSError):
+    """A system call failed; `errno` says how, `item` is the index of the segment, file, span or read."""
+
+    def __init__(self, errno: int, message: str, item: int) -> None:
+        super().__init__(errno, message)
+        self.item = item
+
+
+class CancelledDrain(Exception):
+    """The cancel flag was set while a native call ran."""
+
+
+class ShortFile(Exception):
+    """A file ended before the bytes that were asked for; `item` is the index of the read."""
+
+    def __init__(self, message: str, item: int) -> None:
+        super().__init__(message)
+        self.item = item
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A file to write from memory: `fd` is open for writing and empty; direct means it was opened with O_DIRECT."""
+
+    fd: int
+    address: int
+    bytes: int
+    direct: bool
+
+
+@dataclass(frozen=True)
+class DrainOptions:
+    """How a drain runs; see ac_drain_options in asyncckpt.h."""
+
+    block_bytes: int = 16 << 20
+    writers: int = 1
+    digest_threads: int = 1
+    background: int = 1
+    sync: bool = True
+
+
+@dataclass
+class Progress:
+    """Shared with a running call: `bytes_done` grows; `cancel()` from any thread ends it soon."""
+
+    _done: U64 = field(default_factory=lambda: np.zeros(1, dtype=np.uint64))
+    _cancel: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
+
+    @property
+    def bytes_done(self) -> int:
+        return int(self._done[0])
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._cancel[0])
+
+    def cancel(self) -> None:
+        self._cancel[0] = 1
+
+    def advance(self, bytes: int) -> None:
+        """Count bytes that were written outside a native call."""
+        self._done[0] += bytes
+
+
+class Memory(Protocol):
+    """A mapped region of at least the bytes asked for. `address` may change on resize."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def view(self) -> U8:
+        """The region as a writable uint8 array; dead after resize or close."""
+        ...
+
+    def resize(self, bytes: int) -> None: ...
+    def touch(self, begin: int, end: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Digester(Protocol):
+    def update(self, address: int, bytes: int) -> None: ...
+    def end(self) -> bytes:
+        """Return the 16-byte digest and start anew."""
+        ...
+
+
+class IdMap(Protocol):
+    """int64 id -> row; see ac_idmap_* in asyncckpt.h. Used by one thread at a time."""
+
+    def __len__(self) -> int: ...
+    @property
+    def rows_end(self) -> int: ...
+    def ids_by_row(self) -> I64:
+        """View of the id of every row below rows_end (undefined at free rows); dead after the next insert."""
+        ...
+
+    def reserve(self, capacity: int) -> None: ...
+    def find(self, ids: I64) -> I64: ...
+    def insert(self, ids: I64) -> tuple[I64, I64]:
+        """Return (row of every id, rows that are new in order of first appearance)."""
+        ...
+
+    def remove(self, ids: I64) -> I64: ...
+    def runs(self) -> I64:
+        """Used rows as ascending maximal ranges, shape [k, 2]."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+class Core(Protocol):
+    @property
+    def implementation(self) -> str:
+        """`"native"` or `"twin"`."""
+        ...
+
+    @property
+    def cpu_variant(self) -> str: ...
+    @property
+    def cores_count(self) -> int: ...
+    def copy(self, segments: U64, *, threads: int = 0) -> None:
+        """Copy segments, a C-contiguous uint64 array [n, 3] of (source address, target address, bytes)."""
+        ...
+
+    def map_memory(self, bytes: int) -> Memory: ...
+    def digest(self, spans: U64, *, threads: int = 1) -> U8:
+        """Digests uint8 [n, 16] of spans, uint64 [n, 2] of (address, bytes)."""
+        ...
+
+    def digester(self) -> Digester: ...
+    def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
+        """Write all files and return the digests of spans, uint8 [n, 16]. Raises CoreIOError or CancelledDrain."""
+        ...
+
+    def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None: ...
+    def read(
+        self,
+        items: U64,
+        fds: NDArray[np.int32],
+        *,
+        direct: NDArray[np.int32],
+        digests: bool,
+        threads: int,
+        progress: Progress,
+    ) -> U8 | None:
+        """Read items, uint64 [n, 3] of (target address, file offset, bytes), from fds [n]; digests [n, 16] if asked.
+
+        Raises CoreIOError, ShortFile or CancelledDrain.
+        """
+        ...
+
+    def id_map(self, capacity: int) -> IdMap: ...

@@ -1,0 +1,138 @@
+"""The C interface of csrc/include/asyncckpt.h in ctypes: structures, functions, and loading the library.
+
+tests/unit/native/test_declarations.py reads the header and holds this file against it. Arrays travel as plain addresses
+(c_void_p); ctypes releases the GIL around every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+ABI_VERSION = 1
+LIBRARY_NAME = "libasyncckpt.so"
+
+OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
+
+
+class UnusableLibrary(Exception):
+    """The compiled core is not there, does not load, or belongs to another version of this package."""
+
+
+class AcError(ctypes.Structure):
+    _fields_ = [("status", c_int32), ("sys_errno", c_int32), ("item", c_uint64), ("message", c_char * 240)]
+
+
+class AcSegment(ctypes.Structure):
+    _fields_ = [("source", c_void_p), ("target", c_void_p), ("bytes", c_uint64)]
+
+
+class AcSpan(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("bytes", c_uint64)]
+
+
+class AcFile(ctypes.Structure):
+    _fields_ = [("data", c_void_p), ("bytes", c_uint64), ("fd", c_int32), ("direct", c_int32)]
+
+
+class AcDrainOptions(ctypes.Structure):
+    _fields_ = [
+        ("block_bytes", c_uint64),
+        ("writers", c_uint32),
+        ("digest_threads", c_uint32),
+        ("background", c_uint32),
+        ("sync", c_uint32),
+    ]
+
+
+class AcReadItem(ctypes.Structure):
+    _fields_ = [
+        ("target", c_void_p),
+        ("offset", c_uint64),
+        ("bytes", c_uint64),
+        ("fd", c_int32),
+        ("direct", c_int32),
+    ]
+
+
+class AcReadOptions(ctypes.Structure):
+    _fields_ = [("block_bytes", c_uint64), ("threads", c_uint32)]
+
+
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "ac_error": AcError,
+    "ac_segment": AcSegment,
+    "ac_span": AcSpan,
+    "ac_file": AcFile,
+    "ac_drain_options": AcDrainOptions,
+    "ac_read_item": AcReadItem,
+    "ac_read_options": AcReadOptions,
+}
+
+_ERROR = POINTER(AcError)
+
+# Name -> (result, arguments). None is void.
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ac_abi_version": (c_uint32, []),
+    "ac_cpu_variant": (c_char_p, []),
+    "ac_cores_count": (c_uint32, []),
+    "ac_copy": (c_int32, [c_void_p, c_uint64, c_uint32, _ERROR]),
+    "ac_memory_map": (c_int32, [c_uint64, POINTER(c_void_p), _ERROR]),
+    "ac_memory_resize": (c_int32, [c_void_p, c_uint64, c_uint64, POINTER(c_void_p), _ERROR]),
+    "ac_memory_touch": (c_int32, [c_void_p, c_uint64, c_uint64, c_uint32, _ERROR]),
+    "ac_memory_unmap": (c_int32, [c_void_p, c_uint64, _ERROR]),
+    "ac_digest": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint32, _ERROR]),
+    "ac_digester_new": (c_void_p, []),
+    "ac_digester_update": (None, [c_void_p, c_void_p, c_uint64]),
+    "ac_digester_end": (None, [c_void_p, c_void_p]),
+    "ac_digester_free": (None, [c_void_p]),
+    "ac_drain": (
+        c_int32,
+        [c_void_p, c_uint64, c_void_p, c_uint64, c_void_p, POINTER(AcDrainOptions), c_void_p, c_void_p, _ERROR],
+    ),
+    "ac_write": (c_int32, [c_int32, c_void_p, c_uint64, c_uint64, c_int32, _ERROR]),
+    "ac_read": (
+        c_int32,
+        [c_void_p, c_uint64, c_void_p, POINTER(AcReadOptions), c_void_p, c_void_p, _ERROR],
+    ),
+    "ac_idmap_new": (c_void_p, [c_uint64]),
+    "ac_idmap_free": (None, [c_void_p]),
+    "ac_idmap_size": (c_uint64, [c_void_p]),
+    "ac_idmap_rows_end": (c_uint64, [c_void_p]),
+    "ac_idmap_ids": (c_void_p, [c_void_p]),
+    "ac_idmap_reserve": (c_int32, [c_void_p, c_uint64, _ERROR]),
+    "ac_idmap_find": (c_int32, [c_void_p, c_void_p, c_uint64, c_void_p, _ERROR]),
+    "ac_idmap_insert": (c_int32, [c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), _ERROR]),
+    "ac_idmap_remove": (c_int32, [c_void_p, c_void_p, c_uint64, c_void_p, _ERROR]),
+    "ac_idmap_runs": (c_int32, [c_void_p, c_void_p, c_uint64, POINTER(c_uint64), _ERROR]),
+    "ac_idmap_clear": (None, [c_void_p]),
+}
+
+
+def load_library() -> ctypes.CDLL:
+    """Load the compiled core and check its version; raise UnusableLibrary with the reason otherwise."""
+    path = _find()
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise UnusableLibrary(f"cannot load {str(path)!r}: {error}") from error
+    version = library.ac_abi_version()
+    if version != ABI_VERSION:
+        raise UnusableLibrary(f"{str(path)!r} has interface version {version}, expected {ABI_VERSION}")
+    return library
+
+
+def _find() -> Path:
+    """The library lies in this package; an editable install spreads a package over the source and the build folder."""
+    folders = [Path(folder) for folder in sys.modules[__name__.rpartition(".")[0]].__path__]
+    for folder in folders:
+        if (folder / LIBRARY_NAME).is_file():
+            return folder / LIBRARY_NAME
+    raise UnusableLibrary(f"no {LIBRARY_NAME} in {' or '.join(repr(str(folder)) for folder in folders)}")

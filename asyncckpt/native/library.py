@@ -1,0 +1,131 @@
+"""The compiled core behind contract.Core: each method checks its arrays and makes one C call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncckpt.native.arrays import check_flags, check_table
+from asyncckpt.native.contract import (
+    DIGEST_BYTES,
+    U8,
+    U64,
+    Digester,
+    DrainOptions,
+    FileImage,
+    IdMap,
+    Memory,
+    Progress,
+)
+from asyncckpt.native.declarations import OK, AcDrainOptions, AcError, AcFile, AcReadOptions, load_library
+from asyncckpt.native.native_objects import NativeDigester, NativeIdMap, NativeMemory, raise_error
+
+# The fields of ac_read_item.
+_READ_ITEM = np.dtype([("place", np.uint64, 3), ("fd", np.int32), ("direct", np.int32)])
+
+
+class NativeCore:
+    """Implements contract.Core; see there."""
+
+    implementation = "native"
+
+    def __init__(self) -> None:
+        """Load the library; raises UnusableLibrary."""
+        self._library: ctypes.CDLL = load_library()
+        self.cpu_variant: str = self._library.ac_cpu_variant().decode()
+
+    @property
+    def cores_count(self) -> int:
+        return int(self._library.ac_cores_count())
+
+    def copy(self, segments: U64, *, threads: int = 0) -> None:
+        check_table(segments, columns_count=3, name="segments")
+        error = AcError()
+        if self._library.ac_copy(segments.ctypes.data, len(segments), threads, byref(error)) != OK:
+            raise_error(error)
+
+    def map_memory(self, bytes: int) -> Memory:
+        if bytes <= 0:
+            raise ValueError(f"cannot map {bytes} bytes")
+        return NativeMemory(self._library, bytes)
+
+    def digest(self, spans: U64, *, threads: int = 1) -> U8:
+        check_table(spans, columns_count=2, name="spans")
+        digests, error = _empty_digests(len(spans)), AcError()
+        status = self._library.ac_digest(spans.ctypes.data, len(spans), digests.ctypes.data, threads, byref(error))
+        if status != OK:
+            raise_error(error)
+        return digests
+
+    def digester(self) -> Digester:
+        return NativeDigester(self._library)
+
+    def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
+        check_table(spans, columns_count=2, name="spans")
+        images = (AcFile * len(files))(*(AcFile(file.address, file.bytes, file.fd, file.direct) for file in files))
+        digests, error = _empty_digests(len(spans)), AcError()
+        status = self._library.ac_drain(
+            images,
+            len(files),
+            spans.ctypes.data,
+            len(spans),
+            digests.ctypes.data,
+            byref(_drain_options(options)),
+            progress._done.ctypes.data,
+            progress._cancel.ctypes.data,
+            byref(error),
+        )
+        if status != OK:
+            raise_error(error)
+        return digests
+
+    def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
+        error = AcError()
+        if self._library.ac_write(fd, address, bytes, offset, direct, byref(error)) != OK:
+            raise_error(error)
+
+    def read(
+        self,
+        items: U64,
+        fds: NDArray[np.int32],
+        *,
+        direct: NDArray[np.int32],
+        digests: bool,
+        threads: int,
+        progress: Progress,
+    ) -> U8 | None:
+        check_table(items, columns_count=3, name="items")
+        check_flags(fds, count=len(items), name="fds")
+        check_flags(direct, count=len(items), name="direct")
+        reads = np.empty(len(items), dtype=_READ_ITEM)
+        reads["place"], reads["fd"], reads["direct"] = items, fds, direct
+        taken, error = (_empty_digests(len(items)) if digests else None), AcError()
+        status = self._library.ac_read(
+            reads.ctypes.data,
+            len(reads),
+            None if taken is None else taken.ctypes.data,
+            byref(AcReadOptions(0, threads)),
+            progress._done.ctypes.data,
+            progress._cancel.ctypes.data,
+            byref(error),
+        )
+        if status != OK:
+            raise_error(error)
+        return taken
+
+    def id_map(self, capacity: int) -> IdMap:
+        return NativeIdMap(self._library, capacity)
+
+
+def _empty_digests(count: int) -> U8:
+    return np.empty((count, DIGEST_BYTES), dtype=np.uint8)
+
+
+def _drain_options(options: DrainOptions) -> AcDrainOptions:
+    return AcDrainOptions(
+        options.block_bytes, options.writers, options.digest_threads, options.background, options.sync
+    )

@@ -1,0 +1,251 @@
+"""The portable twin of the compiled core: the same results from NumPy, xxhash and plain system calls, slower.
+
+It takes the same arguments, makes the same files, digests and rows, and raises the same errors. What it leaves out is
+speed: one thread, buffered writes, and a copy where the core remaps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from asyncckpt.native.arrays import check_file, check_flags, check_table
+from asyncckpt.native.contract import (
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    PAGE_BYTES,
+    U8,
+    U64,
+    CancelledDrain,
+    CoreIOError,
+    Digester,
+    DrainOptions,
+    FileImage,
+    IdMap,
+    Memory,
+    Progress,
+    ShortFile,
+)
+from asyncckpt.native.twin_id_map import TwinIdMap
+
+_MAPPED_UNIT_BYTES = 2 << 20
+_READ_BYTES_MAX = 8 << 20
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+def _memory_at(address: int, bytes: int) -> memoryview:
+    """The bytes at an address; the caller keeps them alive."""
+    return memoryview((ctypes.c_uint8 * bytes).from_address(address)).cast("B") if bytes else memoryview(bytearray())
+
+
+def _digest_of(data: memoryview) -> bytes:
+    digester = TwinDigester()
+    digester.update_from(data)
+    return digester.end()
+
+
+class TwinDigester:
+    def __init__(self) -> None:
+        self._restart()
+
+    def update(self, address: int, bytes: int) -> None:
+        self.update_from(_memory_at(address, bytes))
+
+    def update_from(self, data: memoryview) -> None:
+        while data:
+            room = LEAF_BYTES - self._leaf_bytes
+            self._leaf.update(data[:room])
+            self._leaf_bytes += len(data[:room])
+            data = data[room:]
+            if self._leaf_bytes == LEAF_BYTES:
+                self._end_leaf()
+
+    def end(self) -> bytes:
+        if self._leaf_bytes:
+            self._end_leaf()
+        digest = xxhash.xxh3_128(b"".join(self._leaf_digests)).digest()
+        self._restart()
+        return digest
+
+    def _restart(self) -> None:
+        self._leaf = xxhash.xxh3_128()
+        self._leaf_bytes = 0
+        self._leaf_digests: list[bytes] = []
+
+    def _end_leaf(self) -> None:
+        self._leaf_digests.append(self._leaf.digest())
+        self._leaf.reset()
+        self._leaf_bytes = 0
+
+
+class TwinMemory:
+    """A page-aligned window of a NumPy array."""
+
+    def __init__(self, bytes: int) -> None:
+        self._window = self._allocate(bytes)
+
+    @property
+    def address(self) -> int:
+        return int(self._window.ctypes.data)
+
+    @property
+    def bytes(self) -> int:
+        return len(self._window)
+
+    def view(self) -> U8:
+        return self._window
+
+    def resize(self, bytes: int) -> None:
+        grown = self._allocate(bytes)
+        kept = min(len(grown), len(self._window))
+        grown[:kept] = self._window[:kept]
+        self._window = grown
+
+    def touch(self, begin: int, end: int) -> None:
+        if not 0 <= begin <= end <= self.bytes:
+            raise ValueError(f"range [{begin}, {end}) is outside a mapping of {self.bytes} bytes")
+        self._window[begin:end:PAGE_BYTES] |= 0
+
+    def close(self) -> None:
+        self._window = np.empty(0, dtype=np.uint8)
+
+    @staticmethod
+    def _allocate(bytes: int) -> U8:
+        if bytes <= 0:
+            raise ValueError(f"cannot map {bytes} bytes")
+        rounded = -(-bytes // _MAPPED_UNIT_BYTES) * _MAPPED_UNIT_BYTES
+        raw = np.zeros(rounded + PAGE_BYTES, dtype=np.uint8)
+        start = -int(raw.ctypes.data) % PAGE_BYTES
+        return raw[start : start + rounded]
+
+
+class TwinCore:
+    """Implements contract.Core; see there."""
+
+    implementation = "twin"
+    cpu_variant = "portable"
+
+    @property
+    def cores_count(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    def copy(self, segments: U64, *, threads: int = 0) -> None:
+        check_table(segments, columns_count=3, name="segments")
+        for source, target, bytes in segments.tolist():
+            ctypes.memmove(target, source, bytes)
+
+    def map_memory(self, bytes: int) -> Memory:
+        return TwinMemory(bytes)
+
+    def digest(self, spans: U64, *, threads: int = 1) -> U8:
+        return self._digests(spans, Progress())
+
+    def digester(self) -> Digester:
+        return TwinDigester()
+
+    def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
+        check_table(spans, columns_count=2, name="spans")
+        for item, file in enumerate(files):
+            check_file(file, item)
+        for item, file in enumerate(files):
+            try:
+                self._write_file(file, options, progress)
+            except OSError as error:
+                raise _io_error(error, f"cannot write file {item} of {file.bytes} bytes", item) from error
+        return self._digests(spans, progress)
+
+    def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
+        if direct and (address | bytes | offset) % PAGE_BYTES:
+            raise ValueError(f"a direct write needs address, bytes and offset in multiples of {PAGE_BYTES}")
+        try:
+            _clear_direct(fd)
+            _write_all(fd, _memory_at(address, bytes), offset)
+        except OSError as error:
+            raise _io_error(error, f"cannot write {bytes} bytes at offset {offset}", 0) from error
+
+    def read(
+        self,
+        items: U64,
+        fds: NDArray[np.int32],
+        *,
+        direct: NDArray[np.int32],
+        digests: bool,
+        threads: int,
+        progress: Progress,
+    ) -> U8 | None:
+        check_table(items, columns_count=3, name="items")
+        check_flags(fds, count=len(items), name="fds")
+        check_flags(direct, count=len(items), name="direct")
+        for item, ((address, offset, bytes), fd) in enumerate(zip(items.tolist(), fds.tolist(), strict=True)):
+            try:
+                _clear_direct(fd)
+                _read_all(fd, _memory_at(address, bytes), offset, item, progress)
+            except OSError as error:
+                raise _io_error(error, f"cannot read {bytes} bytes at offset {offset}", item) from error
+        # The spans are the items without their file offsets.
+        return self._digests(np.ascontiguousarray(items[:, [0, 2]]), progress) if digests else None
+
+    def id_map(self, capacity: int) -> IdMap:
+        return TwinIdMap()
+
+    def _digests(self, spans: U64, progress: Progress) -> U8:
+        check_table(spans, columns_count=2, name="spans")
+        digests = np.empty((len(spans), DIGEST_BYTES), dtype=np.uint8)
+        for index, (address, bytes) in enumerate(spans.tolist()):
+            _check_cancelled(progress)
+            digests[index] = np.frombuffer(_digest_of(_memory_at(address, bytes)), dtype=np.uint8)
+        return digests
+
+    def _write_file(self, file: FileImage, options: DrainOptions, progress: Progress) -> None:
+        _clear_direct(file.fd)
+        offset = 0
+        for block in _blocks_of(_memory_at(file.address, file.bytes), options.block_bytes or _READ_BYTES_MAX):
+            _check_cancelled(progress)
+            _write_all(file.fd, block, offset)
+            offset += len(block)
+            progress._done[0] += np.uint64(len(block))
+        os.ftruncate(file.fd, file.bytes)
+        if options.sync:
+            os.fsync(file.fd)
+
+
+def _clear_direct(fd: int) -> None:
+    """Ordinary writes may have any length, so a descriptor opened with O_DIRECT goes on without it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & _O_DIRECT:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+
+
+def _blocks_of(data: memoryview, bytes_max: int) -> Iterator[memoryview]:
+    return (data[begin : begin + bytes_max] for begin in range(0, len(data), bytes_max))
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _read_all(fd: int, target: memoryview, offset: int, item: int, progress: Progress) -> None:
+    while target:
+        _check_cancelled(progress)
+        count = os.preadv(fd, [target[:_READ_BYTES_MAX]], offset)
+        if count == 0:
+            raise ShortFile(f"file ended at offset {offset}, {len(target)} bytes before the end of read {item}", item)
+        target, offset = target[count:], offset + count
+        progress._done[0] += np.uint64(count)
+
+
+def _check_cancelled(progress: Progress) -> None:
+    if progress.cancelled:
+        raise CancelledDrain("cancelled")
+
+
+def _io_error(error: OSError, what: str, item: int) -> CoreIOError:
+    return CoreIOError(error.errno or 0, f"{what}: {error.strerror}", item)

@@ -1,0 +1,152 @@
+"""Fire-and-forget checkpoints from a training loop.
+
+    with asyncckpt.Saver(path=..., tensors=..., keep_latest=3) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=500)
+        for step in range(steps):
+            train(step)
+            periodic.step(step)
+
+A checkpoint that falls due while another is in flight is skipped and counted. Errors of background saves reach the loop
+at the next `.step`; at the end of the `with` block (or `drain`) everything in flight is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+from asyncckpt.engine.future import SaveFuture
+from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.model.result import SaveResult
+from asyncckpt.saver import Saver
+
+ErrorHandler = Literal["raise", "warn"] | Callable[[BaseException], object]
+
+
+@dataclass(frozen=True)
+class PeriodicStatistics:
+    """Saves that were begun, skipped because one was in flight, and failed; and the newest committed one."""
+
+    begun_count: int = 0
+    skipped_count: int = 0
+    failed_count: int = 0
+    last_result: SaveResult | None = None
+
+
+class PeriodicSaver:
+    """Saves every `every_steps` steps or `every_seconds` seconds. Used by one thread: the training loop's."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        on_error: ErrorHandler = "raise",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if (every_steps is None) == (every_seconds is None):
+            raise UsageError(
+                "exactly one of every_steps and every_seconds is needed", found=(every_steps, every_seconds)
+            )
+        if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
+            raise UsageError("every_steps is wrong", found=every_steps, expected="an int of at least 1")
+        if every_seconds is not None and not every_seconds > 0:
+            raise UsageError("every_seconds is wrong", found=every_seconds, expected="more than 0")
+        if on_error not in ("raise", "warn") and not callable(on_error):
+            raise UsageError("on_error is wrong", found=on_error, expected="'raise', 'warn' or a callable")
+        self._saver = saver
+        self._every_steps = every_steps
+        self._every_seconds = every_seconds
+        self._on_error = on_error
+        self._clock = clock
+        self._last_time = clock()
+        self._future: SaveFuture | None = None
+        self._statistics = PeriodicStatistics()
+
+    def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
+        """Tell that a training step has ended; returns the future when a save was begun."""
+        self._collect()
+        if not self._is_due(step):
+            return None
+        # The clock starts anew also when a save is skipped, so that a slow disk does not make every step try again.
+        self._last_time = self._clock()
+        try:
+            future = self._saver.save_async(step, metadata=metadata, on_busy="skip")
+        except CheckpointError as error:
+            self._handle(error)
+            return None
+        if future.done() and future.exception() is None and future.result().skipped:
+            self._count(skipped_count=1)
+            return None
+        self._count(begun_count=1)
+        self._future = future
+        return future
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight and report its error."""
+        if self._future is not None:
+            self._future.exception(timeout)
+        self._collect()
+
+    def statistics(self) -> PeriodicStatistics:
+        return self._statistics
+
+    def __enter__(self) -> PeriodicSaver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.drain()
+        except Exception as draining:
+            if error is None:
+                raise
+            if hasattr(error, "add_note"):
+                error.add_note(f"and the last periodic save failed: {draining}")
+
+    def _is_due(self, step: int) -> bool:
+        if self._every_steps is not None:
+            return step > 0 and step % self._every_steps == 0
+        assert self._every_seconds is not None
+        return self._clock() - self._last_time >= self._every_seconds
+
+    def _collect(self) -> None:
+        """Take the outcome of the last save, if it has one."""
+        future = self._future
+        if future is None or not future.done():
+            return
+        self._future = None
+        error = future.exception()
+        if error is not None:
+            self._handle(error)
+        else:
+            self._statistics = PeriodicStatistics(
+                begun_count=self._statistics.begun_count,
+                skipped_count=self._statistics.skipped_count,
+                failed_count=self._statistics.failed_count,
+                last_result=future.result(),
+            )
+
+    def _handle(self, error: BaseException) -> None:
+        self._count(failed_count=1)
+        if self._on_error == "raise":
+            raise error
+        if self._on_error == "warn":
+            warnings.warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning, stacklevel=3)
+        elif callable(self._on_error):
+            self._on_error(error)
+
+    def _count(self, *, begun_count: int = 0, skipped_count: int = 0, failed_count: int = 0) -> None:
+        old = self._statistics
+        self._statistics = PeriodicStatistics(
+            begun_count=old.begun_count + begun_count,
+            skipped_count=old.skipped_count + skipped_count,
+            failed_count=old.failed_count + failed_count,
+            last_result=old.last_result,
+        )

@@ -1,0 +1,156 @@
+"""Run the user's write filter on staged blocks and check what it returned.
+
+    filter_func(list[WriteBlock]) -> list[WriteBlock]
+
+Whatever is wrong with the answer fails the save with a FilterError that names the block; nothing is committed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import CheckpointError, FilterError
+from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.plan.leaf_facts import check_leaf
+from asyncckpt.plan.leaf_names import check_name
+
+FilterFunction = Callable[[list[WriteBlock]], Sequence[WriteBlock]]
+
+
+def identity(blocks: Any) -> Any:
+    """The default filter: everything as it is."""
+    return blocks
+
+
+@dataclass(frozen=True)
+class FilteredBlock:
+    """A block to write: number of the planned block it came from, its new spec, and its values if replaced."""
+
+    number: int
+    spec: BlockSpec
+    data: torch.Tensor | None
+
+
+def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[FilteredBlock] | None:
+    """Apply the filter. None means: all blocks, unchanged and in order."""
+    numbers = {id(block): number for number, block in enumerate(blocks)}
+    try:
+        answer = function(list(blocks))
+    except CheckpointError as error:
+        raise FilterError(f"filter {_name(function)} raised: {error}") from error
+    except Exception as error:
+        raise FilterError(f"filter {_name(function)} raised {type(error).__name__}: {error}") from error
+    if not isinstance(answer, (list, tuple)):
+        raise FilterError(
+            f"filter {_name(function)} returned nonsense", found=type(answer).__name__, expected="a list of WriteBlock"
+        )
+    if len(answer) == len(blocks) and all(a is b for a, b in zip(answer, blocks, strict=True)):
+        return None
+    filtered = [_checked(block, numbers, function) for block in answer]
+    _check_whole(filtered, function)
+    return filtered
+
+
+def _checked(block: Any, numbers: dict[int, int], function: FilterFunction) -> FilteredBlock:
+    if not isinstance(block, WriteBlock):
+        raise FilterError(
+            f"filter {_name(function)} returned nonsense", found=type(block).__name__, expected="a WriteBlock"
+        )
+    origin = block
+    while origin._origin is not None:
+        origin = origin._origin
+    number = numbers.get(id(origin))
+    if number is None:
+        raise FilterError(f"filter {_name(function)} returned block {block.tensor_name()!r} of another save")
+    spec = origin._spec
+    if not block.replaced:
+        return FilteredBlock(number=number, spec=spec, data=None)
+    spec = _renamed(spec, block, function)
+    data = block._data
+    if data is not None:
+        spec = _with_data(spec, data, block, function)
+    return FilteredBlock(number=number, spec=spec, data=data)
+
+
+def _renamed(spec: BlockSpec, block: WriteBlock, function: FilterFunction) -> BlockSpec:
+    name = block.tensor_name()
+    if name == spec.name:
+        return spec
+    if not isinstance(name, str):
+        raise FilterError(f"filter {_name(function)} renamed block {spec.name!r} to no string", found=name)
+    try:
+        check_name(name)
+    except CheckpointError as error:
+        raise FilterError(f"filter {_name(function)} renamed block {spec.name!r} badly: {error}") from error
+    if spec.table is None:
+        return replace(spec, name=name, leaf=None)
+    table, at, column = name.rpartition("@")
+    if not at or not column or "@" in table:
+        raise FilterError(
+            f"filter {_name(function)} renamed block {spec.name!r} badly", found=name, expected="'table@column'"
+        )
+    return replace(spec, name=name, table=table, column=column)
+
+
+def _with_data(spec: BlockSpec, data: Any, block: WriteBlock, function: FilterFunction) -> BlockSpec:
+    owner = f"filter {_name(function)} replaced block {spec.name!r}"
+    if not isinstance(data, torch.Tensor):
+        raise FilterError(f"{owner} by no tensor", found=type(data).__name__)
+    try:
+        check_leaf(data, spec.name)
+    except CheckpointError as error:
+        raise FilterError(f"{owner} badly: {error}") from error
+    shape = tuple(data.shape)
+    if (spec.table is not None or spec.is_part) and (not shape or shape[0] != spec.shape[0]):
+        raise FilterError(f"{owner} by another number of rows", found=shape, expected=spec.shape)
+    if spec.role is Role.ID and (data.dtype is not torch.int64 or len(shape) != 1):
+        raise FilterError(f"{owner} by no ids", found=(str(data.dtype), shape), expected="int64 [rows]")
+    stored = stored_dtype(data.dtype, owner=spec.name)
+    return replace(
+        spec,
+        dtype=stored.name,
+        stored_dtype=stored.stored,
+        stored_itemsize=stored.stored_itemsize,
+        shape=shape,
+        stored_shape=stored.stored_shape(shape),
+        whole_shape=None if spec.whole_shape is None else (spec.whole_shape[0], *shape[1:]),
+    )
+
+
+def _check_whole(filtered: Sequence[FilteredBlock], function: FilterFunction) -> None:
+    """No name twice, no part of a split block missing or unlike its brothers, no table without its ids."""
+    places = Counter((item.spec.name, item.spec.row_begin) for item in filtered)
+    twice = next((name for (name, _), count in places.items() if count > 1), None)
+    if twice is not None:
+        raise FilterError(f"filter {_name(function)} returned block {twice!r} twice")
+    rows: dict[str, int] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+    for item in filtered:
+        spec = item.spec
+        rows[spec.name] = rows.get(spec.name, 0) + (spec.shape[0] if spec.shape else 0)
+        if kinds.setdefault(spec.name, (spec.dtype, spec.whole_shape)) != (spec.dtype, spec.whole_shape):
+            raise FilterError(f"filter {_name(function)} treated parts of block {spec.name!r} differently")
+    for item in filtered:
+        whole = item.spec.whole_shape
+        if whole is not None and rows[item.spec.name] != whole[0]:
+            raise FilterError(f"filter {_name(function)} dropped a part of block {item.spec.name!r}")
+        table = item.spec.table
+        if table is not None and f"{table}@{ID_COLUMN}" not in rows:
+            raise FilterError(
+                f"filter {_name(function)} kept block {item.spec.name!r} of a table without its ids",
+                hint=f"keep block {table + '@' + ID_COLUMN!r} or drop the whole table",
+            )
+        if table is not None and rows[item.spec.name] != rows[f"{table}@{ID_COLUMN}"]:
+            raise FilterError(f"filter {_name(function)} joined columns of different tables in {table!r}")
+
+
+def _name(function: FilterFunction) -> str:
+    return repr(getattr(function, "__qualname__", type(function).__qualname__))

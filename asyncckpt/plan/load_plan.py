@@ -1,0 +1,310 @@
+"""Match a checkpoint with its targets: RecIS' load information, the filter on it, and every check before a byte is
+read.
+
+    {destination: {source: [columns]}}
+
+A destination is a table or a dense leaf of the model, a source one of the checkpoint. Dense destinations have exactly
+one source and no columns. The filter may drop destinations, rename sources, subset columns, and give a table several
+sources.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.errors import IncompatibleError, UsageError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.tree import VALUE, Path, leaves, path_name
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.table import ID_COLUMN, Table
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
+
+LoadInfo = dict[str, dict[str, list[str]]]
+LoadFilter = Callable[[LoadInfo], Mapping[str, Mapping[str, list[str]]]]
+PROBLEMS_SHOWN_MAX = 20
+
+
+@dataclass(frozen=True)
+class StoredDense:
+    """A dense tensor of the checkpoint: its block numbers, and its path (a renamed one is known by its name alone)."""
+
+    name: str
+    path: Path
+    blocks: tuple[int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table of the checkpoint: block numbers per column."""
+
+    name: str
+    rows_count: int
+    columns: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds. `values` maps paths to encoded values, `leaf_paths` are those of all tensors."""
+
+    dense: Mapping[str, StoredDense]
+    tables: Mapping[str, StoredTable]
+    values: Mapping[Path, Any]
+    leaf_paths: tuple[Path, ...]
+
+    def has(self, path: Path) -> bool:
+        """Whether anything was saved at or below a path (an empty object counts as a value below its parent)."""
+        return any(p[: len(path)] == path for p in (*self.leaf_paths, *self.values))
+
+    def below(self, path: Path) -> list[StoredDense]:
+        return [item for item in self.dense.values() if item.path[: len(path)] == path]
+
+
+@dataclass(frozen=True)
+class DenseLoad:
+    """Fill a leaf (or, with target None, a new tensor for an object's state dict) from a stored tensor."""
+
+    target: InPlace | None
+    source: StoredDense
+
+
+@dataclass(frozen=True)
+class TableLoadPlan:
+    """Fill a table from sources, each with the columns to take (`id` among them)."""
+
+    name: str
+    table: Table
+    sources: tuple[tuple[StoredTable, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    dense: tuple[DenseLoad, ...]
+    tables: tuple[TableLoadPlan, ...]
+    objects: tuple[Rebuilt, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    info: LoadInfo
+
+
+def contents_of(manifest: Manifest) -> Contents:
+    """Index a manifest by names and paths."""
+    paths = [path for path, node in leaves(manifest.tree) if node is not VALUE]
+    value_paths = [path for path, node in leaves(manifest.tree) if node is VALUE]
+    dense: dict[str, list[int]] = defaultdict(list)
+    columns: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, block in enumerate(manifest.blocks):
+        spec = block.placed.spec
+        if spec.table is not None:
+            columns[spec.table][str(spec.column)].append(number)
+        else:
+            dense[spec.name].append(number)
+    rows = {table.name: table.rows_count for table in manifest.tables}
+    stored = {}
+    for name, numbers in dense.items():
+        spec = manifest.blocks[numbers[0]].placed.spec
+        path = paths[spec.leaf] if spec.leaf is not None else (name,)
+        shape = spec.whole_shape or spec.shape
+        stored[name] = StoredDense(name=name, path=path, blocks=tuple(numbers), dtype=spec.dtype, shape=shape)
+    tables = {
+        name: StoredTable(name=name, rows_count=rows[name], columns={k: tuple(v) for k, v in found.items()})
+        for name, found in columns.items()
+    }
+    values = dict(zip(value_paths, manifest.head.values, strict=True))
+    return Contents(dense=stored, tables=tables, values=values, leaf_paths=tuple(paths))
+
+
+def make_load_plan(
+    manifest: Manifest,
+    contents: Contents,
+    targets: DenseTargets,
+    tables: Mapping[str, Table],
+    *,
+    filter_func: LoadFilter,
+    strict: bool,
+) -> LoadPlan:
+    """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense."""
+    info, missing = _default_info(contents, targets, tables)
+    by_name = {item.name: item for item in targets.in_place}
+    known = {name: {source: list(columns) for source, columns in sources.items()} for name, sources in info.items()}
+    answer = _filtered(filter_func, info)
+    dense: list[DenseLoad] = []
+    planned: list[TableLoadPlan] = []
+    problems: list[str] = []
+    for destination, sources in answer.items():
+        if destination in tables:
+            planned.append(_table(destination, tables[destination], sources, contents, manifest, problems, strict))
+        elif destination in by_name or destination in known:
+            found = _dense(destination, by_name.get(destination), sources, contents, problems)
+            dense += [found] if found is not None else []
+        else:
+            problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
+    objects = _objects(targets, contents, dense, problems)
+    missing = [name for name in missing if name not in answer]
+    used = {source for sources in answer.values() for source in sources}
+    unexpected = sorted((contents.dense.keys() | contents.tables.keys()) - used)
+    if strict:
+        problems += [f"{name!r} is missing in the checkpoint" for name in missing]
+        problems += [
+            f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
+        ]
+    _raise_problems(problems, manifest.step)
+    return LoadPlan(
+        dense=tuple(dense),
+        tables=tuple(planned),
+        objects=objects,
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        info=answer,
+    )
+
+
+def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str, Table]) -> tuple[LoadInfo, list[str]]:
+    info: LoadInfo = {}
+    missing = []
+    for name, table in tables.items():
+        stored = contents.tables.get(name)
+        if stored is None:
+            missing.append(name)
+            continue
+        columns = [column.name for column in table.schema().columns]
+        info[name] = {name: [column for column in columns if column in stored.columns]}
+    by_path = {item.path: item.name for item in contents.dense.values()}
+    for leaf in targets.in_place:
+        source = by_path.get(leaf.path)
+        if source is None:
+            missing.append(leaf.name)
+        else:
+            info[leaf.name] = {source: []}
+    for item in targets.rebuilt:
+        if not contents.has(item.path):
+            missing.append(path_name(item.path))
+        elif item.module_state is None:
+            info |= {stored.name: {stored.name: []} for stored in contents.below(item.path)}
+    missing += [path_name(path) for path in targets.values if path not in contents.values]
+    return info, missing
+
+
+def _objects(
+    targets: DenseTargets, contents: Contents, dense: list[DenseLoad], problems: list[str]
+) -> tuple[Rebuilt, ...]:
+    """The objects whose tensors are all loaded. One with none of them loaded is left alone."""
+    loaded = {load.source.path for load in dense if load.target is None}
+    chosen = []
+    for item in targets.rebuilt:
+        if not contents.has(item.path):
+            continue
+        wanted = {path for path in contents.leaf_paths if path[: len(item.path)] == item.path}
+        if item.module_state is not None or wanted <= loaded:
+            chosen.append(item)
+        elif wanted & loaded:
+            name = path_name(next(iter(wanted - loaded)))
+            problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
+    return tuple(chosen)
+
+
+def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
+    """Unexpected entries inside a module that is loaded; what the caller did not ask for is only reported."""
+    modules = [item.path for item in targets.rebuilt if item.module_state is not None]
+    return [
+        name
+        for name in unexpected
+        if name in contents.dense and any(contents.dense[name].path[: len(path)] == path for path in modules)
+    ]
+
+
+def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
+    try:
+        answer = filter_func(info)
+        return {
+            str(destination): {str(source): [str(column) for column in columns] for source, columns in sources.items()}
+            for destination, sources in answer.items()
+        }
+    except Exception as error:
+        raise UsageError(
+            f"load filter raised or returned nonsense: {type(error).__name__}: {error}",
+            expected="{destination: {source: [columns]}}",
+        ) from error
+
+
+def _dense(
+    name: str, target: InPlace | None, sources: dict[str, list[str]], contents: Contents, problems: list[str]
+) -> DenseLoad | None:
+    if len(sources) != 1:
+        problems.append(f"dense destination {name!r} has {len(sources)} sources, it takes exactly one")
+        return None
+    (source,) = sources
+    stored = contents.dense.get(source)
+    if stored is None:
+        problems.append(f"source {source!r} of {name!r} is not in the checkpoint")
+        return None
+    if target is not None:
+        dtype = dtype_by_name(stored.dtype, owner=source).dtype
+        if target.tensor.dtype is not dtype:
+            problems.append(f"{name!r} has dtype {target.tensor.dtype}, the checkpoint {dtype}")
+        if tuple(target.tensor.shape) != stored.shape:
+            problems.append(f"{name!r} has shape {tuple(target.tensor.shape)}, the checkpoint {stored.shape}")
+    return DenseLoad(target=target, source=stored)
+
+
+def _table(
+    name: str,
+    table: Table,
+    sources: dict[str, list[str]],
+    contents: Contents,
+    manifest: Manifest,
+    problems: list[str],
+    strict: bool,
+) -> TableLoadPlan:
+    schema = table.schema()
+    chosen = []
+    for source, columns in sources.items():
+        stored = contents.tables.get(source)
+        if stored is None:
+            problems.append(f"source {source!r} of table {name!r} is not in the checkpoint")
+            continue
+        if ID_COLUMN not in columns or len(columns) < 2 or len(set(columns)) != len(columns):
+            problems.append(f"table {name!r} needs {ID_COLUMN!r} and at least one more column of {source!r}")
+        for column in columns:
+            _check_column(name, column, stored, schema.column(column), manifest, problems)
+        chosen.append((stored, tuple(columns)))
+        absent = [c.name for c in schema.columns if c.name not in stored.columns]
+        if strict and absent:
+            problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
+    return TableLoadPlan(name=name, table=table, sources=tuple(chosen))
+
+
+def _check_column(
+    table: str, column: str, stored: StoredTable, wanted: Any, manifest: Manifest, problems: list[str]
+) -> None:
+    numbers = stored.columns.get(column)
+    if numbers is None:
+        problems.append(f"column {column!r} of table {table!r} is not in the checkpoint")
+        return
+    if wanted is None:
+        problems.append(f"table {table!r} has no column {column!r}")
+        return
+    spec: BlockSpec = manifest.blocks[numbers[0]].placed.spec
+    dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+    if wanted.dtype is not dtype:
+        problems.append(f"column {column!r} of table {table!r} has dtype {wanted.dtype}, the checkpoint {dtype}")
+    if tuple(wanted.row_shape) != tuple(spec.shape[1:]):
+        problems.append(
+            f"column {column!r} of table {table!r} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}"
+        )
+
+
+def _raise_problems(problems: list[str], step: int) -> None:
+    if not problems:
+        return
+    shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
+    more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
+    raise IncompatibleError(
+        f"checkpoint of step {step} does not fit the model, {len(problems)} problems: {shown}{more}",
+        hint="nothing was changed; strict=False lets missing and unexpected entries pass",
+    )

@@ -1,0 +1,147 @@
+"""Take the user's dense state apart: a tree of containers, its tensors and its plain values, in depth-first order.
+
+Runs at every save on the training thread, so it does the least per leaf; names and paths are made only when the tree
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncckpt.errors import UsageError
+from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node
+from asyncckpt.format.values import encode_value
+
+STATE_DEPTH_MAX = 64
+_KEY_TYPES = (int, bool, float, type(None))
+
+
+@dataclass
+class FlatState:
+    """A tree and its leaves, and the objects behind its "state" nodes, all in depth-first order.
+
+    Holds the user's tensors: keep it no longer than the capture takes.
+    """
+
+    tree: Node = VALUE
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    stateful: list[Any] = field(default_factory=list)
+
+
+def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
+    """The `tensors` argument as a mapping: a mapping itself, or an iterable of (name, value) pairs; UsageError else."""
+    if tensors is None:
+        return {}
+    if isinstance(tensors, Mapping):
+        return tensors
+    if isinstance(tensors, Iterable) and not isinstance(tensors, (str, bytes, torch.Tensor, np.ndarray)):
+        pairs = list(tensors)
+        if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            named = dict(pairs)
+            if len(named) != len(pairs):
+                raise UsageError(f"{what} names an entry twice")
+            return named
+    raise UsageError(
+        f"{what} is neither a mapping nor (name, tensor) pairs",
+        found=type(tensors).__name__,
+        hint="pass {'model': model, 'optim': optimizer, 'epoch': 3}",
+    )
+
+
+def flatten(state: Mapping[str, Any]) -> FlatState:
+    """Flatten a named state. UsageError naming the key path for what cannot be saved."""
+    flat = FlatState()
+    for key in state:
+        if not isinstance(key, str):
+            raise UsageError("a top-level name is not a string", found=key)
+    flat.tree = _node(state, flat, (), [])
+    return flat
+
+
+def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
+    if isinstance(value, torch.Tensor):
+        flat.tensors.append(value)
+        return TENSOR
+    if isinstance(value, (np.ndarray, np.generic)):
+        flat.tensors.append(_from_numpy(value, path))
+        return ARRAY
+    if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
+        return _container(value, flat, path, parents)
+    encode_value(value, owner=_shown(path))  # Refused here, before anything is written.
+    flat.values.append(value)
+    return VALUE
+
+
+def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
+    if id(value) in parents:
+        raise UsageError(f"state {_shown(path)} contains itself")
+    if len(path) > STATE_DEPTH_MAX:
+        raise UsageError(f"state {_shown(path[:8])}... is nested too deeply", expected=f"{STATE_DEPTH_MAX} levels")
+    parents = [*parents, id(value)]
+    if isinstance(value, Mapping):
+        return _mapping(value, flat, path, parents)
+    if isinstance(value, (list, tuple)):
+        children = tuple(_node(child, flat, (*path, index), parents) for index, child in enumerate(value))
+        return ("list" if isinstance(value, list) else "tuple", children)
+    flat.stateful.append(value)
+    return ("state", _node(value.state_dict(), flat, path, parents))
+
+
+def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
+    if not value:
+        return ("dict", (), ())
+    try:
+        items = list(value.items())
+    except RuntimeError as error:
+        raise UsageError(f"state {_shown(path)} was changed by another thread while it was read: {error}") from error
+    keys = tuple([key if type(key) is str else _key(key, path) for key, _ in items])
+    children = []
+    for key, child in items:
+        if isinstance(child, torch.Tensor):  # By far the most frequent leaf: no path, no call.
+            flat.tensors.append(child)
+            children.append(TENSOR)
+        else:
+            children.append(_node(child, flat, (*path, key), parents))
+    return ("dict", keys, tuple(children))
+
+
+def _key(key: Any, path: tuple[Any, ...]) -> Key:
+    if isinstance(key, str):
+        return str(key)
+    if type(key) not in _KEY_TYPES:
+        raise UsageError(
+            f"state {_shown(path)} has a key of a type that cannot be stored",
+            found=key,
+            expected="str, int, bool, float or None",
+        )
+    return (type(key).__name__, key)
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+
+
+def _from_numpy(value: np.ndarray[Any, Any] | np.generic, path: tuple[Any, ...]) -> torch.Tensor:
+    array = np.asarray(value)
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()  # torch has no read-only and no negatively strided tensors.
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise UsageError(
+            f"array {_shown(path)} cannot be saved",
+            found=str(array.dtype),
+            expected="a numeric dtype in native byte order",
+        ) from error
+
+
+def _shown(path: tuple[Any, ...]) -> str:
+    if not path:
+        return "(root)"
+    return repr(str(path[0])) + "".join(f"[{part!r}]" for part in path[1:])

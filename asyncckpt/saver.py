@@ -1,0 +1,278 @@
+"""The Saver: RecIS' shape (shard_index, shard_num, parallel, path, hashtables, tensors, filter_func), and ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from asyncckpt.commit.retention import KnownHeads
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.future import CheckpointFuture, SaveFuture
+from asyncckpt.engine.open_errors import OpenErrors
+from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
+from asyncckpt.engine.save import start_save
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.verify import newest_verified
+from asyncckpt.errors import DeadlineError, SaveCancelledError, UnsupportedError, UsageError
+from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.model.result import SaveResult, SaverStatistics
+from asyncckpt.model.table import Table
+from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.options import (
+    BUSY_DEADLINE_S,
+    DURABILITIES,
+    ON_BUSY,
+    PARALLEL_MAX,
+    SAVE_DEADLINE_S,
+    Durability,
+    OnBusy,
+    SaveOptions,
+)
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.save_plan import PlanCache
+from asyncckpt.plan.state import named_state
+from asyncckpt.staging.pool import pool
+from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.owner_lock import OwnerLock
+
+
+class Saver:
+    """Save hash tables and tensors to one checkpoint directory, in the background or blocking.
+
+    shard_index, shard_num  this rank and how many there are (only 0 of 1 in this version)
+    parallel                most shard files of one rank
+    path                    the directory; its last part is made when missing. One process at a time writes to it
+    hashtables              mapping name -> Table (for example HashTable)
+    tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
+                            anything with state_dict() (module, optimizer); read anew at every save
+    filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
+    on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"
+    durability              "fsync": a result means that the checkpoint survives power loss; "none": only process death
+    host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
+                            that does not fit is saved the blocking way
+    keep_latest             how many checkpoints to keep; None keeps all
+    busy_deadline           seconds that "wait" waits for the lock, and "queue" for an arena
+
+    One training thread uses a Saver; futures may be used from any. Source of the interface: RecIS `Saver`.
+    """
+
+    def __init__(
+        self,
+        shard_index: int = 0,
+        shard_num: int = 1,
+        parallel: int = 8,
+        path: str | os.PathLike[str] = ".",
+        hashtables: Mapping[str, Table] | None = None,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        filter_func: Callable[[list[WriteBlock]], Sequence[WriteBlock]] = identity,
+        *,
+        on_busy: OnBusy = "raise",
+        durability: Durability = "fsync",
+        host_memory_limit: int | None = None,
+        keep_latest: int | None = None,
+        busy_deadline: float = BUSY_DEADLINE_S,
+    ) -> None:
+        _check_shards(shard_index, shard_num)
+        _check_choice("on_busy", on_busy, ON_BUSY)
+        _check_choice("durability", durability, DURABILITIES)
+        _check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
+        if host_memory_limit is not None:
+            _check_int("host_memory_limit", host_memory_limit, at_least=0)
+        if keep_latest is not None:
+            _check_int("keep_latest", keep_latest, at_least=1)
+        if not callable(filter_func):
+            raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
+        state = named_state(tensors)
+        self._on_busy: OnBusy = on_busy
+        self._guard = threading.Lock()
+        self._errors = OpenErrors()
+        self._statistics = SaverStatistics()
+        self._closed = False
+        root = CheckpointRoot.for_writing(check_path(path))
+        try:
+            self._lock = OwnerLock.acquire(root.root, LOCK_NAME)
+        except BaseException:
+            root.close()
+            raise
+        self._target = SaveTarget(
+            root=root,
+            options=SaveOptions(
+                parallel=parallel,
+                durability=durability,
+                host_memory_limit=host_memory_limit,
+                keep_latest=keep_latest,
+                busy_deadline_s=float(busy_deadline),
+            ),
+            plans=PlanCache(parallel=parallel, rank=shard_index),
+            tables=_check_tables(hashtables),
+            filter_func=filter_func,
+            state=lambda: state,
+            protected=lambda: newest_verified(root),
+            heads=KnownHeads(root),
+        )
+        # A Saver that is dropped while it saves lets the save end first: the job holds the target, and so the root.
+        self._finalizer = weakref.finalize(self, OwnerLock.release, self._lock)
+
+    @property
+    def path(self) -> str:
+        """The checkpoint directory, absolute."""
+        return str(self._target.root.path)
+
+    def save_async(
+        self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None, on_busy: OnBusy | None = None
+    ) -> SaveFuture:
+        """Capture the state of this step and return; the files are written in the background.
+
+        When it returns, the caller may change or free everything. step None means one more than the newest in the
+        directory. Raises SaveInProgressError, ConflictError, UsageError, UnsupportedError, DeadlineError; or, once, the
+        error of an earlier background save that nobody has asked for.
+        """
+        return self._start(step, metadata, on_busy, staged=True)
+
+    def save(
+        self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None, on_busy: OnBusy | None = None
+    ) -> SaveResult:
+        """Save and return when the checkpoint is durable; needs two chunk buffers instead of an arena."""
+        return self._start(step, metadata, on_busy, staged=False).result(SAVE_DEADLINE_S)
+
+    def prepare(self) -> PrepareFuture:
+        """Plan the save, and allocate and touch its arena in the background, so that the first save is as fast as later
+        ones.
+
+        Returns a future; waiting for it is not needed. The state must not be resized until it is done.
+        """
+        self._check_open()
+        return prepare_arena(self._target)
+
+    def wait_idle(self, timeout: float | None = None) -> None:
+        """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
+        self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
+        self._errors.raise_first()
+
+    def statistics(self) -> SaverStatistics:
+        """Counts and sums over all saves of this Saver so far, and the arenas of the process."""
+        arenas = pool.statistics()
+        with self._guard:
+            counted = self._statistics
+        return replace(
+            counted,
+            plans_made_count=self._target.plans.plans_made_count,
+            arenas_count=arenas.arenas_count,
+            arena_bytes=arenas.touched_bytes,
+            arena_touches_count=arenas.touches_count,
+        )
+
+    def close(self) -> None:
+        """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._wait_in_flight(SAVE_DEADLINE_S)
+        finally:
+            self._finalizer()
+            self._target.root.close()
+        self._errors.raise_first()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as closing:  # The error that is on its way matters more.
+            if error is not None and hasattr(error, "add_note"):
+                error.add_note(f"and closing the Saver raised: {closing}")
+
+    def _start(
+        self, step: int | None, metadata: Mapping[str, Any] | None, on_busy: OnBusy | None, *, staged: bool
+    ) -> SaveFuture:
+        self._check_open()
+        if on_busy is not None:
+            _check_choice("on_busy", on_busy, ON_BUSY)
+        self._errors.raise_first()
+        future = start_save(self._target, step=step, metadata=metadata, on_busy=on_busy or self._on_busy, staged=staged)
+        self._errors.watch(future)
+        future.add_done_callback(self._count)
+        return future
+
+    def _count(self, future: CheckpointFuture[SaveResult]) -> None:
+        error = future._inner.exception()
+        with self._guard:
+            counted = self._statistics
+            if error is not None:
+                cancelled = isinstance(error, SaveCancelledError)
+                field = "cancelled_count" if cancelled else "failed_count"
+                self._statistics = replace(counted, **{field: getattr(counted, field) + 1})
+                return
+            result = future._inner.result()
+            self._statistics = replace(
+                counted,
+                saves_count=counted.saves_count + (not result.skipped),
+                skipped_count=counted.skipped_count + result.skipped,
+                fallback_count=counted.fallback_count + (result.fallback is not None),
+                bytes_written=counted.bytes_written + result.bytes_written,
+                stall_seconds=counted.stall_seconds + result.stall_seconds,
+            )
+
+    def _wait_in_flight(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        for future in self._errors.in_flight():
+            try:
+                future._inner.exception(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"Saver of {self.path!r} is closed")
+        self._lock.check()
+
+
+def _check_shards(shard_index: int, shard_num: int) -> None:
+    _check_int("shard_num", shard_num, at_least=1)
+    _check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
+    if shard_num > 1:
+        raise UnsupportedError(
+            "saves of several ranks into one directory need a commit across ranks", found=f"shard_num={shard_num}",
+            hint="this version commits one rank; give every rank a directory of its own",
+        )  # fmt: skip
+
+
+def _check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
+    if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
+        bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most is not None else "")
+        raise UsageError(f"{name} is wrong", found=value, expected=bounds)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} is wrong", found=value, expected=choices)
+
+
+def _check_tables(hashtables: Any) -> Mapping[str, Table]:
+    if hashtables is None:
+        return {}
+    if not isinstance(hashtables, Mapping):
+        raise UsageError("hashtables is not a mapping", found=type(hashtables).__name__)
+    for name, table in hashtables.items():
+        if not isinstance(name, str) or "@" in name:
+            raise UsageError("a table's name is no string without '@'", found=name)
+        if not isinstance(table, Table):
+            raise UsageError(
+                f"hashtable {name!r} is no table",
+                found=type(table).__name__,
+                expected="asyncckpt.HashTable or an object with the Table protocol",
+            )
+    return hashtables

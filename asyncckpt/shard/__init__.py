@@ -1,0 +1,1 @@
+"""Write shard files, and read them."""

@@ -1,0 +1,148 @@
+"""Write shard files from sources, chunk by chunk through two buffers: a blocking save, or one whose filter changed
+blocks.
+
+1. Fill a chunk with the next 64 MiB of the file (header, then blocks) by one native copy; update the blocks' digests
+   from it.
+2. Hand it to the writer thread, which has ended the chunk before last by then.
+3. Cut the file to its length, sync it, close it.
+
+Digests are taken from the chunk, never from the source, so they always fit the bytes that were written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncckpt.errors import SaveCancelledError
+from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.names import Attempt
+from asyncckpt.model.source import ByteSource
+from asyncckpt.native import DIGEST_BYTES, PAGE_BYTES, Progress, core
+from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.plan.image import FilePlan, ImagePlan
+from asyncckpt.shard.drain import file_facts, write_failed
+from asyncckpt.shard.target import OpenShard, ShardFiles
+from asyncckpt.storage.directory import Directory
+
+
+def stream_sources(
+    plan: ImagePlan,
+    sources: Sequence[ByteSource],
+    *,
+    buffers: Sequence[int],
+    writer: Executor,
+    folder: Directory,
+    attempt: Attempt,
+    options: SaveOptions,
+    progress: Progress,
+) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
+    """Write every file; `sources` and the returned digests (uint8 [blocks, 16]) are in the plan's block order."""
+    facts = []
+    digests = np.zeros((len(plan.blocks), DIGEST_BYTES), dtype=np.uint8)
+    shards = ShardFiles(folder, [file.name for file in plan.files])
+    try:
+        for shard, file in zip(shards.files, plan.files, strict=True):
+            header = file.header.stamp(attempt)
+            facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
+            stream = _FileStream(plan, file, header, sources, digests)
+            _write_file(stream, shard, buffers=buffers, writer=writer, progress=progress)
+            os.ftruncate(shard.fd, file.bytes)
+            if options.durability == "fsync":
+                os.fsync(shard.fd)
+    except BaseException as error:
+        shards.abandon()
+        raise write_failed(error, attempt) from error
+    shards.close()
+    return tuple(facts), digests
+
+
+def _write_file(
+    stream: _FileStream, shard: OpenShard, *, buffers: Sequence[int], writer: Executor, progress: Progress
+) -> None:
+    in_flight: Future[None] | None = None
+    try:
+        for number, begin in enumerate(range(0, stream.bytes, CHUNK_BYTES)):
+            if progress.cancelled:
+                raise SaveCancelledError("the save was cancelled")
+            end = min(begin + CHUNK_BYTES, stream.bytes)
+            address = buffers[number % len(buffers)]
+            stream.fill(begin, end, address)
+            if in_flight is not None:
+                in_flight.result()
+            # A direct write ends on a page; what is too much is cut off afterwards.
+            size = -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES if shard.direct else end - begin
+            in_flight = writer.submit(_write, shard.fd, address, size, offset=begin, direct=shard.direct)
+            progress.advance(end - begin)
+    finally:
+        if in_flight is not None:
+            in_flight.result()
+
+
+def _write(fd: int, address: int, size: int, *, offset: int, direct: bool) -> None:
+    core.write(fd, address, size, offset=offset, direct=direct)
+
+
+class _FileStream:
+    """The bytes of one file in order, with a digester for the block that the last chunk ended in."""
+
+    def __init__(
+        self,
+        plan: ImagePlan,
+        file: FilePlan,
+        header: bytes,
+        sources: Sequence[ByteSource],
+        digests: NDArray[np.uint8],
+    ) -> None:
+        self.bytes = file.bytes
+        self._header = np.frombuffer(header, dtype=np.uint8)
+        self._numbers = [number for number in file.blocks if plan.lengths[number] > 0]
+        self._begins = [plan.blocks[number].offset for number in self._numbers]
+        self._lengths = [int(plan.lengths[number]) for number in self._numbers]
+        self._sources = sources
+        self._digests = digests
+        self._digester = core.digester()
+        self._next = 0
+        empty = [number for number in file.blocks if plan.lengths[number] == 0]
+        self._digests[empty] = np.frombuffer(self._digester.end(), dtype=np.uint8)
+
+    def fill(self, begin: int, end: int, address: int) -> None:
+        """Copy file bytes [begin, end) to `address`, and digest them."""
+        segments: list[NDArray[np.uint64]] = []
+        digested: list[tuple[int, int, int]] = []  # (block position, address, bytes)
+        if begin < len(self._header):
+            stop = min(end, len(self._header))
+            segments.append(_segments(_span(self._header, begin, stop), address))
+        while self._next < len(self._numbers) and self._begins[self._next] < end:
+            at, length = self._begins[self._next], self._lengths[self._next]
+            first, last = max(begin, at), min(end, at + length)
+            pieces = self._sources[self._numbers[self._next]].pieces(first - at, last - at)
+            segments.append(_segments(pieces, address + first - begin))
+            digested.append((self._next, address + first - begin, last - first))
+            if at + length > end:
+                break
+            self._next += 1
+        core.copy(np.ascontiguousarray(np.concatenate(segments)))
+        for position, where, size in digested:
+            self._digester.update(where, size)
+            if self._begins[position] + self._lengths[position] <= end:
+                digest = self._digester.end()
+                self._digests[self._numbers[position]] = np.frombuffer(digest, dtype=np.uint8)
+
+
+def _span(raw: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint64]:
+    return np.array([[raw.ctypes.data + begin, end - begin]], dtype=np.uint64)
+
+
+def _segments(pieces: NDArray[np.uint64], target: int) -> NDArray[np.uint64]:
+    """(source, target, bytes) of pieces that land one behind the other."""
+    ends = np.cumsum(pieces[:, 1])
+    result = np.empty((len(pieces), 3), dtype=np.uint64)
+    result[:, 0] = pieces[:, 0]
+    result[:, 1] = ends - pieces[:, 1] + np.uint64(target)
+    result[:, 2] = pieces[:, 1]
+    return result

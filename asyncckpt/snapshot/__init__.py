@@ -1,0 +1,1 @@
+"""Capture the live state into host memory, and restore it from there."""

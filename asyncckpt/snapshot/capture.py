@@ -1,0 +1,115 @@
+"""Copy one cut of everything into an arena: one native call for all memory that has an address.
+
+1. Gather (source, target, bytes) of every contiguous dense leaf and every run of rows of every table.
+2. One `core.copy` over all of them, on all cores, without the GIL.
+3. What has no plain address (other devices, strided views, conjugated tensors) is copied by torch into its place.
+
+After `capture` returns the live state may change: the fence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.source import ByteSource
+from asyncckpt.native import U8, core
+from asyncckpt.plan.leaf_facts import addresses, check_storages
+from asyncckpt.plan.save_plan import CutTable, SavePlan
+from asyncckpt.plan.state import FlatState
+from asyncckpt.snapshot.row_runs import spans, window
+from asyncckpt.snapshot.source import column_source, tensor_source
+
+Segments = NDArray[np.uint64]
+
+
+def capture(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], *, address: int, image: U8) -> None:
+    """Fill the arena at `address` (its bytes are `image`) with all blocks. Headers are written by the shard room."""
+    segments = [_dense_segments(plan, flat, address)]
+    for number, (table, column) in plan.columns.items():
+        segments.append(_column_segments(plan, cuts[table], column, number, address=address, image=image))
+    core.copy(np.ascontiguousarray(np.concatenate(segments)))
+    for number in plan.foreign:
+        spec = plan.image.blocks[number].spec
+        assert spec.leaf is not None
+        block_tensor(plan, number, image).copy_(_rows_of(flat.tensors[spec.leaf].detach(), spec))
+
+
+def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[ByteSource]:
+    """A source per block over the live state, for a save that goes without an arena."""
+    check_storages([flat.tensors[leaf] for leaf in plan.raw_leaves], bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
+    sources: list[ByteSource] = []
+    for number, placed in enumerate(plan.image.blocks):
+        spec = placed.spec
+        if spec.leaf is not None:
+            sources.append(tensor_source(_rows_of(flat.tensors[spec.leaf], spec)))
+        else:
+            table, column = plan.columns[number]
+            runs = window(cuts[table].cut.runs, spec.row_begin, spec.row_begin + spec.shape[0])
+            sources.append(column_source(cuts[table].cut.column(column), runs, row_bytes=_row_bytes(spec)))
+    return sources
+
+
+def block_tensor(plan: SavePlan, number: int, image: U8) -> torch.Tensor:
+    """A block's place in the arena as a tensor of its true dtype and shape; no copy."""
+    begin, length = int(plan.image.offsets[number]), int(plan.image.lengths[number])
+    return as_tensor(image[begin : begin + length], plan.image.blocks[number].spec)
+
+
+def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
+    """Bytes as a tensor of the block's true dtype and shape; shares the memory."""
+    dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+    if raw.size == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
+
+
+def _dense_segments(plan: SavePlan, flat: FlatState, address: int) -> Segments:
+    tensors = [flat.tensors[leaf] for leaf in plan.raw_leaves]
+    check_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
+    by_leaf = np.zeros(len(flat.tensors), dtype=np.uint64)
+    by_leaf[list(plan.raw_leaves)] = addresses(tensors)
+    raw = plan.raw
+    segments = np.empty((len(raw.block), 3), dtype=np.uint64)
+    segments[:, 0] = by_leaf[raw.leaf] + raw.source_offset.astype(np.uint64)
+    segments[:, 1] = plan.image.offsets[raw.block].astype(np.uint64) + np.uint64(address)
+    segments[:, 2] = plan.image.lengths[raw.block].astype(np.uint64)
+    return segments
+
+
+def _column_segments(plan: SavePlan, item: CutTable, column: str, number: int, *, address: int, image: U8) -> Segments:
+    spec = plan.image.blocks[number].spec
+    tensor = item.cut.column(column)
+    runs = window(item.cut.runs, spec.row_begin, spec.row_begin + spec.shape[0])
+    if spec.bytes == 0:
+        return np.empty((0, 3), dtype=np.uint64)
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        _copy_rows(tensor, runs, block_tensor(plan, number, image))
+        return np.empty((0, 3), dtype=np.uint64)
+    found = spans(runs, address=tensor.data_ptr(), row_bytes=_row_bytes(spec))
+    ends = np.cumsum(found[:, 1])
+    segments = np.empty((len(found), 3), dtype=np.uint64)
+    segments[:, 0] = found[:, 0]
+    segments[:, 1] = ends - found[:, 1] + np.uint64(address + int(plan.image.offsets[number]))
+    segments[:, 2] = found[:, 1]
+    return segments
+
+
+def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tensor) -> None:
+    at = 0
+    for begin, end in runs.tolist():
+        target[at : at + end - begin].copy_(tensor[begin:end])
+        at += end - begin
+
+
+def _rows_of(tensor: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
+    return tensor[spec.row_begin : spec.row_begin + spec.shape[0]] if spec.is_part else tensor
+
+
+def _row_bytes(spec: BlockSpec) -> int:
+    return max(1, spec.bytes // max(1, spec.shape[0]))

@@ -1,0 +1,32 @@
+"""Arithmetic on row runs: ascending ranges of storage rows that, one behind the other, are the rows of a column.
+
+A table without holes is one run; every removed id cuts one in two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+
+
+def window(runs: I64, begin: int, end: int) -> I64:
+    """The runs of logical rows [begin, end), int64 [k, 2]."""
+    ends = np.cumsum(runs[:, 1] - runs[:, 0])
+    starts = ends - (runs[:, 1] - runs[:, 0])
+    first = int(np.searchsorted(ends, begin, side="right"))
+    last = int(np.searchsorted(starts, end, side="left"))
+    part: I64 = runs[first:last].copy()
+    if len(part):
+        part[0, 0] += max(0, begin - int(starts[first]))
+        part[-1, 1] -= max(0, int(ends[last - 1]) - end)
+    return part
+
+
+def spans(runs: I64, *, address: int, row_bytes: int) -> NDArray[np.uint64]:
+    """(address, bytes) of every run in a column's storage, uint64 [k, 2]."""
+    result = np.empty((len(runs), 2), dtype=np.uint64)
+    result[:, 0] = address + runs[:, 0] * row_bytes
+    result[:, 1] = (runs[:, 1] - runs[:, 0]) * row_bytes
+    return result

@@ -1,0 +1,99 @@
+"""Where the bytes of a block come from when no arena holds them: live memory, or what a filter returned.
+
+A blocking save and a filtered save write through chunk buffers; they ask a source for the addresses of a byte range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.model.source import ByteSource
+from asyncckpt.snapshot.row_runs import I64, spans, window
+
+U64 = NDArray[np.uint64]
+
+
+class SpanSource:
+    """Contiguous memory; `owner` keeps it alive."""
+
+    def __init__(self, address: int, owner: object) -> None:
+        self._address = address
+        self._owner = owner
+
+    def pieces(self, begin: int, end: int) -> U64:
+        return np.array([[self._address + begin, end - begin]], dtype=np.uint64)
+
+
+class RunsSource:
+    """Rows of a column's contiguous CPU storage."""
+
+    def __init__(self, tensor: torch.Tensor, runs: I64, *, row_bytes: int) -> None:
+        self._tensor = tensor
+        self._runs = runs
+        self._row_bytes = row_bytes
+
+    def pieces(self, begin: int, end: int) -> U64:
+        size = self._row_bytes
+        first, last = begin // size, -(-end // size)
+        found = spans(window(self._runs, first, last), address=self._tensor.data_ptr(), row_bytes=size)
+        if len(found):
+            found[0] += np.array([begin - first * size, -(begin - first * size)], dtype=np.int64).view(np.uint64)
+            found[-1, 1] -= np.uint64(last * size - end)
+        return found
+
+
+class WindowSource:
+    """A tensor that is not plain CPU memory: rows are brought over a window at a time.
+
+    `fetch(begin, end)` returns rows [begin, end) as a contiguous CPU tensor.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], torch.Tensor], *, rows_count: int, row_bytes: int) -> None:
+        self._fetch = fetch
+        self._rows_count = rows_count
+        self._row_bytes = row_bytes
+        self._kept: list[torch.Tensor] = []
+
+    def pieces(self, begin: int, end: int) -> U64:
+        size = self._row_bytes
+        first, last = begin // size, min(self._rows_count, -(-end // size))
+        fetched = self._fetch(first, last)
+        # Chunks fill while others drain, but every copy out of a window ends before the next window is asked for.
+        self._kept = [fetched]
+        return np.array([[fetched.data_ptr() + begin - first * size, end - begin]], dtype=np.uint64)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor as contiguous CPU memory; the tensor itself when it is that already."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def tensor_source(tensor: torch.Tensor) -> ByteSource:
+    """The source of one dense tensor."""
+    tensor = tensor.detach()
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return SpanSource(tensor.data_ptr(), tensor)
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        kept = plain(tensor)
+        return SpanSource(kept.data_ptr(), kept)
+    return WindowSource(
+        lambda begin, end: plain(tensor[begin:end]),
+        rows_count=tensor.shape[0],
+        row_bytes=tensor.nbytes // tensor.shape[0],
+    )
+
+
+def column_source(tensor: torch.Tensor, runs: I64, *, row_bytes: int) -> ByteSource:
+    """The source of the rows `runs` of a table's column."""
+    if tensor.is_cpu and tensor.is_contiguous():
+        return RunsSource(tensor, runs, row_bytes=row_bytes)
+    rows_count = int((runs[:, 1] - runs[:, 0]).sum())
+
+    def fetch(begin: int, end: int) -> torch.Tensor:
+        return plain(torch.cat([tensor[b:e] for b, e in window(runs, begin, end).tolist()]))
+
+    return WindowSource(fetch, rows_count=rows_count, row_bytes=row_bytes)

@@ -1,0 +1,63 @@
+"""One staging arena: a region of host memory that holds the image of a checkpoint's shard files.
+
+#   from       to         done by               the caller promises
+#   FREE       FILLING    ArenaPool.acquire     nobody else holds the arena
+#   FILLING    DRAINING   Arena.seal            every copy is past its fence
+#   FILLING    FREE       ArenaPool.release     the save has failed before its fence
+#   DRAINING   FREE       ArenaPool.release     nobody reads the image any more
+
+Memory is mapped once and touched once, because the first touch of a page costs ten times as much as a copy into it. It
+grows without moving what is touched, and stays with the process between saves and between Savers.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from asyncckpt.native import U8, core
+
+MAPPED_UNIT_BYTES = 2 << 20
+
+
+class ArenaState(Enum):
+    FREE = "free"
+    FILLING = "filling"
+    DRAINING = "draining"
+
+
+class Arena:
+    """A mapped region of which the first `touched_bytes` are backed by pages."""
+
+    def __init__(self) -> None:
+        self.state = ArenaState.FREE
+        self._memory = core.map_memory(MAPPED_UNIT_BYTES)
+        self.touched_bytes = 0
+        self.touches_count = 0
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    def view(self) -> U8:
+        """The whole region as bytes; dead after the next `ensure`."""
+        return self._memory.view()
+
+    def ensure(self, bytes: int) -> None:
+        """Grow to `bytes` of touched memory; costs nothing when it has that much."""
+        if bytes <= self.touched_bytes:
+            return
+        rounded = -(-bytes // MAPPED_UNIT_BYTES) * MAPPED_UNIT_BYTES
+        if rounded > self._memory.bytes:
+            self._memory.resize(rounded)
+        self._memory.touch(self.touched_bytes, rounded)
+        self.touched_bytes = rounded
+        self.touches_count += 1
+
+    def seal(self) -> None:
+        """The image is complete and will be read from now on."""
+        assert self.state is ArenaState.FILLING
+        self.state = ArenaState.DRAINING
+
+    def close(self) -> None:
+        self._memory.close()
+        self.touched_bytes = 0

@@ -1,0 +1,112 @@
+"""The arenas of the process: one for the save in flight, a second one only when saves are queued (double buffering).
+
+A save that does not fit the limit gets no arena (`fits` says so beforehand) and goes the blocking way instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+from asyncckpt.errors import DeadlineError
+from asyncckpt.staging.arena import Arena, ArenaState
+from asyncckpt.staging.limits import default_limit_bytes
+
+ARENAS_COUNT_MAX = 2
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """How many arenas there are, their bytes, and how often memory was allocated or touched so far."""
+
+    arenas_count: int
+    touched_bytes: int
+    touches_count: int
+
+
+@dataclass
+class ArenaPool:
+    """Hands out arenas, smallest sufficient first. Thread-safe; memory is touched outside its lock."""
+
+    _arenas: list[Arena] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(arena.touched_bytes for arena in self._arenas)
+
+    def fits(self, bytes: int, *, limit_bytes: int | None) -> bool:
+        """Whether a snapshot of `bytes` can be staged within the limit (None: the default share of free memory)."""
+        with self._changed:
+            free = [a.touched_bytes for a in self._arenas if a.state is ArenaState.FREE]
+            held = self.held_bytes
+        # The largest free arena is grown; the other ones stay as they are.
+        reused = max(free, default=0)
+        needed = held - reused + max(reused, bytes)
+        return needed <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
+
+    def acquire(self, bytes: int, *, deadline_s: float) -> Arena:
+        """Return an arena in state FILLING with at least `bytes` touched; waits while both are in use."""
+        arena = self._take(bytes, deadline_s)
+        try:
+            arena.ensure(bytes)
+        except BaseException:
+            self.release(arena)
+            raise
+        return arena
+
+    def _take(self, bytes: int, deadline_s: float) -> Arena:
+        until = time.monotonic() + deadline_s
+        with self._changed:
+            while True:
+                free = [a for a in self._arenas if a.state is ArenaState.FREE]
+                if free:
+                    enough = [a for a in free if a.touched_bytes >= bytes]
+                    arena = min(enough, key=lambda a: a.touched_bytes) if enough else max(
+                        free, key=lambda a: a.touched_bytes
+                    )  # fmt: skip
+                    break
+                if len(self._arenas) < ARENAS_COUNT_MAX:
+                    arena = Arena()
+                    self._arenas.append(arena)
+                    break
+                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
+            arena.state = ArenaState.FILLING
+            return arena
+
+    def release(self, arena: Arena) -> None:
+        """Give an arena back and wake a waiter."""
+        with self._changed:
+            arena.state = ArenaState.FREE
+            self._changed.notify()
+
+    def trim(self) -> None:
+        """Return the memory of all free arenas to the system."""
+        with self._changed:
+            for arena in [a for a in self._arenas if a.state is ArenaState.FREE]:
+                self._arenas.remove(arena)
+                arena.close()
+
+    def statistics(self) -> PoolStatistics:
+        with self._changed:
+            return PoolStatistics(
+                arenas_count=len(self._arenas),
+                touched_bytes=self.held_bytes,
+                touches_count=sum(arena.touches_count for arena in self._arenas),
+            )
+
+
+pool = ArenaPool()
+
+
+def _forget_in_child() -> None:
+    """Arena memory is not inherited by forked children; the child starts without."""
+    global pool
+    pool._arenas = []
+    pool._changed = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,1 @@
+"""Bytes on a local file system, by folder handle; knows no format."""

@@ -1,0 +1,253 @@
+"""A folder held open by descriptor; every name is one component below it and never followed if it is a symbolic link.
+
+Working by descriptor means that a root replaced behind our back (renamed, mounted over) cannot redirect a save: bytes
+go on into the folder that was checked at the start. Each method is one step of the commit protocol
+(asyncckpt/commit/publish.py); system calls are looked up at call time, so that tests may put faults into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
+
+FILE_MODE = 0o640
+FOLDER_MODE = 0o750
+COMPONENT_BYTES_MAX = 255
+PATH_BYTES_MAX = 4096
+_RENAME_NOREPLACE = 1
+_NO_RENAMEAT2 = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def io_failed(what: str, error: OSError) -> IOFailedError:
+    """Wrap an OSError once, at this door."""
+    hints = {
+        errno.ENOSPC: "free space on the device, then save again",
+        errno.EDQUOT: "the disk quota is used up",
+        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        errno.EROFS: "the file system is read-only",
+        errno.EACCES: "check owner and permission",
+    }
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return IOFailedError(f"{what}: {reason}", errno=error.errno, hint=hints.get(error.errno or 0))
+
+
+@contextlib.contextmanager
+def _door(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise io_failed(what, error) from error
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """An absolute path from what a user gave; UsageError for what cannot be a local folder."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError("path is not a path", found=type(path).__name__, expected="str or os.PathLike")
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise UsageError("path is bytes", found=text, expected="str or os.PathLike of str")
+    if text == "" or "\0" in text:
+        raise UsageError("path is empty or holds a NUL character", found=text)
+    if "://" in text:
+        raise UsageError("path is a URL", found=text, expected="a folder of a local file system")
+    if text.startswith("~"):
+        raise UsageError("path starts with '~'", found=text, hint="expand it with os.path.expanduser")
+    absolute = Path(os.path.abspath(text))
+    parts = absolute.parts
+    try:
+        too_long = max(len(os.fsencode(part)) for part in parts) > COMPONENT_BYTES_MAX
+    except UnicodeEncodeError as error:
+        raise UsageError("path is not valid Unicode", found=text) from error
+    # Below the root come `data`, an attempt folder and a shard file.
+    if too_long or len(os.fsencode(absolute)) > PATH_BYTES_MAX - 128:
+        raise UsageError("path is too long", found=text[:80] + "...", expected=f"{COMPONENT_BYTES_MAX} bytes a part")
+    return absolute
+
+
+class Directory:
+    """An open folder. Close it, or use it as a context manager."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd = fd
+        self.path = path
+
+    @staticmethod
+    def open(path: Path) -> Directory:
+        """Open an existing folder; NotFoundError, UsageError or IOFailedError."""
+        try:
+            return Directory(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"folder {str(path)!r} does not exist") from error
+        except NotADirectoryError as error:
+            raise UsageError("path is not a folder", found=str(path)) from error
+        except OSError as error:
+            raise io_failed(f"folder {str(path)!r} cannot be opened", error) from error
+
+    def child(self, name: str, *, create: bool = False) -> Directory:
+        """Open a folder below this one; with create it is made (and this folder synced) when it is missing."""
+        if create:
+            made = _door(f"folder {name!r} in {str(self.path)!r} cannot be made")
+            with made, contextlib.suppress(FileExistsError):
+                os.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
+            # Also when it is there: the process that made it may have died before it synced.
+            self.sync()
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return Directory(os.open(name, flags, dir_fd=self.fd), self.path / name)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"folder {str(self.path / name)!r} does not exist") from error
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise CorruptError(f"{str(self.path / name)!r} is not a folder of its own") from error
+            raise io_failed(f"folder {str(self.path / name)!r} cannot be opened", error) from error
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sync(self) -> None:
+        """Make the entries of this folder durable. Folders that cannot be synced (some FUSE, SMB) are let pass."""
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise io_failed(f"folder {str(self.path)!r} cannot be synced", error) from error
+
+    def make_folder(self, name: str) -> Directory:
+        """Make a folder that must be new."""
+        with _door(f"folder {str(self.path / name)!r} cannot be made"):
+            os.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
+        return self.child(name)
+
+    def create_file(self, name: str, *, direct: bool = False) -> tuple[int, bool]:
+        """Create a file that must be new; returns (descriptor, whether O_DIRECT is on)."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with _door(f"file {str(self.path / name)!r} cannot be created"):
+            fd = os.open(name, flags, FILE_MODE, dir_fd=self.fd)
+            # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
+            return fd, direct and set_direct(fd)
+
+    def open_file(self, name: str) -> int:
+        """Open a regular file for reading; a link, FIFO, socket or device is a CorruptError."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        shown = repr(str(self.path / name))
+        try:
+            fd = os.open(name, flags, dir_fd=self.fd)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"file {shown} does not exist") from error
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise CorruptError(f"{shown} is not a regular file") from error
+            raise io_failed(f"file {shown} cannot be opened", error) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise CorruptError(f"{shown} is not a regular file")
+        return fd
+
+    def read_file(self, name: str, *, bytes_max: int) -> bytes:
+        """The bytes of a small regular file; CorruptError when it is larger than bytes_max."""
+        fd = self.open_file(name)
+        try:
+            with _door(f"file {str(self.path / name)!r} cannot be read"):
+                size = os.fstat(fd).st_size
+                if size > bytes_max:
+                    raise CorruptError(f"{str(self.path / name)!r} is too large", found=size, expected=bytes_max)
+                with os.fdopen(fd, "rb", closefd=False) as file:
+                    return file.read(bytes_max + 1)
+        finally:
+            os.close(fd)
+
+    def names(self) -> list[str]:
+        with _door(f"folder {str(self.path)!r} cannot be listed"):
+            return os.listdir(self.fd)
+
+    def exists(self, name: str) -> bool:
+        with _door(f"{str(self.path / name)!r} cannot be looked up"):
+            try:
+                os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def size(self, name: str) -> int:
+        """Bytes of a regular file; NotFoundError, CorruptError."""
+        try:
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"file {str(self.path / name)!r} does not exist") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptError(f"{str(self.path / name)!r} is not a regular file")
+        return status.st_size
+
+    def publish(self, source: str, target: str) -> None:
+        """Rename without replacing, in this folder; ConflictError when the target exists."""
+        try:
+            _rename_noreplace(self.fd, source, target)
+        except FileExistsError as error:
+            raise ConflictError(f"{str(self.path / target)!r} exists already") from error
+        except OSError as error:
+            raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
+
+    def remove_file(self, name: str) -> None:
+        with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.fd)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder of plain files."""
+        with _door(f"folder {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
+            with self.child(name) as folder:
+                for entry in folder.names():
+                    os.unlink(entry, dir_fd=folder.fd)
+            os.rmdir(name, dir_fd=self.fd)
+
+    def is_still(self, path: Path) -> bool:
+        """Whether `path` still leads to this folder."""
+        try:
+            there = os.stat(path)
+        except OSError:
+            return False
+        here = os.fstat(self.fd)
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def set_direct(fd: int) -> bool:
+    """Turn O_DIRECT on; False where the file system or platform has none."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | flag)
+    except OSError:
+        return False
+    return True
+
+
+def _rename_noreplace(fd: int, source: str, target: str) -> None:
+    """renameat2(RENAME_NOREPLACE), or link + unlink where there is none. Both fail on an existing target."""
+    renameat2 = getattr(_libc, "renameat2", None)
+    if renameat2 is not None:
+        if renameat2(fd, os.fsencode(source), fd, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in _NO_RENAMEAT2:
+            raise OSError(code, os.strerror(code), target)
+    os.link(source, target, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+    os.unlink(source, dir_fd=fd)

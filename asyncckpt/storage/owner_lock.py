@@ -1,0 +1,132 @@
+"""One writer per checkpoint directory: an OFD lock on `LOCK`, held while a Saver is open.
+
+OFD locks belong to the open file description: they vanish with the last process that holds it, whatever way it ends,
+and are not dropped when some other descriptor of the file closes. Their trap is fork: a child (a DataLoader worker)
+keeps the description, and with it the lock, alive. So the descriptor is closed in every forked child.
+
+Several Savers of one process share the lock of a directory (counted by device and inode).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+
+from asyncckpt.errors import ConflictError, UsageError
+from asyncckpt.storage.directory import FILE_MODE, Directory, io_failed
+
+_F_OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
+_RECORD_BYTES_MAX = 4096
+
+
+@dataclass
+class _Held:
+    fd: int
+    count: int = 1
+
+
+@dataclass
+class _Registry:
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+
+
+_registry = _Registry()
+
+
+class OwnerLock:
+    """A share in this process's lock on one directory."""
+
+    def __init__(self, key: tuple[int, int]) -> None:
+        self._key = key
+        self._released = False
+        self._pid = os.getpid()
+
+    @staticmethod
+    def acquire(root: Directory, name: str) -> OwnerLock:
+        """Lock `name` in `root`; ConflictError naming the holder when another process has it."""
+        with _registry.guard:
+            status = os.fstat(root.fd)
+            key = (status.st_dev, status.st_ino)
+            held = _registry.held.get(key)
+            if held is not None:
+                held.count += 1
+            else:
+                _registry.held[key] = _Held(fd=_lock_file(root, name))
+            return OwnerLock(key)
+
+    def check(self) -> None:
+        """UsageError in a forked child, whose lock was closed at the fork."""
+        if self._pid != os.getpid():
+            raise UsageError("this Saver belongs to the parent process", hint="make a new Saver in the child")
+
+    def release(self) -> None:
+        """Give the share back; the last one unlocks. Never raises."""
+        if self._released or self._pid != os.getpid():
+            return
+        self._released = True
+        with _registry.guard:
+            held = _registry.held[self._key]
+            held.count -= 1
+            if held.count == 0:
+                del _registry.held[self._key]
+                with contextlib.suppress(OSError):
+                    os.close(held.fd)
+
+
+def _lock_file(root: Directory, name: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, FILE_MODE, dir_fd=root.fd)
+    except OSError as error:
+        raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
+    try:
+        # struct flock: type, whence, start, length, pid; an OFD lock wants pid 0.
+        fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        holder = _read_record(fd)
+        os.close(fd)
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise ConflictError(
+                f"directory {str(root.path)!r} is being written by another process",
+                found=holder,
+                hint="close its Saver, or save to another directory",
+            ) from error
+        raise io_failed(f"directory {str(root.path)!r} cannot be locked", error) from error
+    _write_record(fd)
+    return fd
+
+
+def _read_record(fd: int) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        record = json.loads(os.pread(fd, _RECORD_BYTES_MAX, 0))
+        return f"process {record['pid']} on {record['host']}, since {record['since']}"
+    return "an unknown process"
+
+
+def _write_record(fd: int) -> None:
+    """For people only: whether the lock is held is decided by the lock."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, record, 0)
+
+
+def _forget_in_child() -> None:
+    for held in _registry.held.values():
+        with contextlib.suppress(OSError):
+            os.close(held.fd)
+    _registry.held.clear()
+    _registry.guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

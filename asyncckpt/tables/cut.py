@@ -1,0 +1,117 @@
+"""A hash table held still for a save, and a hash table being filled by a load.
+
+    from   to     done by                the table
+    free   cut    HashTable.begin_cut    nothing of it changes; columns may be read
+    cut    free   fence, or end          everything may change again
+    free   load   HashTable.begin_load   the load alone uses it
+    load   free   end                    filled on end(True), empty on end(False)
+
+In cut and load the table's lock is held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+from asyncckpt.tables.ids import check_owned, flat_ids
+from asyncckpt.tables.row_store import RowStore
+from asyncckpt.tables.table_lock import TableLock
+
+
+class _Once:
+    """Says True to the first caller only, from whichever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.done = False
+
+    def first(self) -> bool:
+        with self._lock:
+            is_first, self.done = not self.done, True
+            return is_first
+
+
+class HashTableCut:
+    """A TableCut of a HashTable. It is made holding the lock, which `fence` gives back, from any thread."""
+
+    def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
+        self._table = table
+        self._store = store
+        self._lock = lock
+        self._fenced = _Once()
+        self._runs = store.runs()
+        self._rows_count = len(store)
+
+    @property
+    def rows_count(self) -> int:
+        return self._rows_count
+
+    @property
+    def runs(self) -> NDArray[np.int64]:
+        """Ascending row ranges `[begin, end)`, int64 [k, 2]; stays valid after the fence."""
+        return self._runs
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live storage of a column; `id` is a view of the id map on the CPU. Raises UsageError."""
+        if self._fenced.done:
+            raise UsageError(f"column {name!r} of a cut of table {self._table!r} was asked for after its fence")
+        return self._store.column(name)
+
+    def fence(self) -> None:
+        """Let the table change again. A second call does nothing."""
+        if self._fenced.first():
+            self._lock.release()
+
+    def end(self, ok: bool) -> None:
+        """Take note that the save has committed or failed; a cut that never came to its fence is past it now."""
+        self.fence()
+
+
+class HashTableLoad:
+    """A TableLoad of a HashTable. It is made holding the lock, which `end` gives back, from any thread."""
+
+    def __init__(
+        self, table: str, *, store: RowStore, lock: TableLock, shard: tuple[int, int], filled: Collection[str]
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._lock = lock
+        self._shard = shard
+        self._filled = frozenset(filled)
+        self._ended = _Once()
+
+    def insert(self, ids: torch.Tensor) -> torch.Tensor:
+        """Give every id (int64 [n]) a row and return the rows (int64 [n], CPU).
+
+        New rows start from initial values in the columns that the load does not fill, so that columns the checkpoint
+        lacks are sound. Raises UsageError for an id of another shard.
+        """
+        self._check_open("insert")
+        flat = flat_ids(ids, table=self._table)
+        check_owned(flat, shard=self._shard, table=self._table)
+        return torch.from_numpy(self._store.insert(flat, filled=self._filled))
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live storage of a column; fetch it again after an insert. Raises UsageError."""
+        self._check_open(f"column {name!r}")
+        return self._store.column(name)
+
+    def end(self, ok: bool) -> None:
+        """Give the table back: as filled when ok, else empty. A second call does nothing."""
+        if not self._ended.first():
+            return
+        try:
+            if not ok:
+                self._store.clear()
+        finally:
+            self._lock.release()
+
+    def _check_open(self, use: str) -> None:
+        if self._ended.done:
+            raise UsageError(f"{use} of a load of table {self._table!r} was asked for after its end")

@@ -1,0 +1,178 @@
+"""torch modules over a HashTable: HashEmbedding and HashEmbeddingBag.
+
+In training a forward gives unseen ids a row and stamps the step on every row it reads; in eval the table does not
+change, unseen ids read as zero rows and nothing gets a gradient. The table is no parameter: `state_dict()` does not
+hold it (a checkpoint has it as a table), `.to()` does not move it, and SparseSGD or SparseAdagrad updates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Role
+from asyncckpt.tables.gradients import PendingGradients
+from asyncckpt.tables.hash_table import HashTable
+from asyncckpt.tables.ids import flat_ids
+from asyncckpt.tables.initializer import Initializer
+from asyncckpt.tables.slots import SlotSpec
+
+LAST_SEEN_COLUMN = "last_seen"
+BAG_MODES = ("sum", "mean", "max")
+
+
+class HashEmbedding(nn.Module):
+    """Rows of a HashTable by id, like nn.Embedding without a size.
+
+    table is a HashTable, or a dim for a new one made with name, optimizer_slots and initializer. step_column names the
+    int64 metadata column, row shape (), where training forwards write `step`; None writes to `last_seen` where the
+    table has it. `step` is the caller's to set. `pending` holds gradients until an optimizer takes them.
+    """
+
+    def __init__(
+        self,
+        table: HashTable | int,
+        *,
+        name: str = "embedding",
+        optimizer_slots: Mapping[str, SlotSpec] | None = None,
+        initializer: Initializer = None,
+        step_column: str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(table, HashTable):
+            if optimizer_slots is not None or initializer is not None:
+                what = f"table {table.name!r} exists already, its slots and initializer are set"
+                raise UsageError(what, hint="give them to HashTable, or a dim instead of the table")
+            self.table = table
+        else:
+            metadata = None if step_column is None else {step_column: torch.int64}
+            self.table = HashTable(
+                name, table, optimizer_slots=optimizer_slots, metadata=metadata, initializer=initializer
+            )
+        self.step = 0
+        self.pending = PendingGradients()
+        self._step_column = _checked_step_column(self.table, step_column)
+
+    def extra_repr(self) -> str:
+        return repr(self.table)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows, `[*ids.shape, dim]`, of ids, int64 of any shape.
+
+        Raises UsageError as HashTable.lookup does.
+        """
+        places, rows = self._distinct_rows(ids)
+        return functional.embedding(places, rows)
+
+    def _distinct_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (places, rows): rows `[n, dim]` of the distinct ids, and for every id its place among them.
+
+        The distinct ids are ascending, so that nothing that follows depends on row numbers.
+        """
+        if not isinstance(ids, torch.Tensor):
+            raise UsageError(f"ids for table {self.table.name!r} are wrong", found=type(ids), expected=torch.Tensor)
+        distinct, inverse = np.unique(flat_ids(ids, table=self.table.name), return_inverse=True)
+        index = self.table.lookup(distinct, insert=self.training)
+        places = torch.from_numpy(inverse).view(ids.shape).to(self.table.device)
+        with torch.no_grad():
+            if not self.training:
+                return places, _rows_or_zeros(self.table.embedding, index)
+            if self._step_column is not None:
+                self.table.slot(self._step_column).index_fill_(0, index, self.step)
+            rows = self.table.embedding.index_select(0, index)
+        if torch.is_grad_enabled():
+            self.pending.watch(rows, distinct)
+        return places, rows
+
+
+class HashEmbeddingBag(HashEmbedding):
+    """Sums, means or maxima of rows per bag, like nn.EmbeddingBag without a size.
+
+    In eval an unseen id counts as a zero row.
+    """
+
+    def __init__(
+        self,
+        table: HashTable | int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        name: str = "embedding",
+        optimizer_slots: Mapping[str, SlotSpec] | None = None,
+        initializer: Initializer = None,
+        step_column: str | None = None,
+    ) -> None:
+        if mode not in BAG_MODES:
+            raise UsageError("mode of HashEmbeddingBag is wrong", found=mode, expected=BAG_MODES)
+        super().__init__(
+            table, name=name, optimizer_slots=optimizer_slots, initializer=initializer, step_column=step_column
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return one row per bag, `[bags, dim]`.
+
+        ids is int64 `[bags, ids per bag]`, or `[n]` with offsets, int64: where each bag begins. per_sample_weights,
+        in the shape of ids, only with mode "sum". Raises UsageError.
+        """
+        self._check_bags(ids, offsets, per_sample_weights)
+        places, rows = self._distinct_rows(ids)
+        return functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )
+
+    def _check_bags(self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> None:
+        what = f"of a bag lookup in table {self.table.name!r}"
+        if not isinstance(ids, torch.Tensor) or ids.dim() not in (1, 2):
+            found = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids)
+            raise UsageError(f"ids {what} are wrong", found=found, expected="int64 [n] or [bags, ids per bag]")
+        if ids.dim() == 2 and offsets is not None:
+            raise UsageError(f"offsets {what} make no sense with ids [bags, ids per bag]", found=tuple(offsets.shape))
+        if ids.dim() == 1 and (not isinstance(offsets, torch.Tensor) or offsets.dim() != 1):
+            offsets_found = tuple(offsets.shape) if isinstance(offsets, torch.Tensor) else type(offsets)
+            raise UsageError(f"offsets {what} are wrong", found=offsets_found, expected="an int64 tensor [bags]")
+        if offsets is not None and offsets.dtype is not torch.int64:
+            raise UsageError(f"offsets {what} have the wrong dtype", found=offsets.dtype, expected=torch.int64)
+        if weights is None:
+            return
+        if self.mode != "sum":
+            raise UsageError(f"per_sample_weights {what} need mode 'sum'", found=self.mode)
+        if weights.shape != ids.shape:
+            shape = tuple(weights.shape)
+            raise UsageError(f"per_sample_weights {what} are wrong", found=shape, expected=tuple(ids.shape))
+
+
+def _rows_or_zeros(embedding: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rows at index, and zeros where index is -1; what free rows hold is undefined and may be NaN."""
+    rows = embedding.index_select(0, index.clamp_min(0))
+    rows[index < 0] = 0
+    return rows
+
+
+def _checked_step_column(table: HashTable, name: str | None) -> str | None:
+    column = table.schema().column(LAST_SEEN_COLUMN if name is None else name)
+    is_step = (
+        column is not None and column.role is Role.METADATA and column.dtype is torch.int64 and column.row_shape == ()
+    )
+    if column is not None and is_step:
+        return column.name
+    if name is None:
+        return None
+    expected = "an int64 metadata column of row shape ()"
+    raise UsageError(f"step column {name!r} of table {table.name!r} is wrong", found=column, expected=expected)

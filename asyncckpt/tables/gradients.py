@@ -1,0 +1,94 @@
+"""Gradients on their way from a backward pass to the rows of a table.
+
+1. A forward copies the rows of its distinct ids into a leaf tensor, `[n, dim]`, and computes on that.
+2. The backward accumulates into the leaf; the first time it does, the leaf joins `pending` of its module.
+3. An optimizer takes `pending`, in the order of the forwards, sums per id, and looks the ids up again: rows may have
+   been removed or given to other ids since.
+
+A leaf joins in its backward and not in its forward. So a forward without backward leaves nothing behind, and the usual
+forward, zero_grad(), backward, step() loses nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+
+# Far above any gradient accumulation; a training loop without an optimizer step must not eat all memory.
+PENDING_FORWARDS_MAX = 4096
+
+
+@dataclass(frozen=True)
+class PendingRows:
+    """One forward that has a gradient: `leaf.grad`, `[n, dim]`, belongs to ids, int64 [n], distinct and ascending."""
+
+    forward_index: int
+    ids: NDArray[np.int64]
+    leaf: torch.Tensor
+
+
+class PendingGradients:
+    """The leaves of one module that have a gradient no optimizer has taken yet."""
+
+    def __init__(self) -> None:
+        self._forwards_count = 0
+        self._entries: list[PendingRows] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> list[PendingRows]:
+        """Return what is pending in the order of the forwards; `leaf.grad` may be changed, to clip it for one."""
+        return sorted(self._entries, key=lambda entry: entry.forward_index)
+
+    def watch(self, leaf: torch.Tensor, ids: NDArray[np.int64]) -> None:
+        """Make leaf (float [n, dim]) ask for a gradient, and keep it here once it has one."""
+        index = self._forwards_count
+        self._forwards_count += 1
+
+        def keep(leaf: torch.Tensor) -> None:
+            if any(entry.leaf is leaf for entry in self._entries):
+                return  # A second backward through the same forward has added to the gradient.
+            if len(self._entries) >= PENDING_FORWARDS_MAX:
+                what = f"{len(self._entries)} forwards wait for an optimizer"
+                raise UsageError(what, hint="call step() or zero_grad() of a sparse optimizer")
+            self._entries.append(PendingRows(forward_index=index, ids=ids, leaf=leaf))
+
+        leaf.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    def take(self) -> list[tuple[NDArray[np.int64], torch.Tensor]]:
+        """Return (ids, gradient) of all that is pending, in the order of the forwards, and forget it."""
+        taken = [(entry.ids, entry.leaf.grad) for entry in self.entries()]
+        self.drop()
+        return [(ids, gradient) for ids, gradient in taken if gradient is not None]
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        for entry in self._entries:
+            entry.leaf.grad = None
+        self._entries.clear()
+
+
+def sum_per_id(
+    gradients: list[tuple[NDArray[np.int64], torch.Tensor]],
+) -> tuple[NDArray[np.int64], torch.Tensor]:
+    """Sum gradients of the same id in list order; return the distinct ids, ascending, and a gradient row for each.
+
+    The ids of one entry are distinct, so every step below writes a row once: the sum has one order on every device.
+    """
+    assert gradients
+    if len(gradients) == 1:
+        return gradients[0]
+    all_ids = np.unique(np.concatenate([ids for ids, _ in gradients]))
+    first = gradients[0][1]
+    total = torch.zeros((all_ids.size, *first.shape[1:]), dtype=first.dtype, device=first.device)
+    for ids, gradient in gradients:
+        places = torch.from_numpy(np.searchsorted(all_ids, ids)).to(total.device)
+        total.index_copy_(0, places, total.index_select(0, places) + gradient)
+    return all_ids, total

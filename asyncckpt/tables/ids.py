@@ -1,0 +1,87 @@
+"""Ids as callers pass them, and which shard owns an id.
+
+An id is an int64 bit pattern. Other dtypes are refused, not converted: a float id above 2**53 has lost bits already,
+and an int32 id is most often a mistake made further up.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+
+IdsLike: TypeAlias = torch.Tensor | NDArray[np.int64]
+
+
+def flat_ids(ids: IdsLike, *, table: str) -> NDArray[np.int64]:
+    """Return ids as a contiguous int64 [n] array on the CPU; a view where that is possible. Raises UsageError."""
+    if isinstance(ids, torch.Tensor):
+        if ids.dtype is not torch.int64:
+            raise _wrong_dtype(table, found=ids.dtype, hint=_tensor_hint(ids.dtype))
+        return ids.detach().cpu().contiguous().view(-1).numpy()
+    if isinstance(ids, np.ndarray):
+        if ids.dtype != np.int64:
+            raise _wrong_dtype(table, found=ids.dtype, hint=_array_hint(ids.dtype))
+        return np.ascontiguousarray(ids).reshape(-1)
+    expected = "an int64 torch.Tensor or numpy.ndarray"
+    raise UsageError(f"ids for table {table!r} are wrong", found=type(ids), expected=expected)
+
+
+def one_id(value: object, *, table: str) -> NDArray[np.int64]:
+    """Return one id as an int64 [1] array. Raises UsageError for what is no int64."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        ids = flat_ids(value, table=table)
+        if ids.size != 1:
+            raise UsageError(f"one id for table {table!r} was asked for", found=tuple(value.shape))
+        return ids
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_int or not -(2**63) <= int(value) < 2**63:  # type: ignore[call-overload]
+        raise UsageError(f"id for table {table!r} is wrong", found=value, expected="an int that fits int64")
+    return np.array([value], dtype=np.int64)
+
+
+def owned_mask(ids: NDArray[np.int64], *, shard: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which of ids (int64 [n]) the shard (index, count) owns: the bit pattern as unsigned, modulo count."""
+    index, count = shard
+    bits = ids.view(np.uint64)
+    # For powers of two a mask gives the same and is several times faster than the division.
+    rest = bits & np.uint64(count - 1) if count & (count - 1) == 0 else bits % np.uint64(count)
+    mask: NDArray[np.bool_] = rest == np.uint64(index)
+    return mask
+
+
+def check_owned(ids: NDArray[np.int64], *, shard: tuple[int, int], table: str) -> None:
+    """Raise UsageError when an id of ids (int64 [n]) belongs to another shard; it names the first one."""
+    if shard[1] == 1:
+        return
+    owned = owned_mask(ids, shard=shard)
+    if owned.all():
+        return
+    first = int(ids[int(np.argmin(owned))])
+    what = f"id {first} does not belong to shard {shard[0]} of {shard[1]} of table {table!r}"
+    owner = first % 2**64 % shard[1]
+    raise UsageError(what, expected=shard[0], found=owner, hint="select ids with table.owns(ids) first")
+
+
+def _wrong_dtype(table: str, *, found: object, hint: str) -> UsageError:
+    return UsageError(f"ids for table {table!r} have the wrong dtype", found=found, expected=torch.int64, hint=hint)
+
+
+def _tensor_hint(dtype: torch.dtype) -> str:
+    if dtype is torch.uint64:
+        return "use ids.view(torch.int64): an id is a bit pattern"
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return "ids are integers; a float has lost bits of large ids already"
+    return "use ids.long()"
+
+
+def _array_hint(dtype: np.dtype[np.generic]) -> str:
+    if dtype == np.uint64:
+        return "use ids.view(np.int64): an id is a bit pattern"
+    if dtype.kind not in "iu":
+        return "ids are integers; a float has lost bits of large ids already"
+    return "use ids.astype(np.int64)"

@@ -1,0 +1,194 @@
+"""The rows of a hash table: the id -> row map and one tensor per column, kept in step.
+
+Callers hold the table's lock; nothing here does. The invariants:
+1. Every row below the map's rows_end lies inside every column tensor.
+2. A row that an id got by `insert` holds initial values in every column, whatever the row held for an earlier id.
+3. An insert that fails (no memory, a faulty initializer) leaves no id behind that was not there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.native import core
+from asyncckpt.tables.initializer import Initializer, Uniform
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+
+I64 = NDArray[np.int64]
+
+# Half again as large: growth stays geometric, and the pages of the new half are not touched before rows reach them.
+GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
+INITIALIZER_ROWS_MAX = 1 << 16
+
+
+class RowStore:
+    """Ids and columns of one table on one device."""
+
+    def __init__(self, layout: Layout, *, device: torch.device, capacity: int, initializer: Initializer) -> None:
+        self._layout = layout
+        self._device = device
+        self._initializer = initializer
+        self._ids = core.id_map(capacity)
+        # Beside the map, which must not be asked by a second thread while it works.
+        self._rows_count = 0
+        self._capacity = capacity
+        self._tensors = {
+            column.name: _new_tensor((capacity, *column.row_shape), dtype=column.dtype, device=device)
+            for column in layout.schema.columns
+            if column.name != ID_COLUMN
+        }
+
+    def __len__(self) -> int:
+        """How many ids there are; unlike all else here it may be asked without the lock."""
+        return self._rows_count
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live storage of a column; `id` is a view of the map, `[rows_end]`, dead after the next insert."""
+        if name == ID_COLUMN:
+            return torch.from_numpy(self._ids.ids_by_row())
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise UsageError("there is no such column", found=name, expected=[ID_COLUMN, *self._tensors])
+        return tensor
+
+    def find(self, ids: I64) -> I64:
+        """Return the row of every id, -1 for an absent one."""
+        return self._ids.find(ids)
+
+    def insert(self, ids: I64, *, filled: Collection[str] = ()) -> I64:
+        """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`."""
+        rows, new_rows = self._ids.insert(ids)
+        if new_rows.size:
+            self._begin_rows(new_rows, filled)
+        return rows
+
+    def remove(self, ids: I64) -> int:
+        """Free the rows of ids and return how many of them were there."""
+        removed_count = int(np.count_nonzero(self._ids.remove(ids) >= 0))
+        self._rows_count -= removed_count
+        return removed_count
+
+    def clear(self) -> None:
+        """Free all rows; the capacity stays."""
+        self._ids.clear()
+        self._rows_count = 0
+
+    def reserve(self, rows_count: int) -> None:
+        """Make room for rows_count rows in all, so that inserts up to there do not grow."""
+        self._ids.reserve(rows_count)
+        self._grow(rows_count)
+
+    def runs(self) -> I64:
+        """Return the used rows as ascending ranges, int64 [k, 2]."""
+        return self._ids.runs()
+
+    def rows(self) -> I64:
+        """Return the used rows, ascending, int64 [n]."""
+        runs = self.runs()
+        begins, counts = runs[:, 0], runs[:, 1] - runs[:, 0]
+        # Row i of a run is i places behind the run's begin, and the run starts where the earlier ones end.
+        places_before = np.cumsum(counts) - counts
+        return np.repeat(begins - places_before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+
+    def ids(self) -> I64:
+        """Return a copy of the ids in the order of `rows`, int64 [n]."""
+        return self._ids.ids_by_row()[self.rows()]
+
+    def _begin_rows(self, new_rows: I64, filled: Collection[str]) -> None:
+        """Bring rows that the map has just given out to life, or take their ids out of the map again."""
+        new_ids = self._ids.ids_by_row()[new_rows]
+        try:
+            if self._ids.rows_end > self._capacity:
+                self._grow(max(self._ids.rows_end, self._capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
+            self._initialize(new_rows, new_ids, filled)
+        except BaseException:
+            self._ids.remove(new_ids)
+            raise
+        self._rows_count += new_rows.size
+
+    def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
+        index = _fill_index(rows, device=self._device)
+        with torch.no_grad():
+            for name, fill in self._layout.fills.items():
+                if name not in filled:
+                    _fill_rows(self._tensors[name], index, fill)
+            if EMBEDDING_COLUMN in filled:
+                return
+            match self._initializer:
+                case None:
+                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, 0.0)
+                case int() | float() as constant:
+                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant)
+                case _:
+                    for begin in range(0, rows.size, INITIALIZER_ROWS_MAX):
+                        part = slice(begin, begin + INITIALIZER_ROWS_MAX)
+                        self._write_first_embeddings(rows[part], ids[part])
+
+    def _write_first_embeddings(self, rows: I64, ids: I64) -> None:
+        embedding = self._tensors[EMBEDDING_COLUMN]
+        shape = (rows.size, embedding.shape[1])
+        if isinstance(self._initializer, Uniform):
+            values = torch.from_numpy(self._initializer.rows(ids, dim=shape[1]))
+        else:
+            # Its own copy: a function that sorts or edits its ids must not reach ours.
+            values = _call(self._initializer, torch.from_numpy(ids.copy()), shape=shape)
+        index = torch.from_numpy(rows).to(self._device)
+        embedding.index_copy_(0, index, values.to(device=self._device, dtype=embedding.dtype))
+
+    def _grow(self, capacity: int) -> None:
+        if capacity <= self._capacity:
+            return
+        rows_used_count = min(self._capacity, self._ids.rows_end)
+        with torch.no_grad():
+            # One column after the other, so that old and new storage of only one of them are alive at once. Should
+            # memory end halfway, some columns are longer than the capacity says, which breaks no invariant.
+            for name, old in self._tensors.items():
+                new = _new_tensor((capacity, *old.shape[1:]), dtype=old.dtype, device=self._device)
+                new[:rows_used_count].copy_(old[:rows_used_count])
+                self._tensors[name] = new
+        self._capacity = capacity
+
+
+def _new_tensor(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for a column.
+
+    Not zeroed: pages that no row has reached yet cost nothing. Never an inference tensor, also when a lookup under
+    torch.inference_mode() makes the table grow: the optimizer could not update that later.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _fill_index(rows: I64, *, device: torch.device) -> slice | torch.Tensor:
+    """Return how to name rows (distinct) to a fill: a slice when they are one run, in whatever order."""
+    begin, end = int(rows.min()), int(rows.max()) + 1
+    return slice(begin, end) if end - begin == rows.size else torch.from_numpy(rows).to(device)
+
+
+def _fill_rows(tensor: torch.Tensor, index: slice | torch.Tensor, value: float) -> None:
+    if isinstance(index, slice):
+        tensor[index].fill_(value)
+    else:
+        tensor.index_fill_(0, index, value)
+
+
+def _call(initializer: Initializer, ids: torch.Tensor, *, shape: tuple[int, int]) -> torch.Tensor:
+    assert callable(initializer)
+    values = cast(object, initializer(ids))
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(values)
+    if not isinstance(values, torch.Tensor) or tuple(values.shape) != shape:
+        found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
+        raise UsageError("initializer returned something else than a row for every id", found=found, expected=shape)
+    return values.detach()

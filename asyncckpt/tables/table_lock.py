@@ -1,0 +1,47 @@
+"""The one lock of a table.
+
+Lookup, insert, removal and growth hold it for a moment, a cut from its begin to its fence, a load from its begin to its
+end. Whoever waits for longer than TABLE_WAIT_S_MAX gets a DeadlineError that says who holds the table: a cut without a
+fence or a load without an end is a bug, and a bug must not become a hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from asyncckpt.errors import DeadlineError
+
+TABLE_WAIT_S_MAX = 600.0
+
+
+class TableLock:
+    """A lock that another thread may release than the one that acquired it, as a fence does. Not re-entrant."""
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+        self._lock = threading.Lock()
+        self._holder = ""
+
+    def acquire(self, use: str) -> None:
+        """Wait for the table; `use` names what holds it from now on. Raises DeadlineError."""
+        if not self._lock.acquire(timeout=TABLE_WAIT_S_MAX):
+            holder = self._holder
+            what = f"{use} of table {self._table!r} waited {TABLE_WAIT_S_MAX} s for {holder or 'another use'} of it"
+            raise DeadlineError(what, hint="a cut holds its table until fence(), a load until end()")
+        self._holder = use
+
+    def release(self) -> None:
+        """Give the table back, from any thread."""
+        self._holder = ""
+        self._lock.release()
+
+    @contextmanager
+    def hold(self, use: str) -> Iterator[None]:
+        """Hold the table for a block of code."""
+        self.acquire(use)
+        try:
+            yield
+        finally:
+            self.release()

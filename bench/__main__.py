@@ -1,0 +1,144 @@
+"""The door of the benchmark: `python -m bench state | many-tensors | load | idmap | all`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.load import LOAD_PEERS, run_load
+from bench.many_tensors import MANY_PEERS, run_many_tensors
+from bench.peers import PEERS
+from bench.rounds import REPOSITORY
+from bench.state_bench import run_state
+
+RESULTS_FOLDER = REPOSITORY / "bench" / "results"
+IDMAP_SECONDS_MAX = 1800
+STATE_PEERS_TEXT, MANY_PEERS_TEXT, LOAD_PEERS_TEXT = map(",".join, (PEERS, MANY_PEERS, LOAD_PEERS))
+
+application = typer.Typer(help="asyncckpt, its peers and the raw floor, side by side.", no_args_is_help=False)
+
+Rounds = Annotated[int, typer.Option(min=1, help="interleaved rounds; the medians are reported")]
+Directory = Annotated[Path | None, typer.Option("--dir", help="where to put checkpoints; default: below the cwd")]
+Out = Annotated[Path | None, typer.Option(help="name of the results without suffix; default: bench/results/<command>")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="tiny sizes, one round, a few seconds; figures mean nothing")]
+Peers = Annotated[str, typer.Option(help="comma-separated")]
+Gib = Annotated[float, typer.Option(help="size of the state")]
+
+
+def _out(out: Path | None, name: str, smoke: bool) -> Path:
+    # A smoke run shall not overwrite real results.
+    return out or RESULTS_FOLDER / (f"smoke-{name}" if smoke else name)
+
+
+@application.command()
+def state(
+    gib: Gib = 2.0,
+    rounds: Rounds = 5,
+    saves: Annotated[int, typer.Option(min=1, help="saves of each round; the first is reported apart")] = 3,
+    peers: Peers = STATE_PEERS_TEXT,
+    trainer_threads: Annotated[str, typer.Option(help="1, all, or both: 1,all")] = "1,all",
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """Tables and dense tensors, mutated by every training step: stall, time lost, durable, memory, CPU, load, image."""
+    run_state(
+        gib=gib,
+        rounds=rounds,
+        saves=saves,
+        peers=peers.split(","),
+        trainer_threads=trainer_threads.split(","),
+        directory=directory,
+        out=_out(out, "state", smoke),
+        smoke=smoke,
+    )
+
+
+@application.command()
+def many_tensors(
+    count: Annotated[int, typer.Option(min=1, help="tensors of 64 KiB")] = 8000,
+    rounds: Rounds = 5,
+    saves: Annotated[int, typer.Option(min=1)] = 3,
+    peers: Peers = MANY_PEERS_TEXT,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """8,000 small tensors: time of the call, time to durable, speed of Python while writing."""
+    run_many_tensors(
+        count=count,
+        rounds=rounds,
+        saves=saves,
+        peers=peers.split(","),
+        directory=directory,
+        out=_out(out, "many-tensors", smoke),
+        smoke=smoke,
+    )
+
+
+@application.command()
+def load(
+    gib: Gib = 2.0,
+    rounds: Rounds = 5,
+    threads: Annotated[int, typer.Option(min=1, help="reading threads, of the floor and of asyncckpt")] = 4,
+    peers: Peers = LOAD_PEERS_TEXT,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """Load with a cold cache into preallocated tensors."""
+    run_load(
+        gib=gib,
+        rounds=rounds,
+        threads=threads,
+        peers=peers.split(","),
+        directory=directory,
+        out=_out(out, "load", smoke),
+        smoke=smoke,
+    )
+
+
+@application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def idmap(context: typer.Context) -> None:
+    """Inserts and lookups of the id map; all options go to `python -m bench.idmap`."""
+    _idmap(context.args)
+
+
+def _idmap(arguments: list[str]) -> None:
+    if importlib.util.find_spec("bench.idmap") is None:
+        typer.echo("bench/idmap.py is not there")
+        return
+    # A process of its own: 10 M ids in a dict leave a large heap behind.
+    command = [sys.executable, "-m", "bench.idmap", *arguments]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=IDMAP_SECONDS_MAX)
+
+
+@application.command(name="all")
+def everything(
+    gib: Gib = 2.0,
+    rounds: Rounds = 5,
+    directory: Directory = None,
+    smoke: Smoke = False,
+) -> None:
+    """All of them, into bench/results."""
+    run_state(gib=gib, rounds=rounds, directory=directory, out=_out(None, "state", smoke), smoke=smoke)
+    run_many_tensors(rounds=rounds, directory=directory, out=_out(None, "many-tensors", smoke), smoke=smoke)
+    run_load(gib=gib, rounds=rounds, directory=directory, out=_out(None, "load", smoke), smoke=smoke)
+    json_path = _out(None, "idmap", smoke).with_suffix(".json")
+    _idmap(["--json", str(json_path), *(["--ids", "100000"] if smoke else [])])
+
+
+@application.callback(invoke_without_command=True)
+def without_command(context: typer.Context) -> None:
+    """`python -m bench` alone runs everything."""
+    if context.invoked_subcommand is None:
+        everything()
+
+
+if __name__ == "__main__":
+    application()

@@ -1,0 +1,166 @@
+/* asyncckpt: the C interface of the compiled core.
+ *
+ * Plain functions over pointers, sizes and file descriptors. No Python, no torch, no exceptions across the border.
+ * Every function that can fail returns an ac_status and fills `error` (which may be NULL) when the status is not AC_OK.
+ *
+ * Ownership: the caller owns every pointer and every file descriptor it passes; a call keeps none of them after it
+ *   returns, except the objects made by an `ac_*_new` function, which the matching `ac_*_free` ends.
+ * Threads: functions on different objects may run at once. One ac_idmap or ac_digester is used by one thread at a time.
+ * Cancel: `cancel` points to an int32 that another thread may set to non-zero; the call then ends soon with AC_CANCELLED.
+ * Progress: `bytes_done` points to a uint64 that the call adds to as bytes reach the disk (or memory); either may be NULL.
+ */
+#ifndef ASYNCCKPT_H
+#define ASYNCCKPT_H
+
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define AC_API __attribute__((visibility("default")))
+#else
+#define AC_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define AC_ABI_VERSION 1u
+#define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
+#define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
+#define AC_DIGEST_BYTES 16u
+
+typedef enum ac_status {
+  AC_OK = 0,
+  AC_INVALID = 1,   /* an argument breaks the contract below */
+  AC_SYSTEM = 2,    /* a system call failed; sys_errno says how */
+  AC_NO_MEMORY = 3,
+  AC_CANCELLED = 4,
+  AC_SHORT = 5      /* a file ended before the bytes that were asked for */
+} ac_status;
+
+typedef struct ac_error {
+  int32_t status;
+  int32_t sys_errno;   /* 0 when no system call failed */
+  uint64_t item;       /* index of the segment, file, span or read that failed */
+  char message[240];   /* what failed, ended by NUL */
+} ac_error;
+
+AC_API uint32_t ac_abi_version(void);
+AC_API const char* ac_cpu_variant(void); /* "avx512", "avx2" or "portable": which copy and digest kernels run */
+AC_API uint32_t ac_cores_count(void);    /* cores this process may use (affinity mask) */
+
+/* ---- copy: the snapshot kernel ---------------------------------------------------------------------------------- */
+
+typedef struct ac_segment {
+  const void* source;
+  void* target;
+  uint64_t bytes;
+} ac_segment;
+
+/* Copy all segments, in parallel on `threads` threads (0 = all cores; the caller is one of them). Targets must not
+ * overlap each other or any source. Stores are non-temporal and page-interleaved where that is faster. */
+AC_API int32_t ac_copy(const ac_segment* segments, uint64_t count, uint32_t threads, ac_error* error);
+
+/* ---- memory: staging arenas ------------------------------------------------------------------------------------- */
+
+/* Map `bytes` (rounded up to 2 MiB) of anonymous memory: huge pages advised, not inherited by forked children, not yet
+ * touched. */
+AC_API int32_t ac_memory_map(uint64_t bytes, void** base, ac_error* error);
+/* Grow or shrink a mapping; touched pages keep their content and are not copied. */
+AC_API int32_t ac_memory_resize(void* base, uint64_t old_bytes, uint64_t new_bytes, void** new_base, ac_error* error);
+/* Fault in [begin, end) on `threads` threads (0 = all cores), so that later stores find their pages. */
+AC_API int32_t ac_memory_touch(void* base, uint64_t begin, uint64_t end, uint32_t threads, ac_error* error);
+AC_API int32_t ac_memory_unmap(void* base, uint64_t bytes, ac_error* error);
+
+/* ---- digest ------------------------------------------------------------------------------------------------------
+ * The digest of n bytes: XXH3-128 (canonical, big-endian, seed 0) of each leaf of AC_LEAF_BYTES (the last one shorter;
+ * no leaf when n = 0), and XXH3-128 of the concatenation of those 16-byte digests. */
+
+typedef struct ac_span {
+  const void* data;
+  uint64_t bytes;
+} ac_span;
+
+/* digests: count * 16 bytes. */
+AC_API int32_t ac_digest(const ac_span* spans, uint64_t count, uint8_t* digests, uint32_t threads, ac_error* error);
+
+typedef struct ac_digester ac_digester;
+AC_API ac_digester* ac_digester_new(void); /* NULL: no memory */
+AC_API void ac_digester_update(ac_digester* digester, const void* data, uint64_t bytes);
+AC_API void ac_digester_end(ac_digester* digester, uint8_t* digest); /* and start anew */
+AC_API void ac_digester_free(ac_digester* digester);
+
+/* ---- drain: arena -> files -------------------------------------------------------------------------------------- */
+
+typedef struct ac_file {
+  const void* data;  /* direct and not empty: aligned to AC_PAGE_BYTES and readable up to `bytes` rounded up to AC_PAGE_BYTES */
+  uint64_t bytes;    /* the length the file shall have */
+  int32_t fd;        /* open for writing, empty */
+  int32_t direct;    /* non-zero: fd was opened with O_DIRECT */
+} ac_file;
+
+typedef struct ac_drain_options {
+  uint64_t block_bytes;     /* bytes of one write call; 0 = 16 MiB */
+  uint32_t writers;         /* files written at once; 0 = 1 */
+  uint32_t digest_threads;  /* threads that compute digests beside the writers; 0 = 1 */
+  uint32_t background;      /* 0: normal priority; 1: digest threads run SCHED_BATCH with nice 19; 2: SCHED_IDLE */
+  uint32_t sync;            /* non-zero: fsync each file after its last byte */
+} ac_drain_options;
+
+/* Write every file (reserve its space, write, cut to length, sync) and take the digest of every span, at the same time.
+ * A direct write that the file system refuses with EINVAL goes on without O_DIRECT. A failed fsync is not tried again. */
+AC_API int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* spans, uint64_t spans_count,
+                        uint8_t* digests, const ac_drain_options* options, uint64_t* bytes_done,
+                        const int32_t* cancel, ac_error* error);
+
+/* Write bytes at an offset (short writes and EINTR handled). direct: data, bytes and offset are multiples of
+ * AC_PAGE_BYTES; EINVAL falls back as above. */
+AC_API int32_t ac_write(int32_t fd, const void* data, uint64_t bytes, uint64_t offset, int32_t direct, ac_error* error);
+
+/* ---- read: files -> memory -------------------------------------------------------------------------------------- */
+
+typedef struct ac_read_item {
+  void* target;      /* any alignment */
+  uint64_t offset;   /* in the file, any alignment */
+  uint64_t bytes;
+  int32_t fd;
+  int32_t direct;    /* non-zero: fd was opened with O_DIRECT */
+} ac_read_item;
+
+typedef struct ac_read_options {
+  uint64_t block_bytes;  /* bytes of one read call; 0 = 8 MiB */
+  uint32_t threads;      /* 0 = 4 */
+} ac_read_options;
+
+/* Read every item into its target; digests (count * 16 bytes, may be NULL) are taken on the way from the bytes that
+ * were read. Neighbouring small items of one file are read together. AC_SHORT when a file ends too early. */
+AC_API int32_t ac_read(const ac_read_item* items, uint64_t count, uint8_t* digests, const ac_read_options* options,
+                       uint64_t* bytes_done, const int32_t* cancel, ac_error* error);
+
+/* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
+ * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids take the row freed last, else
+ * the next row never used, in the order of their first appearance in the batch, so rows are the same on every machine. */
+
+typedef struct ac_idmap ac_idmap;
+AC_API ac_idmap* ac_idmap_new(uint64_t capacity); /* NULL: no memory */
+AC_API void ac_idmap_free(ac_idmap* map);
+AC_API uint64_t ac_idmap_size(const ac_idmap* map);     /* ids present */
+AC_API uint64_t ac_idmap_rows_end(const ac_idmap* map); /* one past the highest row ever used */
+AC_API const int64_t* ac_idmap_ids(const ac_idmap* map); /* id by row, rows_end long; undefined at free rows; valid until the next insert or clear */
+AC_API int32_t ac_idmap_reserve(ac_idmap* map, uint64_t capacity, ac_error* error);
+/* rows: -1 for an absent id. */
+AC_API int32_t ac_idmap_find(const ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, ac_error* error);
+/* new_rows (may be NULL, else room for count): rows given to ids that were absent, in order of appearance. */
+AC_API int32_t ac_idmap_insert(ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, int64_t* new_rows,
+                               uint64_t* new_count, ac_error* error);
+/* rows: the row each id had, -1 for an absent id (a second mention in the batch is absent). */
+AC_API int32_t ac_idmap_remove(ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, ac_error* error);
+/* The used rows as ascending maximal ranges [begin, end): `runs` has room for 2 * room values; *count is how many ranges
+ * there are (also when that is more than room; call again then). */
+AC_API int32_t ac_idmap_runs(const ac_idmap* map, int64_t* runs, uint64_t room, uint64_t* count, ac_error* error);
+AC_API void ac_idmap_clear(ac_idmap* map);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

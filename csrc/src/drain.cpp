@@ -1,0 +1,158 @@
+// ac_drain and ac_write: images in memory become files, and their digests are taken beside.
+//
+// 1. The caller is the first writer; more writers are threads. Each takes the next file, reserves its space, writes it in
+//    big blocks, cuts it to its length and syncs it. One writer with big direct blocks reaches the limit of most disks.
+// 2. Digest threads walk over the spans at the same time, at a lower priority when asked: what they take from training
+//    matters more than when they end.
+// 3. Writers that find no file left help with the digests, so a starved digest thread delays nothing.
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+
+#include "asyncckpt.h"
+#include "error.hpp"
+#include "file_io.hpp"
+#include "leaves.hpp"
+#include "mapping.hpp"
+#include "workers.hpp"
+
+namespace asyncckpt {
+namespace {
+
+constexpr uint64_t block_bytes_default = 16 << 20;
+constexpr uint32_t threads_max = 64;
+
+class Drain {
+ public:
+  Drain(const ac_file* files, uint64_t count, const ac_drain_options& options, uint64_t* bytes_done, Stop& stop)
+      : files_(files), count_(count), sync_(options.sync != 0), bytes_done_(bytes_done), stop_(stop) {
+    block_bytes_ = options.block_bytes == 0 ? block_bytes_default : round_up(options.block_bytes, AC_PAGE_BYTES);
+  }
+
+  void write_files() {
+    for (;;) {
+      const uint64_t item = next_.fetch_add(1);
+      if (item >= count_ || stop_.requested()) return stop_.throw_if_cancelled();
+      write_file(files_[item], item);
+    }
+  }
+
+ private:
+  void write_file(const ac_file& file, uint64_t item) {
+    const bool direct = file.direct != 0;
+    // Past the end of a direct file lies the rest of its last page, which is written and then cut off.
+    const uint64_t written_bytes = direct ? round_up(file.bytes, AC_PAGE_BYTES) : file.bytes;
+    FileIo io(file.fd, direct, item);
+    reserve(file.fd, written_bytes, item);
+    for (uint64_t offset = 0; offset < written_bytes; offset += block_bytes_) {
+      if (stop_.requested()) return stop_.throw_if_cancelled();
+      const uint64_t bytes = std::min(block_bytes_, written_bytes - offset);
+      io.write(static_cast<const char*>(file.data) + offset, bytes, offset);
+      add_progress(bytes_done_, std::min(bytes, file.bytes - offset));
+    }
+    finish(file, item);
+  }
+
+  void finish(const ac_file& file, uint64_t item) {
+    if (ftruncate(file.fd, static_cast<off_t>(file.bytes)) != 0) {
+      throw Error(AC_SYSTEM, errno, item, "cannot cut file %llu to %llu bytes", static_cast<unsigned long long>(item),
+                  static_cast<unsigned long long>(file.bytes));
+    }
+    // Only once: after a failed fsync the kernel may call the lost pages clean, and a second one would succeed.
+    if (sync_ && fsync(file.fd) != 0) {
+      throw Error(AC_SYSTEM, errno, item, "cannot sync file %llu", static_cast<unsigned long long>(item));
+    }
+  }
+
+  // Blocks of a file that is reserved at once lie together, and a full disk is found out before anything is written.
+  static void reserve(int fd, uint64_t bytes, uint64_t item) {
+    if (bytes == 0) return;
+    while (fallocate(fd, 0, 0, static_cast<off_t>(bytes)) != 0) {
+      if (errno == EINTR) continue;
+      if (errno != ENOSPC && errno != EDQUOT && errno != EFBIG && errno != EIO) return;  // Not offered here.
+      throw Error(AC_SYSTEM, errno, item, "cannot reserve %llu bytes for file %llu",
+                  static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(item));
+    }
+  }
+
+  const ac_file* files_;
+  uint64_t count_;
+  uint64_t block_bytes_;
+  bool sync_;
+  uint64_t* bytes_done_;
+  Stop& stop_;
+  std::atomic<uint64_t> next_{0};
+};
+
+// Lower the priority of the calling thread; on Linux niceness belongs to threads. Refusals do no harm.
+void step_back(uint32_t background) {
+  if (background == 0) return;
+  const sched_param none{};
+  (void)sched_setscheduler(0, background == 2 ? SCHED_IDLE : SCHED_BATCH, &none);
+  if (background == 1) (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 19);
+}
+
+void require_sound(const ac_file* files, uint64_t count) {
+  for (uint64_t item = 0; item < count; ++item) {
+    const ac_file& file = files[item];
+    require(file.bytes == 0 || file.data != nullptr, "a file has no data");
+    require(file.bytes < INT64_MAX, "a file is too long");
+    require(!file.direct || file.bytes == 0 || reinterpret_cast<uintptr_t>(file.data) % AC_PAGE_BYTES == 0,
+            "the data of a direct file is not aligned");
+  }
+}
+
+}  // namespace
+}  // namespace asyncckpt
+
+extern "C" {
+
+int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* spans, uint64_t spans_count,
+                 uint8_t* digests, const ac_drain_options* options, uint64_t* bytes_done, const int32_t* cancel,
+                 ac_error* error) {
+  using namespace asyncckpt;
+  return at_border(error, [&] {
+    require(files_count == 0 || files != nullptr, "files is NULL");
+    require(spans_count == 0 || (spans != nullptr && digests != nullptr), "spans or digests is NULL");
+    require(options != nullptr && options->background <= 2, "options is NULL or its background is unknown");
+    require_sound(files, files_count);
+    Stop stop(cancel);
+    Drain drain(files, files_count, *options, bytes_done, stop);
+    LeafQueue leaves(spans, spans_count);
+    auto write = [&] { drain.write_files(); };
+    auto digest = [&] {
+      leaves.work([&] { return stop.requested(); });
+      stop.throw_if_cancelled();
+    };
+    {
+      Workers workers(stop);
+      const uint32_t digest_threads = std::clamp(options->digest_threads, 1u, threads_max);
+      workers.start("asyncckpt-hash", spans_count == 0 ? 0 : digest_threads, [&] {
+        step_back(options->background);
+        digest();
+      });
+      workers.start("asyncckpt-write", std::clamp(options->writers, 1u, threads_max) - 1, [&] { write(), digest(); });
+      workers.guarded([&] { write(), digest(); });
+    }
+    stop.rethrow();
+    leaves.join(digests);
+  });
+}
+
+int32_t ac_write(int32_t fd, const void* data, uint64_t bytes, uint64_t offset, int32_t direct, ac_error* error) {
+  using namespace asyncckpt;
+  return at_border(error, [&] {
+    require(bytes == 0 || data != nullptr, "data is NULL");
+    require(bytes < INT64_MAX && offset < INT64_MAX - bytes, "bytes or offset is out of range");
+    const uint64_t crumbs = (reinterpret_cast<uintptr_t>(data) | bytes | offset) % AC_PAGE_BYTES;
+    require(!direct || crumbs == 0, "a direct write needs data, bytes and offset in multiples of AC_PAGE_BYTES");
+    FileIo(fd, direct != 0, 0).write(static_cast<const char*>(data), bytes, offset);
+  });
+}
+
+}  // extern "C"

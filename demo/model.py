@@ -1,0 +1,100 @@
+"""The model: item2vec over three hash tables, with a small MLP that bends an item towards the file it stands in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import asyncckpt
+from demo.batches import Batch
+
+ITEMS, CONTEXTS, FILES = "items", "contexts", "files"
+ROW_LR = 0.1
+MLP_LR = 1e-3
+MLP_HIDDEN = 64
+
+
+class Recommender:
+    """Tables, MLP, both optimizers and the step: all that a checkpoint holds.
+
+    cold_rows_count rows are put into both item tables at once, which no batch ever reads: a table in service is mostly
+    cold, and a save has to take it whole all the same.
+    """
+
+    def __init__(self, *, dim: int, seed: int, cold_rows_count: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.tables = {
+            name: asyncckpt.HashTable(
+                name,
+                dim,
+                optimizer_slots={"sum": torch.float32},
+                metadata={"last_seen": torch.int64},
+                initializer=asyncckpt.Uniform(0.5 / dim, seed=seed + index),
+            )
+            for index, name in enumerate((ITEMS, CONTEXTS, FILES))
+        }
+        self._embeddings = {name: asyncckpt.HashEmbedding(table) for name, table in self.tables.items()}
+        self._mlp = nn.Sequential(nn.Linear(2 * dim, MLP_HIDDEN), nn.ReLU(), nn.Linear(MLP_HIDDEN, dim))
+        self._row_optimizer = asyncckpt.SparseAdagrad(self._embeddings.values(), lr=ROW_LR)
+        self._optimizer = torch.optim.Adam(self._mlp.parameters(), lr=MLP_LR)
+        # The step is read at every save; what is here is what the checkpoint says.
+        self.state: dict[str, Any] = {"model": self._mlp, "optim": self._optimizer, "step": 0}
+        self._insert_cold_rows(cold_rows_count, seed)
+
+    def train(self, batch: Batch, step: int) -> float:
+        """Do one step and return its loss."""
+        for embedding in self._embeddings.values():
+            embedding.step = step
+        self._optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._row_optimizer.step()
+        self.state["step"] = step
+        return float(loss)
+
+    def load(self, directory: str) -> asyncckpt.LoadReport:
+        """Take over the newest checkpoint of a directory."""
+        report = asyncckpt.Loader(directory, hashtables=self.tables, tensors=self.state).load()
+        self.state["step"] = report.values["step"]
+        return report
+
+    def columns(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Return table -> column -> rows in use, `id` included; copies."""
+        return {
+            name: {"id": table.ids()}
+            | {column.name: _column(table, column.name)[table.rows()] for column in table.schema().columns[1:]}
+            for name, table in self.tables.items()
+        }
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        items = self._embeddings[ITEMS](batch.centers)
+        files = self._embeddings[FILES](batch.files)
+        queries = items + self._mlp(torch.cat([items, files], dim=1))
+        contexts = self._embeddings[CONTEXTS](torch.cat([batch.pair_contexts, batch.negatives]))
+        near, random = contexts.split([batch.pair_contexts.numel(), batch.negatives.numel()])
+        near_scores = (queries.index_select(0, batch.pair_centers) * near).sum(dim=1)
+        random_scores = queries @ random.T
+        # Sums over pairs and means over negatives, per center: each row's gradient stays of one size whatever the batch.
+        near_loss = functional.softplus(-near_scores).sum()
+        random_loss = functional.softplus(random_scores).mean(dim=1).sum() * NEGATIVES_WEIGHT
+        return (near_loss + random_loss) / batch.centers.numel()
+
+    def _insert_cold_rows(self, count: int, seed: int) -> None:
+        if count:
+            bounds = np.iinfo(np.int64)
+            ids = np.random.default_rng(seed).integers(bounds.min, bounds.max, size=count, endpoint=True)
+            for name in (ITEMS, CONTEXTS):
+                self.tables[name].lookup(torch.from_numpy(ids))
+
+
+NEGATIVES_WEIGHT = 8.0
+
+
+def _column(table: asyncckpt.HashTable, name: str) -> torch.Tensor:
+    return table.embedding if name == "embedding" else table.slot(name)

@@ -1,0 +1,70 @@
+"""The benches run, at sizes of a few megabytes: the figures are there, the images are exact. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SMOKE_SECONDS_MAX = 120
+
+
+def run_bench(command: str, out: Path, *options: str) -> Any:
+    arguments = [command, "--smoke", "--out", str(out), "--dir", str(out.parent), *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        cwd=REPOSITORY,
+        timeout=SMOKE_SECONDS_MAX,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return json.loads(Path(f"{out}.json").read_text())
+
+
+def assert_is_figure(value: float | None) -> None:
+    assert value is not None
+    assert math.isfinite(value)
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_state_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
+    result = run_bench("state", tmp_path / "state", "--peers", "raw_floor,asyncckpt,safetensors")
+    assert result["images"] == {"raw_floor": "ok", "asyncckpt": "ok", "safetensors": "ok"}
+    for one in result["rounds"]["1"]:
+        assert len(one["saves"]) == 2
+        for save in one["saves"]:
+            for name in ("stall_seconds", "lost_seconds", "durable_seconds", "background_cpu_seconds"):
+                assert_is_figure(save[name])
+        assert one["files_bytes"] >= one["state_bytes"]
+        for name in ("prepare_seconds", "load_cold_seconds", "load_warm_seconds"):
+            assert_is_figure(one[name])
+    assert (tmp_path / "state.png").stat().st_size > 0
+    assert "time lost s" in (tmp_path / "state.txt").read_text()
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_many_tensors_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
+    result = run_bench("many-tensors", tmp_path / "many", "--peers", "raw_floor,asyncckpt")
+    assert [one["image"] for one in result["rounds"]] == ["ok", "ok"]
+    assert_is_figure(result["call_over_memcpy_ms"])
+    assert set(result["copies"][0]) == {"copy kernel", "memcpy all cores", "memcpy one core", "round_index"}
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_load_bench_gives_figures_and_exact_loads(tmp_path: Path) -> None:
+    result = run_bench("load", tmp_path / "load", "--peers", "raw_floor,asyncckpt,safetensors")
+    loads = {one["peer"]: one for one in result["loads"]}
+    assert loads.keys() == {"raw_floor", "asyncckpt", "safetensors"}
+    assert loads["asyncckpt"]["exact"]
+    assert loads["safetensors"]["exact"]
+    for load in loads.values():
+        assert_is_figure(load["seconds"])

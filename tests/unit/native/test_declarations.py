@@ -1,0 +1,95 @@
+"""declarations.py says the same as csrc/include/asyncckpt.h: structures, functions, arguments, constants."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, PAGE_BYTES, declarations
+
+HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt.h"
+VALUES = {
+    "void": None,
+    "char": ctypes.c_char,
+    "uint8_t": ctypes.c_uint8,
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "void*": ctypes.c_void_p,
+}
+
+
+def header_text() -> str:
+    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+
+
+def allowed(c_type: str) -> list[Any]:
+    """The ctypes types that may stand for a C type: any pointer may travel as an address."""
+    c_type = re.sub(r"\s*\*", "*", c_type.replace("const", "")).strip()
+    if not c_type.endswith("*"):
+        return [VALUES[c_type]]
+    pointed = c_type[:-1]
+    structure = declarations.STRUCTURES.get(pointed)
+    exact = ctypes.POINTER(structure) if structure else ctypes.POINTER(VALUES[pointed]) if pointed in VALUES else None
+    return [ctypes.c_void_p, exact] + ([ctypes.c_char_p] if pointed == "char" else [])
+
+
+def functions() -> list[tuple[str, str, list[str]]]:
+    found = re.findall(r"AC_API\s+([\w\s]+?[\s*]+)(ac_\w+)\(([^)]*)\)", header_text())
+    assert len(found) == header_text().count("AC_API ") - header_text().count("define AC_API ")
+    return [
+        (name, result.strip(), [] if arguments.strip() == "void" else arguments.split(","))
+        for result, name, arguments in found
+    ]
+
+
+def structures() -> dict[str, list[tuple[str, str]]]:
+    found = re.findall(r"typedef struct (ac_\w+) \{(.*?)\}", header_text(), flags=re.DOTALL)
+    return {name: re.findall(r"([\w ]+?[ *]+)(\w+(?:\[\d+\])?);", body.replace("\n", " ")) for name, body in found}
+
+
+def test_same_functions() -> None:
+    assert sorted(name for name, _, _ in functions()) == sorted(declarations.FUNCTIONS)
+
+
+@pytest.mark.parametrize(("name", "result", "arguments"), functions(), ids=lambda value: str(value)[:24])
+def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
+    declared_result, declared_arguments = declarations.FUNCTIONS[name]
+    assert declared_result in allowed(result)
+    assert len(declared_arguments) == len(arguments)
+    for declared, argument in zip(declared_arguments, arguments, strict=True):
+        c_type = re.sub(r"\w+$", "", argument.strip())
+        assert declared in allowed(c_type), f"{name}: {argument.strip()!r} is declared as {declared}"
+
+
+def test_same_structures() -> None:
+    assert sorted(structures()) == sorted(declarations.STRUCTURES)
+    for name, fields in structures().items():
+        declared: Any = declarations.STRUCTURES[name]._fields_
+        assert len(fields) == len(declared)
+        for (c_type, c_name), (declared_name, declared_type) in zip(fields, declared, strict=True):
+            plain_name, _, length = c_name.partition("[")
+            assert plain_name == declared_name
+            expected = [item * int(length[:-1]) for item in allowed(c_type)] if length else allowed(c_type)
+            assert declared_type in expected, f"{name}.{plain_name} is declared as {declared_type}"
+
+
+def test_same_constants() -> None:
+    numbers = dict(re.findall(r"#define (AC_\w+) (.+)", header_text()))
+    assert int(numbers["AC_ABI_VERSION"].strip("u ")) == declarations.ABI_VERSION
+    assert int(numbers["AC_PAGE_BYTES"].strip("u ")) == PAGE_BYTES
+    assert int(numbers["AC_DIGEST_BYTES"].strip("u ")) == DIGEST_BYTES
+    assert re.fullmatch(r"\(4u << 20\)", numbers["AC_LEAF_BYTES"].strip())
+    assert LEAF_BYTES == 4 << 20
+
+
+def test_same_statuses() -> None:
+    statuses = dict(re.findall(r"AC_([A-Z_]+) = (\d)", header_text()))
+    assert {name: int(value) for name, value in statuses.items()} == {
+        name: getattr(declarations, name) for name in ["OK", "INVALID", "SYSTEM", "NO_MEMORY", "CANCELLED", "SHORT"]
+    }
