@@ -1,0 +1,89 @@
+"""One writer per directory across processes; forked workers do not keep the lock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import asyncckpt
+
+HOLD = """
+import sys, asyncckpt, torch
+saver = asyncckpt.Saver(path=sys.argv[1], tensors={"w": torch.ones(3)})
+saver.save(1)
+print("holding", flush=True)
+sys.stdin.readline()
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    """Another process with an open Saver on `path`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holding\n"
+    return process
+
+
+def test_second_process_gets_a_clear_error(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    try:
+        with pytest.raises(asyncckpt.ConflictError) as caught:
+            asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+        message = str(caught.value)
+        assert str(tmp_path) in message and f"process {holder.pid} on" in message and "another directory" in message
+        # Reading needs no lock.
+        assert asyncckpt.list_steps(tmp_path) == [1]
+    finally:
+        holder.communicate("\n", timeout=60)
+    asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}).close()
+
+
+def test_lock_vanishes_with_a_killed_process(tmp_path: Path) -> None:
+    holder = hold(tmp_path)
+    holder.kill()
+    holder.wait(60)
+    asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}).close()
+
+
+def test_savers_of_one_process_share_a_directory(tmp_path: Path) -> None:
+    one = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+    two = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+    one.save(1)
+    one.close()
+    two.save(2)
+    two.close()
+    assert asyncckpt.list_steps(tmp_path) == [1, 2]
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_live_dataloader_workers_do_not_keep_the_lock(tmp_path: Path) -> None:
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+    saver.save(1)
+    loader = DataLoader(Numbers(), num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    batches = iter(loader)
+    next(batches)
+    saver.save_async(2).result(60)
+    saver.close()
+    # The workers are alive and were forked while the lock was held: another process must still get it.
+    holder = hold_step(tmp_path)
+    assert holder.returncode == 0, holder.stderr
+    assert sum(1 for _ in batches) == 63
+
+
+def hold_step(path: Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys, asyncckpt, torch; asyncckpt.Saver(path=sys.argv[1], tensors={'w': torch.ones(3)}).save(3)"
+    return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)

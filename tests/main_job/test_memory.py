@@ -1,0 +1,82 @@
+"""Arenas: reused by every save of the process, bounded by the limit, never the reason for an OOM kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.staging.limits import _cgroup_free_bytes
+from asyncckpt.staging.pool import pool
+from tests.main_job.state import State, load_image
+
+
+def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
+    state = State.filled(1)
+    options = {"hashtables": state.tables, "tensors": state.dense, "host_memory_limit": 10_000}
+    pool.trim()
+    with asyncckpt.Saver(path=tmp_path, **options) as saver:
+        expected = state.image()
+        with pytest.warns(RuntimeWarning, match="does not fit the host memory limit"):
+            future = saver.save_async(1)
+        state.scribble()
+        assert future.done()
+        assert "10000 bytes" in str(future.result(0).fallback)
+        assert saver.statistics().fallback_count == 1
+        assert saver.statistics().arena_bytes == 0
+    assert load_image(tmp_path) == expected
+
+
+def test_default_limit_respects_cgroups(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "memory.max").write_text("1000\n")
+    (tmp_path / "a" / "memory.current").write_text("400\n")
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    (tmp_path / "a" / "b" / "memory.current").write_text("400\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/a/b\n")
+    assert _cgroup_free_bytes(tmp_path, membership) == 600
+    (tmp_path / "memory" / "c").mkdir(parents=True)
+    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("500\n")
+    (tmp_path / "memory" / "c" / "memory.usage_in_bytes").write_text("450\n")
+    membership.write_text("5:cpu,memory:/c\n0::/a/b\n")
+    assert _cgroup_free_bytes(tmp_path, membership) == 50
+    membership.write_text("0::/nowhere\n")
+    assert _cgroup_free_bytes(tmp_path, membership) is None
+
+
+def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:
+    state = State.filled(2)
+    for number in range(3):
+        with asyncckpt.Saver(path=tmp_path / str(number), hashtables=state.tables, tensors=state.dense) as saver:
+            saver.save_async(1).result(60)
+            statistics = saver.statistics()
+        if number == 0:
+            first = statistics
+        assert (statistics.arena_touches_count, statistics.arenas_count) == (first.arena_touches_count, first.arenas_count)
+
+
+def test_arena_grows_with_the_table_and_keeps_what_it_has(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("t", 64)
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        for step in range(4):
+            table.lookup(torch.arange(10_000 * step, 10_000 * (step + 1)))
+            saver.save_async(step).result(60)
+        assert saver.statistics().arena_bytes >= 40_000 * 64 * 4
+    assert [asyncckpt.describe(tmp_path, step).tables["t"] for step in range(4)] == [10_000, 20_000, 30_000, 40_000]
+
+
+def test_failed_save_gives_its_arena_back(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1000)}
+
+    def fail(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        raise RuntimeError("no")
+
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=fail) as saver:
+        for step in range(5):
+            with pytest.raises(asyncckpt.FilterError):
+                saver.save_async(step).result(60)
+        assert saver.statistics().arenas_count <= 2
+        assert saver.statistics().failed_count == 5

@@ -1,0 +1,124 @@
+"""A second call while a save is in flight: raise, wait, skip, queue; loads take part in the same rule."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from tests.main_job.state import Gate, State, load_image
+
+
+def test_raise_names_step_path_and_age(tmp_path: Path) -> None:
+    gate = Gate()
+    state = {"w": torch.ones(3)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate) as saver:
+        first = saver.save_async(120)
+        assert gate.reached.wait(60)
+        with pytest.raises(asyncckpt.SaveInProgressError) as caught:
+            saver.save_async(121)
+        message = str(caught.value)
+        assert "step 120" in message and str(tmp_path) in message and "s old" in message
+        with pytest.raises(asyncckpt.SaveInProgressError):
+            saver.save(121)
+        with pytest.raises(asyncckpt.SaveInProgressError):
+            asyncckpt.Loader(tmp_path, tensors=state).load()
+        gate.open()
+        first.result(60)
+        saver.save_async(121).result(60)
+    assert asyncckpt.list_steps(tmp_path) == [120, 121]
+
+
+def test_skip_resolves_at_once(tmp_path: Path) -> None:
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, filter_func=gate, on_busy="skip") as saver:
+        first = saver.save_async(1)
+        second = saver.save_async(2)
+        assert second.done() and second.result(0).skipped and second.state.value == "skipped"
+        gate.open()
+        first.result(60)
+        assert saver.statistics().skipped_count == 1
+    assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+def test_wait_begins_after_the_commit(tmp_path: Path) -> None:
+    gate = Gate()
+    state = {"w": torch.ones(3)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate) as saver:
+        first = saver.save_async(1)
+        assert gate.reached.wait(60)
+        threading.Timer(0.05, gate.open).start()
+        second = saver.save_async(2, on_busy="wait")
+        assert first.done()
+        second.result(60)
+    assert asyncckpt.list_steps(tmp_path) == [1, 2]
+
+
+def test_wait_has_a_deadline(tmp_path: Path) -> None:
+    gate = Gate()
+    options = {"filter_func": gate, "on_busy": "wait", "busy_deadline": 0.01}
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, **options) as saver:
+        saver.save_async(1)
+        with pytest.raises(asyncckpt.DeadlineError, match=r"step 1 .* did not end within 0\.01 s"):
+            saver.save_async(2)
+        gate.open()
+
+
+def test_queue_snapshots_now_and_commits_in_order(tmp_path: Path) -> None:
+    gate = Gate()
+    state = State.filled(1)
+    committed: list[int] = []
+    saver = asyncckpt.Saver(
+        path=tmp_path, hashtables=state.tables, tensors=state.dense, filter_func=gate, on_busy="queue", busy_deadline=0.05
+    )
+    with saver:
+        images = []
+        futures = []
+        for step in (1, 2):
+            images.append(state.image())
+            futures.append(saver.save_async(step))
+            futures[-1].add_done_callback(lambda future: committed.append(future.step))
+            state.scribble()
+        with pytest.raises(asyncckpt.DeadlineError, match="no staging arena"):
+            saver.save_async(3)
+        gate.open()
+        assert [future.result(60).step for future in futures] == [1, 2]
+    assert committed == [1, 2]
+    assert [load_image(tmp_path, step) for step in (1, 2)] == images
+
+
+def test_queued_step_none_counts_steps_in_flight(tmp_path: Path) -> None:
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, filter_func=gate, on_busy="queue") as saver:
+        futures = [saver.save_async(), saver.save_async()]
+        with pytest.raises(asyncckpt.ConflictError, match="step 1 exists"):
+            saver.save_async(1)
+        gate.open()
+        assert [future.result(60).step for future in futures] == [0, 1]
+
+
+def test_the_lock_belongs_to_the_process(tmp_path: Path) -> None:
+    """Two Savers of two directories share it, so that saves never compete for arenas, disk and cores."""
+    gate = Gate()
+    one = asyncckpt.Saver(path=tmp_path / "one", tensors={"w": torch.ones(3)}, filter_func=gate)
+    two = asyncckpt.Saver(path=tmp_path / "two", tensors={"w": torch.ones(3)})
+    with one, two:
+        one.save_async(1)
+        with pytest.raises(asyncckpt.SaveInProgressError, match="one"):
+            two.save_async(1)
+        gate.open()
+        two.save_async(1, on_busy="wait").result(60)
+
+
+def test_load_waits_for_a_save(tmp_path: Path) -> None:
+    gate = Gate()
+    state = {"w": torch.arange(5)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate) as saver:
+        saver.save_async(1)
+        threading.Timer(0.05, gate.open).start()
+        target = {"w": torch.zeros(5, dtype=torch.int64)}
+        assert asyncckpt.Loader(tmp_path, tensors=target, on_busy="wait").load().step == 1
+        assert target["w"].equal(state["w"])

@@ -1,0 +1,156 @@
+"""Periodic fire-and-forget saves and retention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from tests.main_job.state import Gate
+
+
+def failing(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    raise RuntimeError("disk on fire")
+
+
+def make(path: Path, **options: Any) -> asyncckpt.Saver:
+    return asyncckpt.Saver(path=path, tensors={"w": torch.ones(10)}, **options)
+
+
+def test_every_steps(tmp_path: Path) -> None:
+    with make(tmp_path, on_busy="wait") as saver, asyncckpt.PeriodicSaver(saver, every_steps=3) as periodic:
+        for step in range(10):
+            if periodic.step(step) is not None:
+                saver.wait_idle(60)
+    assert asyncckpt.list_steps(tmp_path) == [3, 6, 9]
+    assert periodic.statistics().begun_count == 3
+    assert periodic.statistics().last_result is not None and periodic.statistics().last_result.step == 9
+
+
+def test_every_seconds_by_a_given_clock(tmp_path: Path) -> None:
+    now = [100.0]
+    with make(tmp_path) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_seconds=10, clock=lambda: now[0])
+        for step in range(8):
+            periodic.step(step)
+            saver.wait_idle(60)
+            now[0] += 4
+        periodic.drain(60)
+    assert asyncckpt.list_steps(tmp_path) == [3, 6]
+
+
+def test_busy_saves_are_skipped_and_counted(tmp_path: Path) -> None:
+    gate = Gate()
+    with make(tmp_path, filter_func=gate) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+        assert periodic.step(1) is not None
+        assert gate.reached.wait(60)
+        assert periodic.step(2) is None and periodic.step(3) is None
+        gate.open()
+        periodic.drain(60)
+        assert periodic.statistics().skipped_count == 2
+        periodic.step(4)
+        periodic.drain(60)
+    assert asyncckpt.list_steps(tmp_path) == [1, 4]
+
+
+def test_background_error_reaches_the_next_step(tmp_path: Path) -> None:
+    with make(tmp_path, filter_func=failing) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=2)
+        future = periodic.step(2)
+        assert future is not None
+        saver._wait_in_flight(60)
+        with pytest.raises(asyncckpt.FilterError, match="disk on fire"):
+            periodic.step(3)
+        periodic.step(5)
+        assert periodic.statistics().failed_count == 1
+
+
+def test_errors_may_warn_or_call(tmp_path: Path) -> None:
+    seen: list[BaseException] = []
+    with make(tmp_path, filter_func=failing) as saver:
+        warning = asyncckpt.PeriodicSaver(saver, every_steps=1, on_error="warn")
+        warning.step(1)
+        with pytest.warns(RuntimeWarning, match="disk on fire"):
+            warning.drain(60)
+        calling = asyncckpt.PeriodicSaver(saver, every_steps=1, on_error=seen.append)
+        calling.step(1)
+        calling.drain(60)
+    assert [type(error) for error in seen] == [asyncckpt.FilterError]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"every_steps": 1, "every_seconds": 1}, {"every_steps": 0}, {"every_seconds": 0}, {"every_steps": 1, "on_error": "x"}],
+)
+def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
+    with make(tmp_path) as saver, pytest.raises(asyncckpt.UsageError):
+        asyncckpt.PeriodicSaver(saver, **options)
+
+
+def test_keep_latest(tmp_path: Path) -> None:
+    with make(tmp_path, keep_latest=2) as saver:
+        for step in range(5):
+            saver.save(step)
+    assert asyncckpt.list_steps(tmp_path) == [3, 4]
+    assert len(list((tmp_path / "data").iterdir())) == 2
+
+
+def test_retention_keeps_the_newest_verified_checkpoint(tmp_path: Path) -> None:
+    with make(tmp_path, keep_latest=1) as saver:
+        saver.save(1)
+        asyncckpt.verify(tmp_path, 1)
+        for step in (2, 3):
+            saver.save(step)
+        assert asyncckpt.list_steps(tmp_path) == [1, 3]
+        asyncckpt.Loader(tmp_path, tensors={"w": torch.zeros(10)}).load()
+        saver.save(4)
+        assert asyncckpt.list_steps(tmp_path) == [3, 4]
+
+
+def test_retention_removes_nothing_when_a_kept_checkpoint_is_broken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step)
+    file = tmp_path / asyncckpt.describe(tmp_path, 2).files[0]
+    file.unlink()
+    with make(tmp_path, keep_latest=2) as saver:
+        saver.save(3)
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
+    assert "were kept" in caplog.text and "is missing" in caplog.text
+
+
+def test_leftovers_of_crashed_saves_are_swept_by_the_next_save(tmp_path: Path) -> None:
+    with make(tmp_path) as saver:
+        saver.save(1)
+    dead = tmp_path / "data" / f"{2:012d}-{'ab' * 16}"
+    dead.mkdir()
+    (dead / "r00000-000.safetensors").write_bytes(b"half")
+    loser = tmp_path / "data" / f"{1:012d}-{'cd' * 16}"
+    loser.mkdir()
+    (tmp_path / "manifests" / f".m-{'ab' * 16}").write_bytes(b"{")
+    foreign = tmp_path / "data" / "lost+found"
+    foreign.mkdir()
+    asyncckpt.Loader(tmp_path, tensors={"w": torch.zeros(10)}).load()
+    assert dead.exists() and loser.exists()
+    with make(tmp_path) as saver:
+        saver.save(3)
+    assert not dead.exists() and not loser.exists() and foreign.exists()
+    assert sorted(p.name for p in (tmp_path / "manifests").iterdir()) == [f"{step:012d}.json" for step in (1, 3)]
+    asyncckpt.verify(tmp_path, 1)
+
+
+def test_an_unreadable_manifest_stops_the_sweep_of_its_step(tmp_path: Path) -> None:
+    with make(tmp_path) as saver:
+        saver.save(1)
+    (tmp_path / "manifests" / f"{1:012d}.json").write_text("{}")
+    loser = tmp_path / "data" / f"{1:012d}-{'cd' * 16}"
+    loser.mkdir()
+    with make(tmp_path) as saver:
+        saver.save(3)
+    assert loser.exists()

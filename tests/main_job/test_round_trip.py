@@ -1,0 +1,207 @@
+"""What goes in comes back: every dtype, every container, every kind of tensor."""
+
+from __future__ import annotations
+
+import collections
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+
+import asyncckpt
+from tests.main_job.state import State, bits, load_image
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("dtype", asyncckpt.supported_dtypes(), ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype, staged: bool) -> None:
+    size = dtype.itemsize
+    raw = torch.arange(24 * size, dtype=torch.int64).mul(37).to(torch.uint8)
+    if dtype is torch.bool:
+        raw = raw % 2
+    source = raw.view(dtype).reshape(2, 3, 4)
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": source}) as saver:
+        if staged:
+            saver.save_async(1).result(60)
+        else:
+            saver.save(1)
+    target = torch.zeros(24 * size, dtype=torch.uint8).view(dtype).reshape(2, 3, 4)
+    asyncckpt.Loader(tmp_path, tensors={"x": target}).load()
+    assert bits(target) == bits(source)
+    assert asyncckpt.describe(tmp_path).blocks[0].dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
+    base = torch.arange(48, dtype=torch.float32).reshape(4, 12)
+    complex_base = torch.randn(6, dtype=torch.complex64)
+    state: dict[str, Any] = {
+        "transposed": base.t(),
+        "strided": base[:, ::3],
+        "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "expanded": torch.ones(1, 5).expand(3, 5),
+        "slice": base[1],
+        "scalar": torch.tensor(3.25),
+        "empty": torch.empty(0, 7),
+        "conj": complex_base.conj(),
+        "neg": torch._neg_view(base),
+        "imag": complex_base.conj().imag,
+        "leaf": torch.randn(3, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "nan": torch.tensor([math.nan, -0.0, math.inf, 1e-45]),
+        "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "numpy_fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "numpy_reversed": np.arange(5)[::-1],
+    }
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        if staged:
+            saver.save_async(1).result(60)
+        else:
+            saver.save(1)
+    target = {
+        name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else np.zeros_like(value, order="C")
+        for name, value in state.items()
+    }
+    target["numpy_reversed"] = np.zeros(5, dtype=np.int64)
+    asyncckpt.Loader(tmp_path, tensors=target).load()
+    for name, value in state.items():
+        found = target[name]
+        if isinstance(value, torch.Tensor):
+            assert bits(found) == bits(value), name
+        else:
+            assert np.array_equal(found, value), name
+
+
+def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
+    source = torch.randn(4, 6)
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": source}) as saver:
+        saver.save(1)
+    for target in (torch.zeros(6, 4).t(), torch.zeros(4, 12)[:, ::2], torch.zeros(4, 6, requires_grad=True)):
+        asyncckpt.Loader(tmp_path, tensors={"x": target}).load()
+        assert target.detach().equal(source)
+
+
+def test_nested_state_comes_back_by_load_state_dict(tmp_path: Path) -> None:
+    state = State.filled(11)
+    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
+        saver.save_async(1).result(60)
+    assert load_image(tmp_path) == state.image()
+
+
+class Counter:
+    """Anything with state_dict and load_state_dict."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = {}
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
+    point = collections.namedtuple("point", "x y")
+    source = Counter()
+    source.state = {
+        1: "int key",
+        "1": "str key",
+        True: "replaces the int key, as in any dict",
+        None: [1, 2.5, (3, [4]), {"deep": b"\x00\xff"}],
+        0.5: 2**80,
+        "nan": math.nan,
+        "minus zero": -0.0,
+        "tenth": 0.1,
+        "inf": -math.inf,
+        "complex": 1 - 2j,
+        "point": point(1, 2),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "empty": {},
+        "text": "naïve \U0001f600 \n\x00",
+        "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
+    }
+    with asyncckpt.Saver(path=tmp_path, tensors={"counter": source}) as saver:
+        saver.save_async(1).result(60)
+    target = Counter()
+    asyncckpt.Loader(tmp_path, tensors={"counter": target}).load()
+    found = target.state
+    assert list(found) == list(source.state)
+    assert [type(key) for key in found] == [type(key) for key in source.state]
+    assert found[None] == source.state[None] and type(found[None][2]) is tuple
+    assert math.isnan(found["nan"]) and math.copysign(1, found["minus zero"]) == -1
+    for key in (0.5, "tenth", "inf", "complex", "text", "empty"):
+        assert found[key] == source.state[key]
+    assert found["point"] == (1, 2) and found["ordered"] == {"b": 1, "a": 2}
+    assert found["tensors"][0].equal(torch.arange(3)) and found["tensors"]["array"] == 1.5
+
+
+def test_values_and_metadata_come_back_in_the_report(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"epoch": 3, "extra": {"lr": 0.1, "names": ["a"]}}) as saver:
+        saver.save_async(1, metadata={"note": "night run", "scores": [1.5, None], "big": 2**70}).result(60)
+    report = asyncckpt.Loader(tmp_path, tensors={"epoch": 0, "extra": {"lr": 0.0, "names": [""]}}).load()
+    assert report.values == {"epoch": 3, "extra.lr": 0.1, "extra.names.0": "a"}
+    assert report.metadata == {"note": "night run", "scores": [1.5, None], "big": 2**70}
+    assert report.step == 1 and report.missing == () and report.unexpected == ()
+
+
+def test_pairs_are_accepted_as_tensors(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors=[("a", torch.ones(2)), ("b", torch.zeros(3))]) as saver:
+        saver.save(1)
+    a = torch.zeros(2)
+    asyncckpt.Loader(tmp_path, tensors=[("a", a)]).load()
+    assert a.equal(torch.ones(2))
+
+
+def test_names_never_become_file_names(tmp_path: Path) -> None:
+    names = ["", "a/b", "../../x", "con", "A", "a", "é", "e\u0301", "x" * 10_000, "\n", "\x00", "__metadata__", "a#2", "."]
+    state = {name: torch.full((3,), float(index)) for index, name in enumerate(names)}
+    state["nested"] = {"a": torch.ones(1), "b.c": torch.ones(2), "b": {"c": torch.ones(3)}}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        saver.save_async(1).result(60)
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert files[0] == "LOCK" and files[1].endswith("/r00000-000.safetensors") and files[2] == "manifests/000000000001.json"
+    assert len(files) == 3
+    target = {name: torch.zeros(3) for name in names}
+    target["nested"] = {"a": torch.zeros(1), "b.c": torch.zeros(2), "b": {"c": torch.zeros(3)}}
+    asyncckpt.Loader(tmp_path, tensors=target).load()
+    assert bits(target) == bits(state)
+
+
+def test_shards_open_with_safetensors(tmp_path: Path) -> None:
+    state = State.filled(5)
+    state.dense["complex"] = torch.randn(5, dtype=torch.complex128)
+    with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
+        saver.save_async(1).result(60)
+    (name,) = asyncckpt.describe(tmp_path).files
+    with safetensors.safe_open(str(tmp_path / name), "pt") as file:
+        user = state.tables["user"]
+        assert file.get_tensor("user@id").equal(user.ids())
+        assert file.get_tensor("user@embedding").equal(user.embedding[user.rows()])
+        assert file.get_tensor("w").equal(state.dense["w"])
+        assert file.get_tensor("half").equal(state.dense["half"])
+        assert torch.view_as_complex(file.get_tensor("complex")).equal(state.dense["complex"])
+        assert file.metadata()["asyncckpt.step"] == "000000000001"
+
+
+def test_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path) as saver:
+        saver.save_async(1).result(60)
+        saver.save(2)
+    assert asyncckpt.Loader(tmp_path).load().step == 2
+
+
+def test_empty_table(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("t", 4)
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save_async(1).result(60)
+        saver.save(2)
+    for step in (1, 2):
+        target = asyncckpt.HashTable("t", 4)
+        target.lookup(torch.arange(3))
+        assert asyncckpt.Loader(tmp_path, {"t": target}, step=step).load().rows == {"t": 0}
+        assert len(target) == 0
