@@ -20,7 +20,9 @@ RESULTS_FOLDER = REPOSITORY / "bench" / "results"
 IDMAP_SECONDS_MAX = 1800
 STATE_PEERS_TEXT, MANY_PEERS_TEXT, LOAD_PEERS_TEXT = map(",".join, (PEERS, MANY_PEERS, LOAD_PEERS))
 
-application = typer.Typer(help="asyncckpt, its peers and the raw floor, side by side.", no_args_is_help=False)
+application = typer.Typer(
+    help="asyncckpt, its peers and the raw floor, side by side.", no_args_is_help=False, pretty_exceptions_enable=False
+)
 
 Rounds = Annotated[int, typer.Option(min=1, help="interleaved rounds; the medians are reported")]
 Directory = Annotated[Path | None, typer.Option("--dir", help="where to put checkpoints; default: below the cwd")]

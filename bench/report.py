@@ -51,7 +51,8 @@ def times(value: float) -> str:
 
 
 def print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    console.print(f"\n{title}", style="italic", highlight=False)  # A table's own title folds at the table's width.
+    table = Table(header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:

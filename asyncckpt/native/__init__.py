@@ -36,7 +36,8 @@ from asyncckpt.native.twin import TwinCore
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
 
 
-def _choose(wish: str | None) -> Core:
+def choose_core(wish: str | None) -> Core:
+    """Return the implementation that a value of ASYNCCKPT_NATIVE asks for."""
     if wish not in (None, "", "0", "1"):
         raise ImportError(f"{ENVIRONMENT_VARIABLE} must be 0, 1 or unset, found {wish!r}")
     if wish == "0":
@@ -49,7 +50,7 @@ def _choose(wish: str | None) -> Core:
         return TwinCore()
 
 
-core: Core = _choose(os.environ.get(ENVIRONMENT_VARIABLE))
+core: Core = choose_core(os.environ.get(ENVIRONMENT_VARIABLE))
 implementation: str = core.implementation
 
 __all__ = [

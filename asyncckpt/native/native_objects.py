@@ -72,11 +72,11 @@ class NativeMemory:
         self._release.detach()
         self._hold(base, bytes)
 
-    def touch(self, begin: int, end: int) -> None:
+    def touch(self, begin: int, end: int, *, threads: int = 0) -> None:
         if not 0 <= begin <= end <= self._bytes:
             raise ValueError(f"range [{begin}, {end}) is outside a mapping of {self._bytes} bytes")
         error = AcError()
-        if self._library.ac_memory_touch(self._address, begin, end, 0, byref(error)) != OK:
+        if self._library.ac_memory_touch(self._address, begin, end, threads, byref(error)) != OK:
             raise_error(error)
 
     def close(self) -> None:
@@ -178,13 +178,16 @@ class NativeIdMap:
     def runs(self) -> I64:
         room = _RUNS_ROOM
         while True:
-            runs, count, error = np.empty((room, 2), dtype=np.int64), c_uint64(), AcError()
+            runs: I64 = np.empty((room, 2), dtype=np.int64)
+            count, error = c_uint64(), AcError()
             status = self._library.ac_idmap_runs(self._handle, runs.ctypes.data, room, byref(count), byref(error))
             if status != OK:
                 raise_error(error)
-            if count.value <= room:
-                return runs[: count.value].copy()
-            room = int(count.value)
+            found = int(count.value)
+            if found <= room:
+                used: I64 = runs[:found].copy()
+                return used
+            room = found
 
     def clear(self) -> None:
         self._library.ac_idmap_clear(self._handle)

@@ -107,7 +107,7 @@ class TwinMemory:
         grown[:kept] = self._window[:kept]
         self._window = grown
 
-    def touch(self, begin: int, end: int) -> None:
+    def touch(self, begin: int, end: int, *, threads: int = 0) -> None:
         if not 0 <= begin <= end <= self.bytes:
             raise ValueError(f"range [{begin}, {end}) is outside a mapping of {self.bytes} bytes")
         self._window[begin:end:PAGE_BYTES] |= 0

@@ -19,7 +19,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import U8, core
-from asyncckpt.plan.leaf_facts import addresses, check_storages
+from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.row_runs import spans, window
@@ -30,6 +30,7 @@ Segments = NDArray[np.uint64]
 
 def capture(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], *, address: int, image: U8) -> None:
     """Fill the arena at `address` (its bytes are `image`) with all blocks. Headers are written by the shard room."""
+    check_storages(plan, flat)
     segments = [_dense_segments(plan, flat, address)]
     for number, (table, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[table], column, number, address=address, image=image))
@@ -40,9 +41,21 @@ def capture(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], *, addres
         block_tensor(plan, number, image).copy_(_rows_of(flat.tensors[spec.leaf].detach(), spec))
 
 
+def check_storages(plan: SavePlan, flat: FlatState) -> None:
+    """UsageError naming a tensor whose storage was freed or shrunk since the plan was made."""
+    tensors = [flat.tensors[leaf] for leaf in plan.raw_leaves]
+    shrunk = shrunk_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
+    suspects = {plan.raw_leaves[index] for index in shrunk}
+    foreign = [plan.image.blocks[number].spec for number in plan.foreign]
+    named = foreign if not suspects else [*foreign, *(b.spec for b in plan.image.blocks if b.spec.leaf in suspects)]
+    for spec in named:
+        assert spec.leaf is not None
+        check_extent(flat.tensors[spec.leaf], spec.name)
+
+
 def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[ByteSource]:
     """A source per block over the live state, for a save that goes without an arena."""
-    check_storages([flat.tensors[leaf] for leaf in plan.raw_leaves], bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
+    check_storages(plan, flat)
     sources: list[ByteSource] = []
     for number, placed in enumerate(plan.image.blocks):
         spec = placed.spec
@@ -70,10 +83,8 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
 
 
 def _dense_segments(plan: SavePlan, flat: FlatState, address: int) -> Segments:
-    tensors = [flat.tensors[leaf] for leaf in plan.raw_leaves]
-    check_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
     by_leaf = np.zeros(len(flat.tensors), dtype=np.uint64)
-    by_leaf[list(plan.raw_leaves)] = addresses(tensors)
+    by_leaf[list(plan.raw_leaves)] = addresses([flat.tensors[leaf] for leaf in plan.raw_leaves])
     raw = plan.raw
     segments = np.empty((len(raw.block), 3), dtype=np.uint64)
     segments[:, 0] = by_leaf[raw.leaf] + raw.source_offset.astype(np.uint64)

@@ -11,6 +11,7 @@ leaves all tables of the load empty and raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,8 +91,14 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
     rebuilt: list[torch.Tensor] = []
     scatters: list[Scatter] = []
     _choose_mine(plan, sources)
-    for item, found in zip(plan.tables, sources, strict=True):
-        scatters += _open_table(item, found, reader, clear=clear, opened=opened)
+    loads = [
+        _begin_load(item, found, clear=clear, opened=opened) for item, found in zip(plan.tables, sources, strict=True)
+    ]
+    # Building id maps takes as long as reading the rows: all tables at once, on all cores.
+    with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
+        inserts = threads.map(_insert, plan.tables, sources, loads)
+    for _, found, load in zip(inserts, sources, loads, strict=True):
+        scatters += _queue_columns(found, load, reader)
     for dense in plan.dense:
         scatters += _queue_dense(dense, reader, rebuilt)
     reader.run()
@@ -120,18 +127,23 @@ def _choose_mine(plan: LoadPlan, sources: Sequence[list[SourceRows]]) -> None:
                     source.mine = np.flatnonzero(owned)
 
 
-def _open_table(
-    item: TableLoadPlan, found: list[SourceRows], reader: BlockReader, *, clear: bool, opened: OpenLoads
-) -> list[Scatter]:
+def _begin_load(item: TableLoadPlan, found: list[SourceRows], *, clear: bool, opened: OpenLoads) -> TableLoad:
     total = sum(len(source.ids) if source.mine is None else len(source.mine) for source in found)
     filled = frozenset.intersection(*(frozenset(source.columns) for source in found)) if found else frozenset()
     load = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
     opened.loads.append(load)
     opened.rows[item.name] = total
+    return load
+
+
+def _insert(item: TableLoadPlan, found: list[SourceRows], load: TableLoad) -> None:
     for source in found:
         ids = source.ids if source.mine is None else source.ids[source.mine]
         source.rows = load.insert(torch.from_numpy(ids))
         _check_distinct(source, item.name)
+
+
+def _queue_columns(found: list[SourceRows], load: TableLoad, reader: BlockReader) -> list[Scatter]:
     scatters = []
     for source in found:
         for column in source.columns:

@@ -146,7 +146,7 @@ AC_API ac_idmap* ac_idmap_new(uint64_t capacity); /* NULL: no memory */
 AC_API void ac_idmap_free(ac_idmap* map);
 AC_API uint64_t ac_idmap_size(const ac_idmap* map);     /* ids present */
 AC_API uint64_t ac_idmap_rows_end(const ac_idmap* map); /* one past the highest row ever used */
-AC_API const int64_t* ac_idmap_ids(const ac_idmap* map); /* id by row, rows_end long; undefined at free rows; valid until the next insert or clear */
+AC_API const int64_t* ac_idmap_ids(const ac_idmap* map); /* id by row, rows_end long; undefined at free rows; valid until the next insert, reserve or clear */
 AC_API int32_t ac_idmap_reserve(ac_idmap* map, uint64_t capacity, ac_error* error);
 /* rows: -1 for an absent id. */
 AC_API int32_t ac_idmap_find(const ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, ac_error* error);
@@ -158,6 +158,7 @@ AC_API int32_t ac_idmap_remove(ac_idmap* map, const int64_t* ids, uint64_t count
 /* The used rows as ascending maximal ranges [begin, end): `runs` has room for 2 * room values; *count is how many ranges
  * there are (also when that is more than room; call again then). */
 AC_API int32_t ac_idmap_runs(const ac_idmap* map, int64_t* runs, uint64_t room, uint64_t* count, ac_error* error);
+/* Forget all ids and rows; the memory stays. */
 AC_API void ac_idmap_clear(ac_idmap* map);
 
 #ifdef __cplusplus

@@ -1,17 +1,42 @@
 #include "file_io.hpp"
 
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
 
 #include "error.hpp"
 
+#ifndef RWF_DONTCACHE
+#define RWF_DONTCACHE 0x80  // since Linux 6.14
+#endif
+
 namespace asyncckpt {
+namespace {
+
+constexpr uint64_t big_bytes_min = 1 << 20;
+
+}  // namespace
+
+ssize_t FileIo::write_some(const char* data, uint64_t bytes, uint64_t offset) {
+  const off_t place = static_cast<off_t>(offset);
+  if (direct_ || bytes < big_bytes_min) return pwrite(fd_, data, bytes, place);
+  if (uncached_) {
+    const iovec vector{const_cast<char*>(data), bytes};
+    const ssize_t count = pwritev2(fd_, &vector, 1, place, RWF_DONTCACHE);
+    if (count >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL)) return count;
+    uncached_ = false;
+  }
+  const ssize_t count = pwrite(fd_, data, bytes, place);
+  // The next best thing: start to write back at once. It is advice, so its failure is none.
+  if (count > 0) (void)sync_file_range(fd_, place, count, SYNC_FILE_RANGE_WRITE);
+  return count;
+}
 
 void FileIo::write(const char* data, uint64_t bytes, uint64_t offset) {
   while (bytes > 0) {
-    const ssize_t count = pwrite(fd_, data, bytes, static_cast<off_t>(offset));
+    const ssize_t count = write_some(data, bytes, offset);
     if (count > 0) {
       data += count, offset += static_cast<uint64_t>(count), bytes -= static_cast<uint64_t>(count);
       // A direct write that stopped inside a page cannot go on from there.

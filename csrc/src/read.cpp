@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <optional>
 
 #include "asyncckpt.h"
 #include "digest_kernel.hpp"
@@ -31,18 +30,21 @@ constexpr uint64_t straight_bytes_min = 256 << 10;
 class Reader {
  public:
   Reader(const ac_read_item* items, uint64_t count, uint64_t block_bytes, bool digests, uint64_t* bytes_done, Stop& stop)
-      : items_(items), plan_(plan_reads(items, count, block_bytes)), bytes_done_(bytes_done), stop_(stop) {
+      : items_(items),
+        plan_(plan_reads(items, count, block_bytes)),
+        digests_(digests),
+        bytes_done_(bytes_done),
+        stop_(stop) {
     for (const DiskRead& read : plan_.reads) bounce_bytes_ = std::max(bounce_bytes_, cover_bytes(read));
-    if (!digests) return;
-    leaves_.emplace();
-    leaves_->reserve(count);
-    for (uint64_t item = 0; item < count; ++item) leaves_->add_span(items[item].bytes);
-    leaves_->allocate();
+    if (!digests_) return;
+    leaves_.reserve(count);
+    for (uint64_t item = 0; item < count; ++item) leaves_.add_span(items[item].bytes);
+    leaves_.allocate();
   }
 
   uint64_t reads_count() const { return plan_.reads.size(); }
   void join_digests(uint8_t* digests) const {
-    if (leaves_) leaves_->join(kernel_, digests);
+    if (digests_) leaves_.join(kernel_, digests);
   }
 
   // What each thread does.
@@ -128,7 +130,7 @@ class Reader {
   }
 
   void deliver_leaf(uint64_t item, uint64_t leaf, char* target, const char* source, uint64_t bytes) {
-    if (!leaves_) {
+    if (!digests_) {
       if (source != target) std::memcpy(target, source, bytes);
       return;
     }
@@ -139,20 +141,21 @@ class Reader {
       if (bytes > tile_bytes) {
         kernel_.update(&state, source + begin, tile);
       } else {
-        kernel_.whole(source, bytes, leaves_->leaf(item, leaf));
+        kernel_.whole(source, bytes, leaves_.leaf(item, leaf));
       }
       if (source != target) std::memcpy(target + begin, source + begin, tile);
     }
-    if (bytes > tile_bytes) kernel_.end(&state, leaves_->leaf(item, leaf));
+    if (bytes > tile_bytes) kernel_.end(&state, leaves_.leaf(item, leaf));
   }
 
   const DigestKernel& kernel_ = digest_kernel();
   const ac_read_item* items_;
   ReadPlan plan_;
+  bool digests_;
   uint64_t* bytes_done_;
   Stop& stop_;
   uint64_t bounce_bytes_ = 0;
-  std::optional<LeafDigests> leaves_;
+  LeafDigests leaves_;
   std::atomic<uint64_t> next_{0};
 };
 

@@ -47,7 +47,7 @@ def test_touch_keeps_the_content(core: Core, rng: np.random.Generator) -> None:
     content = rng.integers(0, 256, 3 * UNIT, dtype=np.uint8)
     memory.view()[UNIT : 4 * UNIT] = content
     memory.touch(0, memory.bytes)
-    memory.touch(UNIT + 1, UNIT + 2)
+    memory.touch(UNIT + 1, UNIT + 2, threads=1)
     memory.touch(UNIT, UNIT)
     np.testing.assert_array_equal(memory.view()[UNIT : 4 * UNIT], content)
     memory.close()

@@ -1,0 +1,30 @@
+"""The core's own test program (csrc/tests), built with sanitizers and run without Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[3] / "csrc"
+BUILD_SECONDS_MAX = 900
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS_MAX)
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_core_program_is_clean(tmp_path: Path, sanitizers: str) -> None:
+    if shutil.which("cmake") is None or shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no cmake or no C++ compiler")
+    options = ["TESTS=ON", "WERROR=ON", f"SANITIZE={sanitizers}"]
+    configure = ["cmake", "-S", str(CSRC), "-B", str(tmp_path), "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    configure += [f"-DASYNCCKPT_{option}" for option in options]
+    build = ["cmake", "--build", str(tmp_path), "--target", "core_test", "--parallel", "2"]
+    # One test forks; a child that starts threads is what it tests.
+    environment = {**os.environ, "TSAN_OPTIONS": "die_after_fork=0"}
+    for command in (configure, build, [str(tmp_path / "core_test")]):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
