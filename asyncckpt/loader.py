@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from asyncckpt.model.table import Table
 from asyncckpt.options import BUSY_DEADLINE_S, PARALLEL_MAX, OnBusy
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.load_plan import LoadFilter
+from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
 from asyncckpt.storage.directory import check_path
 
@@ -69,13 +71,10 @@ class Loader:
             raise UsageError("on_busy is wrong", found=on_busy, expected=("raise", "wait"))
         if step is not None and (type(step) is not int or step < 0):
             raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
-        if hashtables is not None and not isinstance(hashtables, Mapping):
-            raise UsageError("hashtables is not a mapping", found=type(hashtables).__name__)
-        for name, table in (hashtables or {}).items():
-            if not isinstance(table, Table):
-                raise UsageError(f"hashtable {name!r} is no table", found=type(table).__name__)
+        if not isinstance(busy_deadline, (int, float)) or not 0 <= busy_deadline <= threading.TIMEOUT_MAX:
+            raise UsageError("busy_deadline is wrong", found=busy_deadline, expected="seconds, at least 0")
         self._path = check_path(checkpoint_path)
-        self._tables = dict(hashtables or {})
+        self._tables = dict(named_tables(hashtables))
         self._state = named_state(tensors)
         self._threads = min(parallel, READ_THREADS_MAX)
         self._filter_func = filter_func
@@ -114,7 +113,11 @@ class Loader:
                 save_lock.release(ticket)
                 future.resolve(report, FutureState.COMMITTED)
 
-        workers.submit(work)
+        try:
+            workers.submit(work)
+        except BaseException:
+            save_lock.release(ticket)
+            raise
         return future
 
     def _acquire(self) -> Ticket:

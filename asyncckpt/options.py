@@ -12,6 +12,7 @@ DURABILITIES = ("fsync", "none")
 
 FILE_TARGET_BYTES = 512 << 20  # A rank writes one shard file per this many bytes, up to `parallel` files.
 BLOCK_BYTES_MAX = 1 << 30  # A larger tensor or column is split by rows.
+HEADROOM_BYTES_MAX = 48 << 20  # An arena of growing tables is touched ahead by an eighth, at most this much.
 CHUNK_BYTES = 64 << 20  # One of the two buffers of a blocking save.
 BUSY_DEADLINE_S = 3600.0  # Waiting for the save lock or for an arena.
 SAVE_DEADLINE_S = 6 * 3600.0  # Waiting for one background save to end.

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.background import background
 from asyncckpt.engine.future import CheckpointFuture, SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
@@ -35,6 +36,7 @@ from asyncckpt.options import (
     SaveOptions,
 )
 from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
 from asyncckpt.staging.pool import pool
@@ -88,11 +90,12 @@ class Saver:
             _check_int("keep_latest", keep_latest, at_least=1)
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
+        _check_seconds("busy_deadline", busy_deadline)
+        tables = named_tables(hashtables)
         state = named_state(tensors)
         self._on_busy: OnBusy = on_busy
-        self._guard = threading.Lock()
         self._errors = OpenErrors()
-        self._statistics = SaverStatistics()
+        self._counts = _Counts()
         self._closed = False
         root = CheckpointRoot.for_writing(check_path(path))
         try:
@@ -110,14 +113,15 @@ class Saver:
                 busy_deadline_s=float(busy_deadline),
             ),
             plans=PlanCache(parallel=parallel, rank=shard_index),
-            tables=_check_tables(hashtables),
+            tables=tables,
             filter_func=filter_func,
             state=lambda: state,
             protected=lambda: newest_verified(root),
             heads=KnownHeads(root),
         )
-        # A Saver that is dropped while it saves lets the save end first: the job holds the target, and so the root.
-        self._finalizer = weakref.finalize(self, OwnerLock.release, self._lock)
+        # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while
+        # it saves lets the save end first.
+        self._finalizer = weakref.finalize(self._target, _give_back, self._lock, root)
 
     @property
     def path(self) -> str:
@@ -158,10 +162,8 @@ class Saver:
     def statistics(self) -> SaverStatistics:
         """Counts and sums over all saves of this Saver so far, and the arenas of the process."""
         arenas = pool.statistics()
-        with self._guard:
-            counted = self._statistics
         return replace(
-            counted,
+            self._counts.statistics,
             plans_made_count=self._target.plans.plans_made_count,
             arenas_count=arenas.arenas_count,
             arena_bytes=arenas.touched_bytes,
@@ -169,15 +171,15 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent."""
-        if self._closed:
-            return
+        """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent.
+
+        Interrupted while it waits, it leaves the directory locked until the save in flight has ended.
+        """
         self._closed = True
-        try:
-            self._wait_in_flight(SAVE_DEADLINE_S)
-        finally:
-            self._finalizer()
-            self._target.root.close()
+        if not self._finalizer.alive:
+            return
+        self._wait_in_flight(SAVE_DEADLINE_S)
+        self._finalizer()
         self._errors.raise_first()
 
     def __enter__(self) -> Saver:
@@ -204,29 +206,12 @@ class Saver:
         self._errors.raise_first()
         future = start_save(self._target, step=step, metadata=metadata, on_busy=on_busy or self._on_busy, staged=staged)
         self._errors.watch(future)
-        future.add_done_callback(self._count)
+        future.add_done_callback(self._counts.add)
         return future
 
-    def _count(self, future: CheckpointFuture[SaveResult]) -> None:
-        error = future._inner.exception()
-        with self._guard:
-            counted = self._statistics
-            if error is not None:
-                cancelled = isinstance(error, SaveCancelledError)
-                field = "cancelled_count" if cancelled else "failed_count"
-                self._statistics = replace(counted, **{field: getattr(counted, field) + 1})
-                return
-            result = future._inner.result()
-            self._statistics = replace(
-                counted,
-                saves_count=counted.saves_count + (not result.skipped),
-                skipped_count=counted.skipped_count + result.skipped,
-                fallback_count=counted.fallback_count + (result.fallback is not None),
-                bytes_written=counted.bytes_written + result.bytes_written,
-                stall_seconds=counted.stall_seconds + result.stall_seconds,
-            )
-
     def _wait_in_flight(self, timeout: float) -> None:
+        if background.is_current_thread() and self._errors.in_flight():
+            raise UsageError("waiting for a save on the background thread would wait for ever")
         until = time.monotonic() + timeout
         for future in self._errors.in_flight():
             try:
@@ -238,6 +223,40 @@ class Saver:
         if self._closed:
             raise UsageError(f"Saver of {self.path!r} is closed")
         self._lock.check()
+
+
+class _Counts:
+    """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self.statistics = SaverStatistics()
+
+    def add(self, future: CheckpointFuture[SaveResult]) -> None:
+        """Count the outcome of a save that is done."""
+        error = future._inner.exception()
+        with self._guard:
+            counted = self.statistics
+            if error is not None:
+                cancelled = isinstance(error, SaveCancelledError)
+                field = "cancelled_count" if cancelled else "failed_count"
+                self.statistics = replace(counted, **{field: getattr(counted, field) + 1})
+                return
+            result = future._inner.result()
+            self.statistics = replace(
+                counted,
+                saves_count=counted.saves_count + (not result.skipped),
+                skipped_count=counted.skipped_count + result.skipped,
+                fallback_count=counted.fallback_count + (result.fallback is not None),
+                bytes_written=counted.bytes_written + result.bytes_written,
+                stall_seconds=counted.stall_seconds + result.stall_seconds,
+            )
+
+
+def _give_back(lock: OwnerLock, root: CheckpointRoot) -> None:
+    """Let another process write to the directory."""
+    lock.release()
+    root.close()
 
 
 def _check_shards(shard_index: int, shard_num: int) -> None:
@@ -256,23 +275,11 @@ def _check_int(name: str, value: Any, *, at_least: int, at_most: int | None = No
         raise UsageError(f"{name} is wrong", found=value, expected=bounds)
 
 
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= threading.TIMEOUT_MAX:
+        raise UsageError(f"{name} is wrong", found=value, expected=f"seconds in [0, {threading.TIMEOUT_MAX:.0f}]")
+
+
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{name} is wrong", found=value, expected=choices)
-
-
-def _check_tables(hashtables: Any) -> Mapping[str, Table]:
-    if hashtables is None:
-        return {}
-    if not isinstance(hashtables, Mapping):
-        raise UsageError("hashtables is not a mapping", found=type(hashtables).__name__)
-    for name, table in hashtables.items():
-        if not isinstance(name, str) or "@" in name:
-            raise UsageError("a table's name is no string without '@'", found=name)
-        if not isinstance(table, Table):
-            raise UsageError(
-                f"hashtable {name!r} is no table",
-                found=type(table).__name__,
-                expected="asyncckpt.HashTable or an object with the Table protocol",
-            )
-    return hashtables

@@ -1,4 +1,4 @@
-"""The demo: train on a real log, get killed in the middle of a save, resume, and end bit for bit where nothing happened.
+"""The demo: train on a real log, get killed in the middle of a save, resume, and end with the same bits all the same.
 
     python -m demo [--scale 10] [--out .demo]
 

@@ -23,7 +23,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 # Strings and comments come first in the alternation, so that words inside them are passed over.
 _TOKEN = re.compile(
     r"""[rRbBuUfF]{0,2}(?:\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3}|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
-    r"""|\#[^\n]*|([^\W\d]\w*)""",
+    r"""|\#[^\n]*|\b([^\W\d]\w*)""",
     re.DOTALL,
 )
 

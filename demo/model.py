@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,11 @@ import asyncckpt
 from demo.batches import Batch
 
 ITEMS, CONTEXTS, FILES = "items", "contexts", "files"
-ROW_LR = 0.1
+ROW_LR = 0.2
 MLP_LR = 1e-3
 MLP_HIDDEN = 64
+# Each center is scored against all negatives; their mean weighs as much as this many.
+NEGATIVES_WEIGHT = 8.0
 
 
 class Recommender:
@@ -56,21 +57,13 @@ class Recommender:
         self._optimizer.step()
         self._row_optimizer.step()
         self.state["step"] = step
-        return float(loss)
+        return float(loss.detach())
 
     def load(self, directory: str) -> asyncckpt.LoadReport:
         """Take over the newest checkpoint of a directory."""
         report = asyncckpt.Loader(directory, hashtables=self.tables, tensors=self.state).load()
         self.state["step"] = report.values["step"]
         return report
-
-    def columns(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Return table -> column -> rows in use, `id` included; copies."""
-        return {
-            name: {"id": table.ids()}
-            | {column.name: _column(table, column.name)[table.rows()] for column in table.schema().columns[1:]}
-            for name, table in self.tables.items()
-        }
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         items = self._embeddings[ITEMS](batch.centers)
@@ -80,7 +73,6 @@ class Recommender:
         near, random = contexts.split([batch.pair_contexts.numel(), batch.negatives.numel()])
         near_scores = (queries.index_select(0, batch.pair_centers) * near).sum(dim=1)
         random_scores = queries @ random.T
-        # Sums over pairs and means over negatives, per center: each row's gradient stays of one size whatever the batch.
         near_loss = functional.softplus(-near_scores).sum()
         random_loss = functional.softplus(random_scores).mean(dim=1).sum() * NEGATIVES_WEIGHT
         return (near_loss + random_loss) / batch.centers.numel()
@@ -93,8 +85,8 @@ class Recommender:
                 self.tables[name].lookup(torch.from_numpy(ids))
 
 
-NEGATIVES_WEIGHT = 8.0
-
-
-def _column(table: asyncckpt.HashTable, name: str) -> torch.Tensor:
-    return table.embedding if name == "embedding" else table.slot(name)
+def used_columns(table: asyncckpt.HashTable) -> dict[str, torch.Tensor]:
+    """Return column -> its rows in use, `id` included; copies."""
+    rows = table.rows()
+    columns = {"id": table.ids(), "embedding": table.embedding[rows]}
+    return columns | {name: table.slot(name)[rows] for name in ("sum", "last_seen")}

@@ -16,6 +16,7 @@ failed is never tried again on the same file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from concurrent.futures import Executor
 
@@ -77,23 +78,30 @@ async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes) -
     rest = memoryview(raw)
     while rest:
         written = await file.write(rest)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
         rest = rest[written:]
 
 
 def _rename(root: CheckpointRoot, temporary: str, final: str, attempt: Attempt) -> None:
     try:
         root.manifests.publish(temporary, final)
-    except ConflictError as error:
-        if _is_ours(root, attempt):
-            return  # A replayed rename (NFS) reports EEXIST for our own success.
-        raise ConflictError(
-            f"step {attempt.step} exists already in {str(root.path)!r}",
-            hint="steps are never overwritten: save another step, or remove that checkpoint first",
-        ) from error
-    except IOFailedError as error:
-        if not _is_ours(root, attempt):
-            raise
-        raise _indeterminate(root, attempt, error) from error
+    except (ConflictError, IOFailedError) as error:
+        try:
+            is_ours = _is_ours(root, attempt)
+        except IOFailedError:
+            # Nobody can tell now whether the manifest is there, so its data must stay.
+            raise _indeterminate(root, attempt, error) from error
+        if isinstance(error, ConflictError):
+            if is_ours:
+                return  # A replayed rename (NFS) reports EEXIST for our own success.
+            raise ConflictError(
+                f"step {attempt.step} exists already in {str(root.path)!r}",
+                hint="steps are never overwritten: save another step, or remove that checkpoint first",
+            ) from error
+        if is_ours:
+            raise _indeterminate(root, attempt, error) from error
+        raise
 
 
 def _make_rename_durable(root: CheckpointRoot, attempt: Attempt) -> None:
@@ -114,14 +122,17 @@ def _indeterminate(root: CheckpointRoot, attempt: Attempt, error: Exception) -> 
             return True
 
     return IndeterminateError(
-        f"checkpoint of step {attempt.step} is visible but perhaps not durable: {error}",
+        f"checkpoint of step {attempt.step} may be visible, but is perhaps not durable: {error}",
         resolve=resolve,
         hint="call resolve() on this error; older checkpoints are kept",
     )
 
 
 def _is_ours(root: CheckpointRoot, attempt: Attempt) -> bool:
+    """Whether the step's manifest is that of this attempt; IOFailedError when it cannot be looked at."""
     try:
         return read_manifest(root, attempt.step).head.attempt == attempt.id
+    except IOFailedError:
+        raise
     except CheckpointError:
-        return False
+        return False  # None there, or a damaged one: ours was complete and synced before it got its name.

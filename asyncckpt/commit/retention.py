@@ -53,6 +53,9 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Collection[
         if is_temporary_manifest(name) and name.removeprefix(".m-") not in keep_attempts:
             root.manifests.remove_file(name)
             removed.append(name)
+    if strays:
+        # Whoever unlinked their manifests may have died, or failed, before that was durable.
+        root.manifests.sync()
     for name in strays:
         root.data.remove_folder(name)
         removed.append(name)

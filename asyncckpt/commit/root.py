@@ -31,23 +31,31 @@ class CheckpointRoot:
     @staticmethod
     def for_writing(path: Path) -> CheckpointRoot:
         """Open or make the directory; UsageError when its parent is missing or it is a file."""
-        if not path.exists():
+        if not os.path.exists(path):
             _make_root(path)
-        root = Directory.open(path)
-        _sync_parent(path)
-        _warn_if_open_to_all(root)
-        manifests = root.child(MANIFESTS_DIR, create=True)
-        return CheckpointRoot(root, manifests, root.child(DATA_DIR, create=True))
+        with contextlib.ExitStack() as opened:
+            root = opened.enter_context(Directory.open(path))
+            _sync_parent(path)
+            _warn_if_others_may_write(root)
+            manifests = opened.enter_context(root.child(MANIFESTS_DIR, create=True))
+            data = opened.enter_context(root.child(DATA_DIR, create=True))
+            for folder in (manifests, data):
+                folder.check_writable()
+            opened.pop_all()
+        return CheckpointRoot(root, manifests, data)
 
     @staticmethod
     def for_reading(path: Path) -> CheckpointRoot:
         """Open an existing checkpoint directory; NotFoundError when there is none."""
-        root = Directory.open(path)
-        try:
-            return CheckpointRoot(root, root.child(MANIFESTS_DIR), root.child(DATA_DIR))
-        except NotFoundError as error:
-            root.close()
-            raise NotFoundError(f"{str(path)!r} is not a checkpoint directory: {error.what}") from error
+        with contextlib.ExitStack() as opened:
+            root = opened.enter_context(Directory.open(path))
+            try:
+                manifests = opened.enter_context(root.child(MANIFESTS_DIR))
+                data = opened.enter_context(root.child(DATA_DIR))
+            except NotFoundError as error:
+                raise NotFoundError(f"{str(path)!r} is not a checkpoint directory: {error.what}") from error
+            opened.pop_all()
+        return CheckpointRoot(root, manifests, data)
 
     def close(self) -> None:
         for folder in (self.data, self.manifests, self.root):
@@ -61,9 +69,9 @@ class CheckpointRoot:
 
 
 def _make_root(path: Path) -> None:
-    if path.is_symlink():
+    if os.path.islink(path):
         raise UsageError("path is a symbolic link to nothing", found=str(path))
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise UsageError(
             f"folder {str(path.parent)!r} does not exist",
             hint="only the last part of the path is made; make its parent",
@@ -76,14 +84,20 @@ def _make_root(path: Path) -> None:
 
 def _sync_parent(path: Path) -> None:
     """Make the root's own name durable, where its parent may be opened. Whoever made it may have died before that."""
-    with contextlib.suppress(CheckpointError), Directory.open(path.parent) as parent:
+    try:
+        parent = Directory.open(path.parent)
+    except CheckpointError:
+        return
+    with parent:
         parent.sync()
 
 
-def _warn_if_open_to_all(root: Directory) -> None:
-    mode = os.fstat(root.fd).st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        warnings.warn(
-            f"checkpoint directory {str(root.path)!r} is writable for everybody: others can replace its files",
-            stacklevel=4,
-        )
+def _warn_if_others_may_write(root: Directory) -> None:
+    status = os.fstat(root.fd)
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        danger = "is writable for everybody: others can replace its files"
+    elif status.st_uid not in (os.geteuid(), 0):
+        danger = f"belongs to user {status.st_uid}, who can replace its files"
+    else:
+        return
+    warnings.warn(f"checkpoint directory {str(root.path)!r} {danger}", stacklevel=4)

@@ -11,15 +11,16 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from asyncckpt.pipeline.threads import IdleEndingThreads, run_in_thread
+from asyncckpt.pipeline.threads import IdleEndingThreads, start_thread
 
 THREAD_NAME = "asyncckpt-background"
 WORKERS_MAX = 4
 
 Job = Callable[[], Coroutine[Any, Any, None]]
+Lost = Callable[[BaseException], None]
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
 
 
@@ -28,15 +29,18 @@ class Background:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[tuple[Job, Lost]] = deque()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; starts the thread when it is not running."""
+    def submit(self, job: Job, *, lost: Lost) -> None:
+        """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started.
+
+        `lost` is called with the reason when the thread could not even begin with the job.
+        """
         with self._guard:
-            self._jobs.append(job)
             if self._thread is None:
-                self._thread = run_in_thread(lambda: asyncio.run(self._work()), THREAD_NAME)
+                self._thread = start_thread(self._run, THREAD_NAME)
+            self._jobs.append((job, lost))
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -45,13 +49,30 @@ class Background:
     def is_busy(self) -> bool:
         return self._thread is not None
 
+    def _run(self) -> None:
+        work = self._work()
+        try:
+            asyncio.run(work)
+        except BaseException as error:  # A loop needs descriptors, and there may be none left.
+            work.close()
+            for _, lose in self._take_lost():
+                lose(error)
+
+    def _take_lost(self) -> Collection[tuple[Job, Lost]]:
+        """The jobs that this thread, which has failed, leaves undone."""
+        with self._guard:
+            if self._thread is not threading.current_thread():
+                return ()
+            lost, self._jobs, self._thread = self._jobs, deque(), None
+            return lost
+
     async def _work(self) -> None:
         while True:
             with self._guard:
                 if not self._jobs:
                     self._thread = None
                     return
-                job = self._jobs.popleft()
+                job, _ = self._jobs.popleft()
             try:
                 await job()
             except BaseException:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
+import os
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from asyncckpt.engine.background import background
+from asyncckpt.engine.messages import log_exception
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
 
 T = TypeVar("T")
-_log = logging.getLogger("asyncckpt")
 
 
 class FutureState(str, Enum):
@@ -62,6 +62,7 @@ class CheckpointFuture(Generic[T]):
         # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
         self._inner.set_running_or_notify_cancel()
         self._guard = threading.Lock()
+        self._pid = os.getpid()
         self._state = FutureState.STAGED
         self._waiters_count = 0
         self._claimed = False
@@ -88,8 +89,7 @@ class CheckpointFuture(Generic[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none."""
-        if background.is_current_thread() and not self.done():
-            raise UsageError(f"waiting for {self._what} on the background thread would wait for ever")
+        self._check_can_end()
         with self._waiting():
             try:
                 error = self._inner.exception(timeout)
@@ -114,8 +114,8 @@ class CheckpointFuture(Generic[T]):
         def call(_: object) -> None:
             try:
                 function(self)
-            except Exception:
-                _log.exception("a done callback of %s raised", self._what)
+            except BaseException:
+                log_exception("a done callback of %s raised", self._what)
 
         self._inner.add_done_callback(call)
 
@@ -123,6 +123,7 @@ class CheckpointFuture(Generic[T]):
         return self._wait().__await__()
 
     async def _wait(self) -> T:
+        self._check_can_end()
         with self._waiting():
             try:
                 return await asyncio.wrap_future(self._inner)
@@ -132,6 +133,15 @@ class CheckpointFuture(Generic[T]):
 
     def _waiting(self) -> _Waiting:
         return _Waiting(self)
+
+    def _check_can_end(self) -> None:
+        """UsageError where a wait would have no end."""
+        if self.done():
+            return
+        if background.is_current_thread():
+            raise UsageError(f"waiting for {self._what} on the background thread would wait for ever")
+        if self._pid != os.getpid():
+            raise UsageError(f"{self._what} belongs to the parent process", hint="wait for it there")
 
     # -- for the engine ------------------------------------------------------------------------------------------
 

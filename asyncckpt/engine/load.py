@@ -20,17 +20,21 @@ import torch
 from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.verify import mark_verified, verify
-from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.tree import VALUE, Node, Path, leaves, path_name, rebuild
+from asyncckpt.format.names import manifest_name
+from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, rebuild
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
+from asyncckpt.plan.leaf_names import unique_names
 from asyncckpt.plan.load_plan import Contents, LoadFilter, LoadPlan, contents_of, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets
 from asyncckpt.shard.reader import ShardReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
+
+RETIRED_RETRIES_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,18 @@ class LoadRequest:
     threads: int
 
 
-def run_load(request: LoadRequest, progress: Progress) -> LoadReport:
-    """Load the wanted step; with fallback, the newest one that is sound."""
+def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX) -> LoadReport:
+    """Load the wanted step; with fallback, the newest one that is sound.
+
+    A newest step that another process's retention took away under our hands was not damaged: look for the newest again.
+    """
     passed_over: list[int] = []
     for step in _candidates(request):
         try:
             report = _load_step(request, step, progress)
         except (CorruptError, NotFoundError) as error:
+            if request.step is None and retries > 0 and not request.root.manifests.exists(manifest_name(step)):
+                return run_load(request, progress, retries=retries - 1)
             passed_over.append(step)
             if not request.fallback:
                 raise
@@ -75,7 +84,7 @@ def _candidates(request: LoadRequest) -> Iterator[int]:
 def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadReport:
     begun = time.perf_counter()
     manifest = read_manifest(request.root, step)
-    contents = contents_of(manifest)
+    contents, metadata = contents_of(manifest), metadata_of(manifest)
     targets = dense_targets(request.state, tables=iter(request.tables))
     plan = make_load_plan(
         manifest, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
@@ -93,7 +102,7 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
         step=step,
         path=request.root.path,
         values=_values(targets, contents),
-        metadata=metadata_of(manifest),
+        metadata=metadata,
         loaded=plan.info,
         missing=plan.missing,
         unexpected=plan.unexpected,
@@ -130,8 +139,9 @@ def _give_state_dicts(plan: LoadPlan, manifest: Manifest, contents: Contents, re
         except CheckpointError:
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"load_state_dict of {path_name(item.path)!r} failed: {type(error).__name__}: {error}"
+            raise IncompatibleError(
+                f"load_state_dict of {path_name(item.path)!r} failed: {type(error).__name__}: {error}",
+                hint="tables and tensors are filled already",
             ) from error
 
 
@@ -143,7 +153,7 @@ def _module_state(item: Rebuilt, contents: Contents) -> Any:
         if node is VALUE:
             current = next(own)
             stored = contents.values.get((*item.path, *path), _ABSENT)
-            values.append(current if stored is _ABSENT else decode_value(stored, owner=path_name(path)))
+            values.append(current if stored is _ABSENT else stored)
     return rebuild(item.module_state.tree, iter(item.module_state.tensors), iter(values))
 
 
@@ -153,30 +163,21 @@ _ABSENT: Any = object()
 def _stored_state(
     path: Path, tree: Node, tensors: Mapping[Path, torch.Tensor], contents: Contents, kinds: Mapping[Path, Node]
 ) -> Any:
-    node = _descend(tree, path)
+    node = descend(tree, path)
+    assert node is not None
     below = [p for p in kinds if p[: len(path)] == path]
     leaf_tensors = [
         tensors[p].numpy() if kinds[p][0] == "array" else tensors[p] for p in below if kinds[p] is not VALUE
     ]
-    values = [decode_value(contents.values[p], owner=path_name(p)) for p in below if kinds[p] is VALUE]
+    values = [contents.values[p] for p in below if kinds[p] is VALUE]
     return rebuild(node, iter(leaf_tensors), iter(values))
-
-
-def _descend(node: Node, path: Path) -> Node:
-    for key in path:
-        while node[0] == "state":
-            node = node[1]
-        node = node[2][node[1].index(key)] if node[0] == "dict" else node[1][key[1]]
-    return node
 
 
 def _values(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
     inside = [item.path for item in targets.rebuilt]
-    return {
-        path_name(path): decode_value(value, owner=path_name(path))
-        for path, value in contents.values.items()
-        if not any(path[: len(outer)] == outer for outer in inside)
-    }
+    paths = [path for path in contents.values if not any(path[: len(outer)] == outer for outer in inside)]
+    names = unique_names(path_name(path) for path in paths)
+    return {name: contents.values[path] for name, path in zip(names, paths, strict=True)}
 
 
 def metadata_of(manifest: Manifest) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from typing import Any
@@ -19,7 +20,6 @@ class OpenErrors:
 
     def watch(self, future: CheckpointFuture[Any]) -> None:
         with self._guard:
-            self._futures = [f for f in self._futures if not f.done() or _is_open(f)]
             self._futures.append(future)
         _reporters.add(self)
 
@@ -27,14 +27,29 @@ class OpenErrors:
         """Raise the oldest error that nobody was told of; it will not be raised again."""
         with self._guard:
             futures = list(self._futures)
-        for future in futures:
-            error = future.take_unclaimed_error()
-            if error is not None:
-                raise error
+        try:
+            for future in futures:
+                error = future.take_unclaimed_error()
+                if error is not None:
+                    raise error
+        finally:
+            self._drop_settled()
+
+    def _drop_settled(self) -> None:
+        """Keep no future longer than somebody may want to hear of it: its error's traceback holds the whole save."""
+        with self._guard:
+            self._futures = [f for f in self._futures if not f.done() or _is_open(f)]
+            if not self._futures:
+                _reporters.discard(self)
 
     def in_flight(self) -> list[CheckpointFuture[Any]]:
         with self._guard:
             return [future for future in self._futures if not future.done()]
+
+    def forget(self) -> None:
+        """In a forked child, these are the parent's to wait for and to hear of."""
+        self._guard = threading.Lock()
+        self._futures = []
 
     def report(self) -> None:
         """Print what nobody was told of."""
@@ -49,6 +64,15 @@ _reporters: set[OpenErrors] = set()
 
 def _is_open(future: CheckpointFuture[Any]) -> bool:
     return future._inner.exception() is not None and not future._claimed
+
+
+def _forget_in_child() -> None:
+    for reporter in _reporters:
+        reporter.forget()
+    _reporters.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register

@@ -39,8 +39,14 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
 
     def touch() -> None:
         # A save in flight has the arena already; and what does not fit will not be staged.
-        if save_lock.in_flight() or not pool.fits(plan.image.bytes, limit_bytes=target.options.host_memory_limit):
+        limit = target.options.host_memory_limit
+        if save_lock.in_flight() or not pool.fits(plan.image.bytes, limit_bytes=limit):
             return
-        pool.release(pool.acquire(plan.image.bytes, deadline_s=target.options.busy_deadline_s))
+        arena = pool.acquire(plan.image.bytes, deadline_s=target.options.busy_deadline_s)
+        try:
+            if plan.tables:
+                pool.touch_ahead(arena, plan.image.bytes, limit_bytes=limit)
+        finally:
+            pool.release(arena)
 
     return PrepareFuture(workers.submit(touch))

@@ -11,7 +11,7 @@ from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.background import background
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.save_job import run_save
+from asyncckpt.engine.save_job import end_save, lose_save, run_save
 from asyncckpt.engine.save_request import Cut, SaveJob, SaveTarget
 from asyncckpt.errors import ConflictError, IOFailedError, UsageError
 from asyncckpt.format.names import STEP_MAX, manifest_name
@@ -47,7 +47,11 @@ def start_save(
             ) from error
         raise
     job.stall_seconds = time.perf_counter() - begun
-    background.submit(lambda: run_save(job))
+    try:
+        background.submit(lambda: run_save(job), lost=lambda error: lose_save(job, error))
+    except IOFailedError:
+        end_save(job, ok=False)
+        raise
     future = job.future
     if job.arena is None and not job.cut.fenced:
         _wait_for_live_state(future)
@@ -121,7 +125,7 @@ def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
     path = target.root.path
     others = [t.step for t in save_lock.in_flight() if t is not ticket and t.path == path and t.step is not None]
     if step is None:
-        return max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
+        step = max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
     if type(step) is not int or not 0 <= step <= STEP_MAX:
         raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
     if step in others or target.root.manifests.exists(manifest_name(step)):

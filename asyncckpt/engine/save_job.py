@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +23,7 @@ from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.lock import save_lock
+from asyncckpt.engine.messages import log_exception, log_warning
 from asyncckpt.engine.save_request import SaveJob
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, SaveCancelledError
 from asyncckpt.format.manifest import FileFacts, ManifestHead, encode_manifest, render_body
@@ -41,9 +41,8 @@ from asyncckpt.snapshot.capture import block_tensor, live_sources
 from asyncckpt.snapshot.source import SpanSource, plain, tensor_source
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
-from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.directory import Directory, io_failed
 
-_log = logging.getLogger("asyncckpt")
 try:
     WRITER = f"asyncckpt {version('asyncckpt')}"
 except PackageNotFoundError:  # Run from a source tree that was never installed.
@@ -63,39 +62,59 @@ async def run_save(job: SaveJob) -> None:
     try:
         result = await _save(job)
     except BaseException as error:
-        _end(job, ok=False)
-        cancelled = isinstance(error, SaveCancelledError)
-        job.future.fail(_with_memory_hint(error), FutureState.CANCELLED if cancelled else FutureState.FAILED)
+        lose_save(job, error)
     else:
-        _end(job, ok=True)
+        _touch_ahead(job)
+        end_save(job, ok=True)
         job.future.resolve(result, FutureState.COMMITTED)
 
 
-def _end(job: SaveJob, *, ok: bool) -> None:
+def _touch_ahead(job: SaveJob) -> None:
+    """Tables grow: let the next save find its memory touched, rather than pay for that in its stall."""
+    if job.arena is None or not job.plan.tables:
+        return
+    try:
+        pool.touch_ahead(job.arena, job.plan.image.bytes, limit_bytes=job.target.options.host_memory_limit)
+    except (MemoryError, OSError) as error:
+        log_warning("memory for growing tables was not made ready: %s", error)
+
+
+def lose_save(job: SaveJob, error: BaseException) -> None:
+    """End a save that has failed, and tell its future."""
+    end_save(job, ok=False)
+    cancelled = isinstance(error, SaveCancelledError)
+    job.future.fail(_as_ours(error, job.step), FutureState.CANCELLED if cancelled else FutureState.FAILED)
+
+
+def end_save(job: SaveJob, *, ok: bool) -> None:
     """Give back everything the save holds; afterwards the next save may begin."""
     try:
         job.cut.fence()
         job.cut.end(ok=ok)
     except Exception:
-        _log.exception("a table did not end its cut of step %d", job.step)
+        log_exception("a table did not end its cut of step %d", job.step)
     if job.arena is not None:
         pool.release(job.arena)
         job.arena = None
     save_lock.release(job.ticket)
 
 
-def _with_memory_hint(error: BaseException) -> BaseException:
+def _as_ours(error: BaseException, step: int) -> BaseException:
+    """The system's errors that passed no door."""
     if isinstance(error, MemoryError):
         wrapped = IOFailedError("the save ran out of memory", hint="lower host_memory_limit, or use save()")
-        wrapped.__cause__ = error
-        return wrapped
-    return error
+    elif isinstance(error, OSError):
+        wrapped = io_failed(f"the save of step {step} failed", error)
+    else:
+        return error
+    wrapped.__cause__ = error
+    return wrapped
 
 
 async def _save(job: SaveJob) -> SaveResult:
     root, options = job.target.root, job.target.options
     attempt = Attempt.new(job.step)
-    sweep(root, job.target.heads, keep_attempts=(attempt.id,))
+    _sweep(job, attempt)
     filtered = await _filter(job)
     _go_on(job, FutureState.WRITING)
     folder = begin_attempt(root, attempt)
@@ -134,14 +153,22 @@ def _go_on(job: SaveJob, state: FutureState) -> None:
         raise SaveCancelledError(f"save of step {job.step} was cancelled")
 
 
+def _sweep(job: SaveJob, attempt: Attempt) -> None:
+    """What cannot be swept is in nobody's way."""
+    try:
+        sweep(job.target.root, job.target.heads, keep_attempts=(attempt.id,))
+    except CheckpointError as error:
+        log_warning("leftovers in %s were kept: %s", job.target.root.path, error)
+
+
 def _retain(job: SaveJob) -> None:
     count = job.target.options.keep_latest
     if count is None:
         return
     try:
         keep_latest(job.target.root, job.target.heads, count=count, protected={*job.target.protected(), job.step})
-    except CheckpointError as error:
-        _log.warning("old checkpoints in %s were kept: %s", job.target.root.path, error)
+    except Exception as error:  # Whatever it is, the new checkpoint is committed.
+        log_warning("old checkpoints in %s were kept: %s", job.target.root.path, error)
 
 
 def _head(job: SaveJob, attempt: Attempt, files: tuple[FileFacts, ...]) -> ManifestHead:

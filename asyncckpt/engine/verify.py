@@ -11,7 +11,7 @@ import numpy as np
 from asyncckpt.commit.discover import newest_step, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import attempt_of_directory, is_temporary_manifest
+from asyncckpt.format.names import attempt_of_directory, is_temporary_manifest, split_shard_path
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ShardReader
 
@@ -78,11 +78,17 @@ def _verify_block(reader: ShardReader, number: int, window: np.ndarray[tuple[int
 
 
 def _strays(root: CheckpointRoot, manifest: Manifest) -> tuple[str, ...]:
-    """Leftovers of this step's other attempts, and manifests never published."""
+    """Leftovers of this step's other attempts, files of this one that no manifest lists, manifests never published."""
     own = manifest.head.attempt
     folders = [
         name
         for name in root.data.names()
         if (a := attempt_of_directory(name)) and a.step == manifest.step and a.id != own
     ]
-    return tuple(sorted(folders + [name for name in root.manifests.names() if is_temporary_manifest(name)]))
+    listed = {split_shard_path(file.path, owner="manifest") for file in manifest.head.files}
+    files = []
+    for folder in {folder for folder, _ in listed}:
+        with root.data.child(folder) as directory:
+            files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
+    temporary = [name for name in root.manifests.names() if is_temporary_manifest(name)]
+    return tuple(sorted(folders + files + temporary))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,13 @@ def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
     return entry
 
 
+def known_dtype(name: str) -> StoredDtype | None:
+    """The dtype a manifest names; None when this version, or this torch, has none such."""
+    return _BY_NAME.get(name)
+
+
 def dtype_by_name(name: str, *, owner: str) -> StoredDtype:
-    """The dtype a manifest names; UnsupportedError naming `owner` when this torch has none such."""
-    if not isinstance(name, str):
-        raise CorruptError(f"dtype of {owner!r} is not a string", found=name)
+    """The same; UnsupportedError naming `owner` where there is none."""
     entry = _BY_NAME.get(name)
     if entry is None:
         raise UnsupportedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.strict_json import Json
+from asyncckpt.format.strict_json import Json, shown
 
 I64_MAX = 2**63 - 1
 _HEX_128 = re.compile(r"[0-9a-f]{32}")
@@ -16,7 +16,7 @@ class Fields:
 
     def __init__(self, value: Json, *, owner: str, where: str) -> None:
         if type(value) is not dict:
-            raise CorruptError(f"{owner}: {where} is not an object", found=_short(value))
+            raise CorruptError(f"{owner}: {where} is not an object", found=shown(value))
         self._value: dict[str, Json] = value
         self.owner = owner
         self.where = where
@@ -28,7 +28,7 @@ class Fields:
 
     def _wrong(self, key: str, expected: str) -> CorruptError:
         return CorruptError(
-            f"{self.owner}: {self.where}.{key} is wrong", found=_short(self._value[key]), expected=expected
+            f"{self.owner}: {self.where}.{key} is wrong", found=shown(self._value[key]), expected=expected
         )
 
     def text(self, key: str) -> str:
@@ -83,8 +83,3 @@ class Fields:
 
     def value(self, key: str) -> Json:
         return self._get(key)
-
-
-def _short(value: Json) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -9,6 +9,7 @@ is rendered once per plan; `stamp` writes attempt and step of a save into their 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,13 +126,16 @@ def decode_header(raw: bytes, *, file_bytes: int, owner: str) -> Header:
 def _entry(header: Fields, name: str, *, base: int, owner: str) -> HeaderEntry:
     fields = Fields(header.value(name), owner=owner, where=f"array {name!r}")
     dtype = fields.text("dtype")
-    if dtype not in STORED_ITEMSIZE:
-        raise UnsupportedError(f"{owner}: array {name!r} has an unknown dtype", found=dtype)
     shape = fields.integers("shape", count_max=DIMENSIONS_MAX)
     offsets = fields.integers("data_offsets", count_max=2)
-    count = STORED_ITEMSIZE[dtype]
-    for size in shape:
-        count *= size
-    if len(offsets) != 2 or offsets[1] - offsets[0] != count:
-        raise CorruptError(f"{owner}: array {name!r} has data_offsets that do not fit", found=offsets, expected=count)
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CorruptError(f"{owner}: array {name!r} has wrong data_offsets", found=offsets, expected="[begin, end]")
+    count = offsets[1] - offsets[0]
+    # How large an element of an unknown dtype is, is not known; its array cannot be used, but be passed over.
+    if dtype in STORED_ITEMSIZE and math.prod(shape) * STORED_ITEMSIZE[dtype] != count:
+        raise CorruptError(
+            f"{owner}: array {name!r} has data_offsets that do not fit",
+            found=offsets,
+            expected=f"{math.prod(shape) * STORED_ITEMSIZE[dtype]} bytes",
+        )
     return HeaderEntry(dtype=dtype, shape=shape, offset=base + offsets[0], bytes=count)

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.strict_json import Json, dumps
+from asyncckpt.format.strict_json import Json, dumps, looks_like
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import PlacedBlock, TableFacts
 
@@ -141,9 +141,12 @@ def encode_manifest(head: ManifestHead, body: bytes) -> bytes:
 
 def manifest_digest(raw: bytes, *, owner: str) -> str:
     """Check the manifest's own digest and return it; CorruptError when a byte differs or the end is missing."""
+    if not raw:
+        raise CorruptError(f"{owner} is empty")
     at = len(raw) - len(_DIGEST_MARK) - 32 - 3
     if at < 0 or raw[at : at + len(_DIGEST_MARK)] != _DIGEST_MARK or raw[-3:] != b'"}\n':
-        raise CorruptError(f"{owner} does not end as a manifest ends", hint="it is truncated or has foreign bytes")
+        hint = looks_like(raw) or "it is truncated or has foreign bytes"
+        raise CorruptError(f"{owner} does not end as a manifest ends", hint=hint)
     stored = raw[at + len(_DIGEST_MARK) : -3].decode("ascii", "replace")
     computed = xxhash.xxh3_128_hexdigest(raw[:at])
     if stored != computed:

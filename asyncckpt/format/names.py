@@ -22,10 +22,10 @@ MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
 STEP_MAX = 10**12 - 1
 
-_MANIFEST = re.compile(r"(\d{12})\.json")
+_MANIFEST = re.compile(r"([0-9]{12})\.json")
 _TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
-_ATTEMPT_DIR = re.compile(r"(\d{12})-([0-9a-f]{32})")
-_SHARD = re.compile(r"r(\d{5})-(\d{3})\.safetensors")
+_ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
+_SHARD = re.compile(r"r([0-9]{5})-([0-9]{3})\.safetensors")
 
 
 @dataclass(frozen=True)

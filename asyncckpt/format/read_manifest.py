@@ -8,12 +8,13 @@ field.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
-from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.fields import Fields
+from asyncckpt.format.dtypes import known_dtype
+from asyncckpt.format.fields import I64_MAX, Fields
 from asyncckpt.format.header import DIMENSIONS_MAX
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
@@ -26,7 +27,7 @@ from asyncckpt.format.manifest import (
     ManifestHead,
     manifest_digest,
 )
-from asyncckpt.format.names import STEP_MAX, attempt_of_directory, split_shard_path
+from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory, split_shard_path
 from asyncckpt.format.strict_json import loads
 from asyncckpt.format.tree import VALUE, decode_tree, leaves
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
@@ -42,13 +43,16 @@ def decode_manifest(raw: bytes, *, owner: str, step: int | None = None) -> Manif
     """Decode the bytes of a manifest file; `step` is the one its file name tells."""
     if len(raw) > MANIFEST_BYTES_MAX:
         raise CorruptError(f"{owner} is too large", found=len(raw), expected=MANIFEST_BYTES_MAX)
+    # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
+    digest = manifest_digest(raw, owner=owner)
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
     _check_version(fields)
-    digest = manifest_digest(raw, owner=owner)
     head = _head(fields)
     if step is not None and head.step != step:
         raise CorruptError(f"{owner} tells another step than its name", found=head.step, expected=step)
     tree = decode_tree(fields.value("tree"), owner=owner)
+    if tree[0] != "dict":
+        raise CorruptError(f"{owner}: manifest.tree is wrong", found=tree[0], expected="an object with names")
     tables = tuple(_table(item) for item in fields.objects("tables", count_max=TABLES_MAX))
     blocks = tuple(_block(item, head.files) for item in fields.objects("blocks", count_max=BLOCKS_MAX))
     manifest = Manifest(head=head, tables=tables, tree=tree, blocks=blocks, digest=digest)
@@ -89,17 +93,18 @@ def _head(fields: Fields) -> ManifestHead:
     kind = fields.text("kind")
     if kind != "full":
         raise UnsupportedError(f"{fields.owner} is a checkpoint of a kind that this version cannot read", found=kind)
-    attempt = fields.digest("attempt").hex()
+    attempt = Attempt(step=fields.integer("step", at_most=STEP_MAX), id=fields.digest("attempt").hex())
     ranks_count = fields.integer("ranks_count", at_least=1, at_most=RANKS_MAX)
     files = tuple(_file(item, attempt, ranks_count) for item in fields.objects("files", count_max=FILES_MAX))
     paths = {file.path for file in files}
     if len(paths) != len(files):
         raise CorruptError(f"{fields.owner} lists a file twice")
+    _check_ranks(fields, files, ranks_count)
     return ManifestHead(
-        step=fields.integer("step", at_most=STEP_MAX),
+        step=attempt.step,
         kind=kind,
         parents=fields.integers("parents", count_max=10_000),
-        attempt=attempt,
+        attempt=attempt.id,
         created=fields.text("created"),
         writer=fields.text("writer"),
         ranks_count=ranks_count,
@@ -109,13 +114,22 @@ def _head(fields: Fields) -> ManifestHead:
     )
 
 
-def _file(fields: Fields, attempt: str, ranks_count: int) -> FileFacts:
+def _check_ranks(fields: Fields, files: Sequence[FileFacts], ranks_count: int) -> None:
+    """Every rank has written a file."""
+    silent = set(range(ranks_count)) - {file.rank for file in files}
+    if silent:
+        raise CorruptError(
+            f"{fields.owner} has no file of rank {min(silent)}", expected=f"files of {ranks_count} ranks"
+        )
+    if ranks_count > 1:
+        raise UnsupportedError(f"{fields.owner} is a checkpoint of several ranks", found=ranks_count, expected=1)
+
+
+def _file(fields: Fields, attempt: Attempt, ranks_count: int) -> FileFacts:
     path = fields.text("path")
     directory, _ = split_shard_path(path, owner=fields.owner)
-    parsed = attempt_of_directory(directory)
-    assert parsed is not None  # split_shard_path has checked the form.
-    if parsed.id != attempt:
-        raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt)
+    if attempt_of_directory(directory) != attempt:
+        raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
     size = fields.integer("bytes", at_least=8)
     return FileFacts(
         path=path,
@@ -135,19 +149,23 @@ def _table(fields: Fields) -> TableFacts:
 
 def _block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
     name = fields.text("name")
-    dtype = dtype_by_name(fields.text("dtype"), owner=name)
+    size = fields.integer("bytes")
     shape = fields.integers("shape", count_max=DIMENSIONS_MAX)
+    dtype = known_dtype(fields.text("dtype"))
+    itemsize = 1 if dtype is None else dtype.itemsize
     row_begin = fields.optional_integer("row_begin")
     whole = None if row_begin is None else fields.integers("whole_shape", count_max=DIMENSIONS_MAX)
+    if max(_elements_count(shape), _elements_count(whole or ())) * itemsize > I64_MAX:
+        raise CorruptError(f"{fields.owner}: block {name!r} has a shape of impossible size", found=whole or shape)
     file_index = fields.integer("file", at_most=len(files) - 1)
     spec = BlockSpec(
         name=name,
         role=_role(fields),
-        dtype=dtype.name,
-        stored_dtype=dtype.stored,
-        stored_itemsize=dtype.stored_itemsize,
+        dtype=fields.text("dtype"),
+        stored_dtype="" if dtype is None else dtype.stored,
+        stored_itemsize=1 if dtype is None else dtype.stored_itemsize,
         shape=shape,
-        stored_shape=dtype.stored_shape(shape),
+        stored_shape=(size,) if dtype is None else dtype.stored_shape(shape),
         table=fields.optional_text("table"),
         column=fields.optional_text("column"),
         leaf=fields.optional_integer("leaf"),
@@ -155,7 +173,6 @@ def _block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
         whole_shape=whole,
         slice_info=fields.optional_text("slice") or " ",
     )
-    size = fields.integer("bytes")
     offset = fields.integer("offset", at_least=files[file_index].header_bytes)
     if size != spec.bytes or offset + size > files[file_index].bytes:
         raise CorruptError(
@@ -168,15 +185,27 @@ def _block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
     return BlockFacts(placed=placed, digest=fields.digest("digest"), filtered=_flag(fields, "filtered"))
 
 
+def _elements_count(shape: Sequence[int]) -> int:
+    """Of a shape, a dimension of 0 counted as 1: torch makes no strides for more than 64 bits of them either."""
+    return math.prod(max(1, size) for size in shape)
+
+
 def _role(fields: Fields) -> Role:
     text = fields.text("role")
     try:
         role = Role(text)
     except ValueError:
         raise CorruptError(f"{fields.owner}: {fields.where}.role is unknown", found=text) from None
-    is_table = fields.optional_text("table") is not None and fields.optional_text("column") is not None
-    if is_table == (role is Role.DENSE):
-        raise CorruptError(f"{fields.owner}: {fields.where} is neither a table's nor dense", found=text)
+    table, column = fields.optional_text("table"), fields.optional_text("column")
+    if role is Role.DENSE:
+        fits = table is None and column is None
+    else:
+        # Parts are put together by name, columns are filled by table and column: the two must be the same.
+        fits = table is not None and column is not None and fields.text("name") == f"{table}@{column}"
+    if not fits:
+        raise CorruptError(
+            f"{fields.owner}: {fields.where} is neither a table's nor dense", found=(text, table, column)
+        )
     return role
 
 
@@ -215,9 +244,9 @@ def _check_parts(manifest: Manifest, owner: str) -> None:
             continue
         specs.sort(key=lambda spec: spec.row_begin)
         whole = specs[0].whole_shape
-        if any(s.whole_shape != whole or s.dtype != specs[0].dtype or s.table != specs[0].table for s in specs):
+        kind = (whole, specs[0].dtype, specs[0].role, specs[0].leaf)
+        if whole is None or any((s.whole_shape, s.dtype, s.role, s.leaf) != kind for s in specs):
             raise CorruptError(f"{owner}: tensor {name!r} is there twice, or its parts disagree")
-        assert whole is not None
         if not whole or any(s.shape[1:] != whole[1:] or len(s.shape) != len(whole) for s in specs):
             raise CorruptError(f"{owner}: parts of tensor {name!r} have another shape than the whole", expected=whole)
         ends = list(itertools.accumulate((s.shape[0] for s in specs), initial=0))
@@ -226,7 +255,7 @@ def _check_parts(manifest: Manifest, owner: str) -> None:
 
 
 def _check_leaves(manifest: Manifest, owner: str) -> None:
-    """Leaf numbers are those of the tree; columns of a table agree on its rows."""
+    """Leaf numbers are those of the tree, each of one tensor; columns of a table agree on its rows."""
     kinds = [node for _, node in leaves(manifest.tree)]
     tensors_count = sum(1 for node in kinds if node is not VALUE)
     if len(kinds) - tensors_count != len(manifest.head.values):
@@ -234,10 +263,16 @@ def _check_leaves(manifest: Manifest, owner: str) -> None:
     rows = {table.name: table.rows_count for table in manifest.tables}
     if len(rows) != len(manifest.tables):
         raise CorruptError(f"{owner} lists a table twice")
+    owners: dict[int, str] = {}
     for block in manifest.blocks:
         spec = block.placed.spec
-        if spec.leaf is not None and (spec.table is not None or spec.leaf >= tensors_count):
-            raise CorruptError(f"{owner}: block {spec.name!r} names a leaf that is not there", found=spec.leaf)
+        if spec.leaf is not None:
+            if spec.table is not None or spec.leaf >= tensors_count:
+                raise CorruptError(f"{owner}: block {spec.name!r} names a leaf that is not there", found=spec.leaf)
+            if owners.setdefault(spec.leaf, spec.name) != spec.name:
+                raise CorruptError(
+                    f"{owner}: block {spec.name!r} names a leaf of {owners[spec.leaf]!r}", found=spec.leaf
+                )
         if spec.table is not None:
             shape = spec.whole_shape or spec.shape
             if spec.table not in rows or not shape or shape[0] != rows[spec.table]:

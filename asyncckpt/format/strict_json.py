@@ -7,6 +7,7 @@ walks the parsed value afterwards counts its own depth (JSON_DEPTH_MAX).
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import Any, NoReturn
 
 from asyncckpt.errors import CorruptError
@@ -17,6 +18,9 @@ INTEGER_DIGITS_MAX = 4000
 
 Json = Any  # What json.loads returns; narrowed by asyncckpt.format.fields.
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = 80
+
 
 def loads(raw: bytes, *, owner: str) -> Json:
     """Parse strict JSON; CorruptError naming `owner` (a file) otherwise."""
@@ -26,9 +30,12 @@ def loads(raw: bytes, *, owner: str) -> Json:
         raise CorruptError(f"{owner} is too large", found=len(raw), expected=f"at most {JSON_BYTES_MAX} bytes")
     try:
         text = raw.decode("utf-8")
-        return json.loads(
+        value = json.loads(
             text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_int, parse_float=_float
         )
+        if b"\\u" in raw:
+            dumps(value)  # UnicodeEncodeError for half a surrogate pair, which an escape can hide in valid UTF-8.
+        return value
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{owner} is not strict JSON: {error}", hint=looks_like(raw)) from error
 
@@ -36,6 +43,11 @@ def loads(raw: bytes, *, owner: str) -> Json:
 def dumps(value: Json) -> bytes:
     """Encode compactly; the caller guarantees JSON types."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+def shown(value: Json) -> str:
+    """A parsed value for an error message: short, and however deep it is nested."""
+    return _short.repr(value)
 
 
 def looks_like(raw: bytes) -> str | None:
@@ -48,7 +60,7 @@ def looks_like(raw: bytes) -> str | None:
         (b"<?xml", "an XML document, probably an error answer of an object store"),
         (b"\x1f\x8b", "a gzip file, unpack it first"),
         (b"pk\x03\x04", "a zip archive, perhaps made by torch.save"),
-        (b"\x80\x02", "a pickle; this library never opens one"),
+        *((b"\x80" + bytes([protocol]), "a pickle; this library never opens one") for protocol in range(2, 6)),
     ]
     return next((f"this looks like {name}" for magic, name in known if head.startswith(magic)), None)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.strict_json import Json
+from asyncckpt.format.strict_json import Json, shown
 
 TENSOR = ("tensor",)
 ARRAY = ("array",)
@@ -54,6 +54,20 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*prefix, ("int", index)))
 
 
+def descend(node: Node, path: Path) -> Node | None:
+    """The node at a path, None where the tree has none."""
+    for key in path:
+        while node[0] == "state":
+            node = node[1]
+        if node[0] == "dict" and key in node[1]:
+            node = node[2][node[1].index(key)]
+        elif node[0] in ("list", "tuple") and type(key) is tuple and key[0] == "int" and 0 <= key[1] < len(node[1]):
+            node = node[1][key[1]]
+        else:
+            return None
+    return node
+
+
 def encode_tree(node: Node) -> Json:
     """A node as JSON; see docs/format.md."""
     if len(node) == 1:
@@ -83,7 +97,7 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
             if len(set(keys)) != len(keys):
                 raise CorruptError(f"{owner} holds a tree with the same key twice", found=str(keys)[:200])
             return ("dict", keys, tuple(decode_tree(child, owner=owner, _depth=_depth + 1) for _, child in body))
-    raise CorruptError(f"{owner} holds a tree node of no known form", found=str(value)[:80])
+    raise CorruptError(f"{owner} holds a tree node of no known form", found=shown(value))
 
 
 def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
@@ -115,7 +129,7 @@ def _decode_key(value: Json, owner: str) -> Key:
                 return (kind, _key_from_text(kind, text))
             except ValueError as error:
                 raise CorruptError(f"{owner} holds a damaged key: {error}") from error
-    raise CorruptError(f"{owner} holds a key of no known form", found=str(value)[:80])
+    raise CorruptError(f"{owner} holds a key of no known form", found=shown(value))
 
 
 def _key_from_text(kind: str, text: str) -> Any:

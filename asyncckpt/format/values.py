@@ -14,12 +14,11 @@ JSON has no NaN, no -0.0 that every parser keeps, no bytes, no tuples and no int
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
-from asyncckpt.format.strict_json import JSON_DEPTH_MAX, Json
+from asyncckpt.format.strict_json import JSON_DEPTH_MAX, Json, shown
 
 _PLAIN_INT_MAX = 2**53
 # A value nests two levels of JSON for each of its own, inside the manifest's.
@@ -75,9 +74,9 @@ def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:
         ((kind, body),) = value.items()
         try:
             return _decode_tagged(kind, body, owner, _depth + 1)
-        except (TypeError, ValueError, OverflowError, binascii.Error) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"{owner} holds a damaged {kind!r} value: {error}") from error
-    raise CorruptError(f"{owner} holds a value of no known form", found=str(value)[:80])
+    raise CorruptError(f"{owner} holds a value of no known form", found=shown(value))
 
 
 def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
@@ -93,10 +92,13 @@ def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
     if kind == "tuple" and type(body) is list:
         return tuple(decode_value(item, owner=owner, _depth=depth) for item in body)
     if kind == "dict" and type(body) is list:
-        return {
+        result = {
             decode_value(key, owner=owner, _depth=depth): decode_value(item, owner=owner, _depth=depth)
             for key, item in body
         }
+        if len(result) != len(body):
+            raise CorruptError(f"{owner} holds a value with the same key twice", found=shown(body))
+        return result
     raise CorruptError(f"{owner} holds a value of unknown kind", found=kind)
 
 
@@ -109,4 +111,4 @@ def _text(value: str, owner: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(f"text {owner} is not valid Unicode: {error.reason}", found=value[:80]) from error
-    return str(value)
+    return str.__str__(value)  # Of a str Enum too: its own str() would be another text.

@@ -45,6 +45,11 @@ class BlockSpec:
     def is_part(self) -> bool:
         return self.whole_shape is not None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether this version knows the dtype; else stored_dtype is empty, and stored_shape counts bytes."""
+        return self.stored_dtype != ""
+
 
 @dataclass(frozen=True)
 class PlacedBlock:

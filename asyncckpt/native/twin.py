@@ -7,6 +7,7 @@ speed: one thread, buffered writes, and a copy where the core remaps.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
@@ -229,6 +230,8 @@ def _blocks_of(data: memoryview, bytes_max: int) -> Iterator[memoryview]:
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         data, offset = data[written:], offset + written
 
 

@@ -46,7 +46,7 @@ def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[Filte
         answer = function(list(blocks))
     except CheckpointError as error:
         raise FilterError(f"filter {_name(function)} raised: {error}") from error
-    except Exception as error:
+    except BaseException as error:  # On a thread of ours, sys.exit() in a filter is no exit but an error too.
         raise FilterError(f"filter {_name(function)} raised {type(error).__name__}: {error}") from error
     if not isinstance(answer, (list, tuple)):
         raise FilterError(

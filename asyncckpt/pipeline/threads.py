@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
+from asyncckpt.errors import IOFailedError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class IdleEndingThreads(Executor):
         self._threads_count = 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run fn(*args, **kwargs) on one of the threads."""
+        """Run fn(*args, **kwargs) on one of the threads. IOFailedError when there is none and none can be started."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -47,7 +49,14 @@ class IdleEndingThreads(Executor):
             start = self._threads_count < self._threads_max
             self._threads_count += start
         if start:
-            threading.Thread(target=self._run, name=self._name, daemon=False).start()
+            try:
+                start_thread(self._run, self._name)
+            except BaseException:
+                with self._guard:
+                    self._threads_count -= 1
+                    if self._threads_count == 0:  # Else the other ones will do it.
+                        self._waiting.remove(work)
+                        raise
         return future
 
     def _run(self) -> None:
@@ -69,8 +78,13 @@ class IdleEndingThreads(Executor):
         self._threads_count = 0
 
 
-def run_in_thread(function: Callable[[], Any], name: str) -> threading.Thread:
-    """Start a named non-daemon thread."""
+def start_thread(function: Callable[[], Any], name: str) -> threading.Thread:
+    """Start a named non-daemon thread; IOFailedError when the system gives none."""
     thread = threading.Thread(target=function, name=name, daemon=False)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise IOFailedError(
+            f"thread {name!r} cannot be started: {error}", hint="see ulimit -u, and free memory"
+        ) from error
     return thread

@@ -58,20 +58,15 @@ def addresses(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=len(tensors))
 
 
-def check_storages(tensors: Sequence[torch.Tensor], *, bytes: NDArray[np.int64], itemsizes: NDArray[np.int64]) -> None:
-    """UsageError when a contiguous tensor's storage was freed or shrunk: a raw copy would read foreign memory."""
+def shrunk_storages(
+    tensors: Sequence[torch.Tensor], *, bytes: NDArray[np.int64], itemsizes: NDArray[np.int64]
+) -> list[int]:
+    """Which contiguous tensors' storages were freed or shrunk: a raw copy would read foreign memory."""
     count = len(tensors)
     storages = map(torch.Tensor.untyped_storage, tensors)
     held = np.fromiter(map(torch.UntypedStorage.nbytes, storages), dtype=np.int64, count=count)
     begins = np.fromiter(map(torch.Tensor.storage_offset, tensors), dtype=np.int64, count=count) * itemsizes
-    short = np.flatnonzero((bytes > 0) & (begins + bytes > held))
-    if short.size:
-        index = int(short[0])
-        raise UsageError(
-            f"dense tensor number {index} of shape {tuple(tensors[index].shape)} has a freed or shrunk storage",
-            found=f"{held[index]} bytes",
-            expected=f"{begins[index] + bytes[index]} bytes",
-        )
+    return [int(index) for index in np.flatnonzero((bytes > 0) & (begins + bytes > held))]
 
 
 def check_leaf(tensor: torch.Tensor, name: str) -> None:
@@ -93,10 +88,10 @@ def check_leaf(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} has a layout that cannot be saved", found=found, hint="save its parts as dense tensors"
         )
     stored_dtype(tensor.dtype, owner=name)
-    _check_extent(tensor, name)
+    check_extent(tensor, name)
 
 
-def _check_extent(tensor: torch.Tensor, name: str) -> None:
+def check_extent(tensor: torch.Tensor, name: str) -> None:
     """The storage holds all elements, and writing them out does not blow an expanded tensor up."""
     if tensor.numel() == 0:
         return

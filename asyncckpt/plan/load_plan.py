@@ -15,12 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncckpt.errors import IncompatibleError, UsageError
+from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.tree import VALUE, Path, leaves, path_name
+from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name
+from asyncckpt.format.values import decode_value
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Table
+from asyncckpt.plan.leaf_names import unique_names
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
 
 LoadInfo = dict[str, dict[str, list[str]]]
@@ -50,16 +52,18 @@ class StoredTable:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds. `values` maps paths to encoded values, `leaf_paths` are those of all tensors."""
+    """What a checkpoint holds. `values` are the plain ones by path, `leaf_paths` those of all tensors saved."""
 
     dense: Mapping[str, StoredDense]
     tables: Mapping[str, StoredTable]
     values: Mapping[Path, Any]
     leaf_paths: tuple[Path, ...]
+    tree: Node
+    unreadable: Mapping[str, str]  # Names of tensors whose dtype this version does not know, and the dtype.
 
     def has(self, path: Path) -> bool:
-        """Whether anything was saved at or below a path (an empty object counts as a value below its parent)."""
-        return any(p[: len(path)] == path for p in (*self.leaf_paths, *self.values))
+        """Whether something was saved at a path, be it an empty object."""
+        return descend(self.tree, path) is not None
 
     def below(self, path: Path) -> list[StoredDense]:
         return [item for item in self.dense.values() if item.path[: len(path)] == path]
@@ -93,14 +97,17 @@ class LoadPlan:
 
 
 def contents_of(manifest: Manifest) -> Contents:
-    """Index a manifest by names and paths."""
+    """Index a manifest by names and paths. CorruptError for a value that cannot be decoded."""
     paths = [path for path, node in leaves(manifest.tree) if node is not VALUE]
     value_paths = [path for path, node in leaves(manifest.tree) if node is VALUE]
     dense: dict[str, list[int]] = defaultdict(list)
     columns: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    unreadable: dict[str, str] = {}
     for number, block in enumerate(manifest.blocks):
         spec = block.placed.spec
-        if spec.table is not None:
+        if not spec.is_known:
+            unreadable[spec.name] = spec.dtype
+        elif spec.table is not None:
             columns[spec.table][str(spec.column)].append(number)
         else:
             dense[spec.name].append(number)
@@ -115,8 +122,18 @@ def contents_of(manifest: Manifest) -> Contents:
         name: StoredTable(name=name, rows_count=rows[name], columns={k: tuple(v) for k, v in found.items()})
         for name, found in columns.items()
     }
-    values = dict(zip(value_paths, manifest.head.values, strict=True))
-    return Contents(dense=stored, tables=tables, values=values, leaf_paths=tuple(paths))
+    values = {
+        path: decode_value(value, owner=f"value {path_name(path)!r} of step {manifest.step}")
+        for path, value in zip(value_paths, manifest.head.values, strict=True)
+    }
+    return Contents(
+        dense=stored,
+        tables=tables,
+        values=values,
+        leaf_paths=tuple(paths),
+        tree=manifest.tree,
+        unreadable=unreadable,
+    )
 
 
 def make_load_plan(
@@ -129,6 +146,8 @@ def make_load_plan(
     strict: bool,
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense."""
+    if strict:
+        _check_readable(contents, manifest.step)
     info, missing = _default_info(contents, targets, tables)
     by_name = {item.name: item for item in targets.in_place}
     known = {name: {source: list(columns) for source, columns in sources.items()} for name, sources in info.items()}
@@ -147,7 +166,7 @@ def make_load_plan(
     objects = _objects(targets, contents, dense, problems)
     missing = [name for name in missing if name not in answer]
     used = {source for sources in answer.values() for source in sources}
-    unexpected = sorted((contents.dense.keys() | contents.tables.keys()) - used)
+    unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
         problems += [f"{name!r} is missing in the checkpoint" for name in missing]
         problems += [
@@ -164,6 +183,16 @@ def make_load_plan(
     )
 
 
+def _check_readable(contents: Contents, step: int) -> None:
+    for name, dtype in contents.unreadable.items():
+        raise UnsupportedError(
+            f"tensor {name!r} of step {step} has a dtype that this version cannot read",
+            found=dtype,
+            expected="one of asyncckpt.supported_dtypes()",
+            hint="strict=False loads the other ones",
+        )
+
+
 def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str, Table]) -> tuple[LoadInfo, list[str]]:
     info: LoadInfo = {}
     missing = []
@@ -175,6 +204,7 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
         columns = [column.name for column in table.schema().columns]
         info[name] = {name: [column for column in columns if column in stored.columns]}
     by_path = {item.path: item.name for item in contents.dense.values()}
+    taken = [leaf.name for leaf in targets.in_place]
     for leaf in targets.in_place:
         source = by_path.get(leaf.path)
         if source is None:
@@ -185,7 +215,9 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
         if not contents.has(item.path):
             missing.append(path_name(item.path))
         elif item.module_state is None:
-            info |= {stored.name: {stored.name: []} for stored in contents.below(item.path)}
+            found = contents.below(item.path)
+            names = unique_names((stored.name for stored in found), taken={*tables, *taken, *info})
+            info |= {name: {stored.name: []} for name, stored in zip(names, found, strict=True)}
     missing += [path_name(path) for path in targets.values if path not in contents.values]
     return info, missing
 

@@ -92,7 +92,8 @@ class PlanCache:
 
 
 def _make_plan(flat: FlatState, cuts: Sequence[CutTable], *, parallel: int, rank: int) -> SavePlan:
-    names = tensor_names(flat.tree, tables=[item.name for item in cuts])
+    taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
+    names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
     specs: list[BlockSpec] = []
     columns: dict[int, tuple[int, str]] = {}
     for number, item in enumerate(cuts):

@@ -42,7 +42,7 @@ def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
         return tensors
     if isinstance(tensors, Iterable) and not isinstance(tensors, (str, bytes, torch.Tensor, np.ndarray)):
         pairs = list(tensors)
-        if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        if all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
             named = dict(pairs)
             if len(named) != len(pairs):
                 raise UsageError(f"{what} names an entry twice")
@@ -57,10 +57,10 @@ def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Flatten a named state. UsageError naming the key path for what cannot be saved."""
     flat = FlatState()
-    for key in state:
-        if not isinstance(key, str):
-            raise UsageError("a top-level name is not a string", found=key)
     flat.tree = _node(state, flat, (), [])
+    for key in flat.tree[1]:
+        if not isinstance(key, str):
+            raise UsageError("a top-level name is not a string", found=key[1])
     return flat
 
 
@@ -81,7 +81,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
 def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
     if id(value) in parents:
         raise UsageError(f"state {_shown(path)} contains itself")
-    if len(path) > STATE_DEPTH_MAX:
+    if len(parents) > STATE_DEPTH_MAX:
         raise UsageError(f"state {_shown(path[:8])}... is nested too deeply", expected=f"{STATE_DEPTH_MAX} levels")
     parents = [*parents, id(value)]
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
 
 def _key(key: Any, path: tuple[Any, ...]) -> Key:
     if isinstance(key, str):
-        return str(key)
+        return str.__str__(key)  # Of a str Enum too: its own str() would be another text.
     if type(key) not in _KEY_TYPES:
         raise UsageError(
             f"state {_shown(path)} has a key of a type that cannot be stored",

@@ -16,11 +16,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
-from asyncckpt.format.header import decode_header, header_length
+from asyncckpt.format.header import HeaderEntry, decode_header, header_length
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest
 from asyncckpt.format.names import split_shard_path
+from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, ShortFile, core
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
+
+_SNIFFED_BYTES = 512  # The length of a header, and enough to tell what else a file may be.
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class ShardReader:
                 f"shard file {file.path!r} of step {self._manifest.step} has the wrong size",
                 found=size,
                 expected=file.bytes,
+                hint=_what_it_is(fd),
             )
 
     def _check_headers(self) -> None:
@@ -130,8 +134,8 @@ class ShardReader:
     def _check_header(self, fd: int, file: FileFacts, blocks: dict[str, BlockFacts]) -> None:
         owner = f"shard file {file.path!r} of step {self._manifest.step}"
         try:
-            length = header_length(os.pread(fd, 8, 0), file_bytes=file.bytes, owner=owner)
-            raw = b"" if length != file.header_bytes else os.pread(fd, length, 0)
+            length = header_length(_read_begin(fd, _SNIFFED_BYTES), file_bytes=file.bytes, owner=owner)
+            raw = b"" if length != file.header_bytes else _read_begin(fd, length)
         except OSError as error:
             raise io_failed(f"{owner} cannot be read", error) from error
         found = xxhash.xxh3_128_digest(raw)
@@ -149,10 +153,7 @@ class ShardReader:
                 expected=self._manifest.head.attempt,
             )
         places = {key: (entry.offset, entry.bytes, entry.dtype, entry.shape) for key, entry in header.entries.items()}
-        listed = {
-            key: (b.placed.offset, b.placed.spec.bytes, b.placed.spec.stored_dtype, b.placed.spec.stored_shape)
-            for key, b in blocks.items()
-        }
+        listed = {key: _place(block, header.entries.get(key)) for key, block in blocks.items()}
         if places != listed:
             differing = sorted(key for key in places.keys() | listed.keys() if places.get(key) != listed.get(key))
             raise CorruptError(f"{owner} and the manifest disagree on blocks", found=differing[:5])
@@ -175,3 +176,26 @@ class ShardReader:
             expected=block.digest.hex(),
             hint="targets of a load may hold parts of this damaged step: load another one before using them",
         )
+
+
+def _place(block: BlockFacts, entry: HeaderEntry | None) -> tuple[object, ...]:
+    """Where the manifest has a block, and as what; of a dtype that is unknown here, the header's word is taken."""
+    spec = block.placed.spec
+    if entry is not None and not spec.is_known:
+        return (block.placed.offset, spec.bytes, entry.dtype, entry.shape)
+    return (block.placed.offset, spec.bytes, spec.stored_dtype, spec.stored_shape)
+
+
+def _read_begin(fd: int, bytes: int) -> bytes:
+    """The first bytes of a file, fewer only where it ends: one read may give less than there is."""
+    raw = b""
+    while len(raw) < bytes and (part := os.pread(fd, bytes - len(raw), len(raw))):
+        raw += part
+    return raw
+
+
+def _what_it_is(fd: int) -> str | None:
+    """What a file that is no shard looks like."""
+    with contextlib.suppress(OSError):
+        return looks_like(os.pread(fd, _SNIFFED_BYTES, 0))
+    return None

@@ -42,14 +42,14 @@ class Arena:
         """The whole region as bytes; dead after the next `ensure`."""
         return self._memory.view()
 
-    def ensure(self, bytes: int) -> None:
-        """Grow to `bytes` of touched memory; costs nothing when it has that much."""
+    def ensure(self, bytes: int, *, threads: int = 0) -> None:
+        """Grow to `bytes` of touched memory, on `threads` threads (0: all cores); free when it has that much."""
         if bytes <= self.touched_bytes:
             return
         rounded = -(-bytes // MAPPED_UNIT_BYTES) * MAPPED_UNIT_BYTES
         if rounded > self._memory.bytes:
             self._memory.resize(rounded)
-        self._memory.touch(self.touched_bytes, rounded)
+        self._memory.touch(self.touched_bytes, rounded, threads=threads)
         self.touched_bytes = rounded
         self.touches_count += 1
 

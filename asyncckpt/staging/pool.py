@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from asyncckpt.errors import DeadlineError
+from asyncckpt.options import HEADROOM_BYTES_MAX
 from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.limits import default_limit_bytes
 
@@ -76,6 +77,19 @@ class ArenaPool:
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
             arena.state = ArenaState.FILLING
             return arena
+
+    def touch_ahead(self, arena: Arena, bytes: int, *, limit_bytes: int | None) -> None:
+        """In the background: see that an image somewhat larger than `bytes` fits, for tables grow between saves.
+
+        Does nothing while half of that room is left, so it touches memory once in many saves.
+        """
+        headroom = min(bytes // 8, HEADROOM_BYTES_MAX)
+        if arena.touched_bytes >= bytes + headroom // 2:
+            return
+        others = self.held_bytes - arena.touched_bytes
+        limit = default_limit_bytes(held_bytes=self.held_bytes) if limit_bytes is None else limit_bytes
+        if others + bytes + headroom <= limit:
+            arena.ensure(bytes + headroom, threads=1)
 
     def release(self, arena: Arena) -> None:
         """Give an arena back and wake a waiter."""

@@ -131,6 +131,12 @@ class Directory:
             if error.errno not in _NO_FOLDER_SYNC:
                 raise io_failed(f"folder {str(self.path)!r} cannot be synced", error) from error
 
+    def check_writable(self) -> None:
+        """IOFailedError when files cannot be made here, without making one."""
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True):
+            error = OSError(errno.EACCES, os.strerror(errno.EACCES))
+            raise io_failed(f"folder {str(self.path)!r} is not writable", error)
+
     def make_folder(self, name: str) -> Directory:
         """Make a folder that must be new."""
         with _door(f"folder {str(self.path / name)!r} cannot be made"):
@@ -171,9 +177,10 @@ class Directory:
                 if size > bytes_max:
                     raise CorruptError(f"{str(self.path / name)!r} is too large", found=size, expected=bytes_max)
                 with os.fdopen(fd, "rb", closefd=False) as file:
-                    return file.read(bytes_max + 1)
+                    return file.read(size)  # Room is made for as much as is asked for, however little there is.
         finally:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # A failed close takes nothing from what was read.
+                os.close(fd)
 
     def names(self) -> list[str]:
         with _door(f"folder {str(self.path)!r} cannot be listed"):

@@ -1,0 +1,67 @@
+# Every target makes what it needs: the first one makes .venv, which takes a few minutes.
+#
+#   PYTHON=python3.12      which Python makes .venv (3.10 or newer)
+#   TORCH='torch>=2.4'     another torch than the one the suite is developed with
+#   WORKERS=2              how many processes run the tests
+#   ARGS='-k name -x'      more for pytest, the demo or the bench
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name CMakeLists.txt \))
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-suite test-native test-twin test-slow lint bench clean distclean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(READY) ## a training run, killed in the middle of a save and resumed; about a minute
+	$(BIN)/python -m demo $(ARGS)
+
+test: lint test-native test-suite test-twin ## all that must pass before a change goes in
+
+test-suite: $(READY) ## the suite on the compiled core
+	ASYNCCKPT_NATIVE=1 $(PYTEST) -n $(WORKERS) $(ARGS)
+
+test-twin: $(READY) ## the suite on the portable twin
+	ASYNCCKPT_NATIVE=0 $(PYTEST) -n $(WORKERS) $(ARGS)
+
+test-native: $(READY) ## the core's own test program, under sanitizers
+	$(PYTEST) -m slow tests/unit/native $(ARGS)
+
+test-slow: $(READY) ## the tests that take long
+	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow $(ARGS)
+
+lint: $(READY) ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY) ## asyncckpt, its peers and the raw floor side by side; takes an hour and some GiB of disk
+	$(BIN)/python -m bench all $(ARGS)
+
+clean: ## remove what was built and left behind, but not .venv
+	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## also .venv
+	rm -rf $(VENV)
+
+# The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
+# folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
+$(READY): pyproject.toml $(CORE_SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "Python 3.10 or newer is needed, for example: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.10' cmake ninja
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	touch $@

@@ -1,0 +1,537 @@
+"""Cases 51 to 64: paths that lead elsewhere, that are none, or where the system says no."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crafted import Crafted, picture
+from sentinels import Targets, refused, save_small, small_tensors
+
+import asyncckpt
+
+CorruptError, IOFailedError, NotFoundError = asyncckpt.CorruptError, asyncckpt.IOFailedError, asyncckpt.NotFoundError
+UsageError = asyncckpt.UsageError
+NOBODY = 65534
+
+
+def save_one(path: Any, step: int = 0, **options: Any) -> None:
+    with asyncckpt.Saver(path=path, tensors={"w": torch.ones(3)}, **options) as saver:
+        saver.save(step)
+
+
+# -- 51: paths inside a manifest ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: "../" + path,
+        lambda path: "/" + path,
+        lambda path: "/etc/passwd",
+        lambda path: "data/../" + path,
+        lambda path: path.replace("data/", "data/../../x/"),
+        lambda path: path.replace("/", "//", 1),
+        lambda path: "./" + path,
+        lambda path: path.replace("/", "\\"),
+        lambda path: "C:" + path,
+        lambda path: "C:\\" + path,
+        lambda path: path + "\0",
+        lambda path: path + "\n",
+        lambda path: path + "/",
+        lambda path: path.replace("data/", "manifests/"),
+        lambda path: path.replace("r00000-000", "r00000-000/../r00000-000"),
+        lambda path: path.replace("r00000", "r0000\u0660"),  # Another digit nought.
+        lambda path: path.upper(),
+        lambda path: path.replace(".safetensors", ".pt"),
+        lambda path: "data/LOCK",
+        lambda path: "LOCK",
+        lambda path: "..",
+        lambda path: "",
+        lambda path: "file://" + path,
+        lambda path: path + "x" * 10_000,
+    ],
+)
+def test_case_051_path_out_of_the_checkpoint(small: Crafted, change: Callable[[str], str]) -> None:
+    path = change(small.document()["files"][0]["path"])
+    small.edit(lambda document: document["files"][0].update(path=path))
+    refused(small, CorruptError, "000000000007.json", "outside its checkpoint", "data/<step>-<attempt>")
+
+
+# -- 52: not a regular file --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_case_052_shard_is_a_symbolic_link(small: Crafted, tmp_path: Path, inside: bool) -> None:
+    path = small.shard_path()
+    moved = (path.parent if inside else tmp_path) / "moved"
+    path.rename(moved)
+    path.symlink_to(moved)
+    refused(small, CorruptError, path.name, "not a regular file")
+
+
+def test_case_052_manifest_is_a_symbolic_link(small: Crafted, tmp_path: Path) -> None:
+    small.manifest_path.rename(tmp_path / "moved")
+    small.manifest_path.symlink_to(tmp_path / "moved")
+    refused(small, CorruptError, small.manifest_path.name, "not a regular file")
+
+
+@pytest.mark.parametrize("name", ["data", "manifests", "attempt"])
+def test_case_052_folder_is_a_symbolic_link(small: Crafted, tmp_path: Path, name: str) -> None:
+    path = small.shard_path().parent if name == "attempt" else small.root / name
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    refused(small, CorruptError, path.name, "not a folder of its own")
+
+
+def test_case_052_hard_links_are_regular_files(small: Crafted, tmp_path: Path) -> None:
+    """A tree copied by `cp -l` is a copy."""
+    copy = tmp_path / "copy"
+    shutil.copytree(small.root, copy, copy_function=os.link)
+    targets = Targets()
+    targets.load(copy)
+    assert targets.loaded
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "socket", "folder"])
+@pytest.mark.parametrize("which", ["shard", "manifest"])
+def test_case_052_special_file_in_place_of_one_of_ours(small: Crafted, kind: str, which: str) -> None:
+    path = small.shard_path() if which == "shard" else small.manifest_path
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)  # Opening it to read would wait for a writer for ever.
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        bind_socket(path)
+    else:
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero has no end.
+        except PermissionError as error:
+            pytest.skip(f"making a device needs root: {error}")
+    refused(small, CorruptError, path.name, "not a regular file")
+
+
+def bind_socket(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")  # A socket's own path may have 107 bytes only.
+    finally:
+        os.close(folder)
+
+
+# -- 53 and 54: the root -----------------------------------------------------------------------------------------------
+
+
+def test_case_053_root_is_a_symbolic_link(small: Crafted, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(small.root)
+    targets = Targets()
+    targets.load(link)
+    assert targets.loaded
+    save_one(link, 8)
+    assert asyncckpt.list_steps(small.root) == [7, 8]
+
+
+def test_case_053_root_is_a_symbolic_link_to_nothing(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="symbolic link to nothing"):
+        asyncckpt.Saver(path=link)
+    refused_as_missing(link)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_case_053_root_is_a_symbolic_link_to_itself(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    for make in (lambda: asyncckpt.Saver(path=link), lambda: asyncckpt.Loader(link).load()):
+        with pytest.raises(asyncckpt.CheckpointError, match="link"):
+            make()
+
+
+def refused_as_missing(path: Path) -> None:
+    with pytest.raises(NotFoundError, match="does not exist"):
+        asyncckpt.Loader(path).load()
+
+
+def test_case_054_root_replaced_during_a_save(tmp_path: Path) -> None:
+    """Bytes go on into the folder that was opened; the commit sees that it is not the one of that name any more."""
+    root, moved = tmp_path / "root", tmp_path / "moved"
+
+    other = tmp_path / "other"
+    save_one(other, 5)
+
+    def replace(blocks: Any) -> Any:
+        root.rename(moved)
+        other.rename(root)
+        return blocks
+
+    with asyncckpt.Saver(path=root, tensors={"w": torch.ones(3)}, filter_func=replace) as saver:
+        future = saver.save_async(0)
+        with pytest.raises(asyncckpt.ConflictError, match="was moved or replaced during the save"):
+            future.result()
+    assert asyncckpt.list_steps(root) == [5]
+    assert asyncckpt.list_steps(moved) == []
+    assert list((moved / "data").iterdir()) == []
+
+
+# -- 55 to 57: what is no path -----------------------------------------------------------------------------------------
+
+NO_PATHS = {
+    "": "empty",
+    "a\0b": "NUL",
+    None: "not a path",
+    5: "not a path",
+    b"bytes": "not a path.*bytes",
+    "~/checkpoints": "os.path.expanduser",
+    "~": "expanduser",
+    "file:///tmp/x": "URL",
+    "s3://bucket/x": "URL",
+    "\ud800": "Unicode",
+}
+
+
+@pytest.mark.parametrize("path", NO_PATHS, ids=repr)
+def test_case_055_no_path(path: Any) -> None:
+    for make in (lambda: asyncckpt.Saver(path=path), lambda: asyncckpt.Loader(path), lambda: asyncckpt.verify(path)):
+        with pytest.raises(UsageError, match=NO_PATHS[path]):
+            make()
+
+
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"x"
+
+
+def test_case_055_path_like(tmp_path: Path) -> None:
+    save_one(tmp_path / "root")
+    assert asyncckpt.list_steps(tmp_path / "root") == [0]
+    with pytest.raises(UsageError, match="path is bytes"):
+        asyncckpt.Saver(path=BytesPath())  # type: ignore[arg-type]
+
+
+def test_case_055_relative_path_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with asyncckpt.Saver(path="root", tensors={"w": torch.ones(3)}) as saver:
+        monkeypatch.chdir("/")
+        saver.save(0)
+    assert asyncckpt.list_steps(tmp_path / "root") == [0]
+
+
+@pytest.mark.parametrize("name", ["é" * 128, "x" * 256])
+def test_case_056_component_too_long(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"too long.*255 bytes"):
+        asyncckpt.Saver(path=tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["é" * 127, "x" * 255])
+def test_case_056_longest_component(tmp_path: Path, name: str) -> None:
+    save_one(tmp_path / name)
+    assert asyncckpt.list_steps(tmp_path / name) == [0]
+
+
+def test_case_056_path_too_long(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="too long"):
+        asyncckpt.Saver(path=tmp_path.joinpath(*["x" * 200] * 21))
+
+
+def test_case_057_parent_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"does not exist.*only the last part of the path is made"):
+        asyncckpt.Saver(path=tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    refused_as_missing(tmp_path / "a" / "b")
+
+
+def test_case_057_root_or_parent_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    with pytest.raises(UsageError, match="not a folder"):
+        asyncckpt.Saver(path=file)
+    with pytest.raises(UsageError, match="does not exist"):
+        asyncckpt.Saver(path=file / "root")
+    with pytest.raises(UsageError, match="not a folder"):
+        asyncckpt.Loader(file).load()
+    assert file.read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("name", ["manifests", "data", "LOCK"])
+def test_case_057_foreign_thing_in_the_place_of_ours(tmp_path: Path, name: str) -> None:
+    foreign = tmp_path / name
+    foreign.mkdir() if name == "LOCK" else foreign.write_bytes(b"mine")
+    before, open_before = picture(tmp_path)[name], len(os.listdir("/proc/self/fd"))
+    with pytest.raises(asyncckpt.CheckpointError, match=name if name != "LOCK" else "lock file"):
+        asyncckpt.Saver(path=tmp_path)
+    assert picture(tmp_path)[name] == before
+    assert len(os.listdir("/proc/self/fd")) == open_before, "a refused Saver keeps no descriptor"
+
+
+# -- permissions, by ways that hold for root too -----------------------------------------------------------------------
+
+
+@contextmanager
+def immutable(*paths: Path) -> Iterator[None]:
+    """Nothing can be made in these folders meanwhile, not even by root."""
+    done: list[Path] = []
+    try:
+        for path in paths:
+            run = subprocess.run(["chattr", "+i", path], capture_output=True, text=True, check=False)
+            if run.returncode:
+                pytest.skip(f"chattr +i does not work here: {run.stderr.strip()}")
+            done.append(path)
+        yield
+    finally:
+        for path in done:
+            subprocess.run(["chattr", "-i", path], check=True)
+
+
+@contextmanager
+def read_only_mount(path: Path) -> Iterator[None]:
+    """The folder as a read-only file system."""
+    for arguments in (["--bind", path, path], ["-o", "remount,ro,bind", path]):
+        run = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+        if run.returncode:
+            pytest.skip(f"a read-only bind mount does not work here: {run.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def as_nobody(*arguments: object) -> list[str]:
+    """A command as a user whom modes hold for."""
+    if os.geteuid() != 0:
+        pytest.skip("another user can be become by root only")
+    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *map(str, arguments)]
+
+
+CHILD = """
+import json, sys, torch, asyncckpt
+try:
+    {body}
+except asyncckpt.CheckpointError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+else:
+    print(json.dumps(["", ""]))
+"""
+
+
+def error_of_nobody(body: str, path: Path) -> tuple[str, str]:
+    """Class and message of what a line of Python ends with for another user."""
+    for parent in [path, *path.parents]:
+        if parent.stat().st_uid == os.geteuid() and parent != path and str(parent).startswith("/tmp/"):
+            parent.chmod(parent.stat().st_mode | 0o755)
+    command = as_nobody(sys.executable, "-c", CHILD.format(body=body), path)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=120)
+    assert run.returncode == 0, run.stderr
+    name, message = json.loads(run.stdout.splitlines()[-1])
+    return name, message
+
+
+def test_case_057_root_cannot_be_made(tmp_path: Path) -> None:
+    with immutable(tmp_path), pytest.raises(IOFailedError, match="cannot be made: Operation not permitted"):
+        asyncckpt.Saver(path=tmp_path / "root")
+
+
+def test_case_057_root_is_not_writable(tmp_path: Path) -> None:
+    """Said when the Saver is made, and not after an hour of training."""
+    with immutable(tmp_path), pytest.raises(IOFailedError, match=r"'manifests'.*cannot be made"):
+        asyncckpt.Saver(path=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifests", "data"])
+def test_case_057_folder_of_ours_is_not_writable(small: Crafted, name: str) -> None:
+    with immutable(small.root / name), pytest.raises(IOFailedError, match=f"{name}.*is not writable.*check owner"):
+        asyncckpt.Saver(path=small.root)
+    save_one(small.root, 8)  # The refused one holds no lock.
+
+
+def test_case_057_not_writable_for_this_user(small: Crafted) -> None:
+    for path in [small.root, *small.root.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    name, message = error_of_nobody("asyncckpt.Saver(path=sys.argv[1])", small.root)
+    assert (name, "not writable" in message) == ("IOFailedError", True), message
+
+
+def test_case_057_not_readable_for_this_user(small: Crafted) -> None:
+    small.root.chmod(0o700)
+    name, message = error_of_nobody("asyncckpt.Loader(sys.argv[1]).load()", small.root)
+    assert (name, "Permission denied (check owner and permission)" in message) == ("IOFailedError", True), message
+    small.root.chmod(0o755)
+    for folder in ("manifests", "data"):
+        (small.root / folder).chmod(0o755)
+    small.manifest_path.chmod(0o600)
+    name, message = error_of_nobody("asyncckpt.Loader(sys.argv[1]).load()", small.root)
+    assert (name, small.manifest_path.name in message) == ("IOFailedError", True), message
+
+
+def test_case_058_world_writable_root(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.warns(UserWarning, match="writable for everybody"):
+        save_one(root)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="writable for everybody"):
+            asyncckpt.Saver(path=root)  # The strict way: warnings are errors.
+        root.chmod(0o1777)
+        save_one(root, 1)
+
+
+def test_case_058_root_of_another_owner(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    try:
+        os.chown(root, NOBODY, NOBODY)
+    except PermissionError as error:
+        pytest.skip(f"giving a folder away needs root: {error}")
+    with pytest.warns(UserWarning, match=f"belongs to user {NOBODY}"):
+        save_one(root)
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "folder"), [(0o000, 0o640, 0o750), (0o027, 0o640, 0o750), (0o077, 0o600, 0o700)]
+)
+def test_case_059_modes_honour_the_umask(tmp_path: Path, umask: int, file: int, folder: int) -> None:
+    old = os.umask(umask)
+    try:
+        save_one(tmp_path / "root")
+    finally:
+        os.umask(old)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "root", *(tmp_path / "root").rglob("*")]}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {file}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {folder}
+
+
+def test_case_060_read_only_file_system(small: Crafted) -> None:
+    with read_only_mount(small.root):
+        targets = Targets()
+        targets.load(small.root)
+        assert targets.loaded
+        assert asyncckpt.verify(small.root).step == 7
+        assert asyncckpt.describe(small.root).step == 7
+        with pytest.raises(IOFailedError, match=r"Read-only file system|not writable"):
+            asyncckpt.Saver(path=small.root)
+
+
+def test_case_060_immutable_tree(small: Crafted) -> None:
+    with immutable(small.root, small.root / "manifests", small.root / "data", small.shard_path().parent):
+        targets = Targets()
+        targets.load(small.root)
+        assert targets.loaded
+
+
+def test_case_061_another_user_reads_what_the_modes_let_him(small: Crafted) -> None:
+    for path in [small.root, *small.root.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert error_of_nobody("asyncckpt.verify(sys.argv[1])", small.root) == ("", "")
+
+
+def test_case_061_group_of_a_setgid_folder_is_kept(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    try:
+        os.chown(root, -1, NOBODY)
+    except PermissionError as error:
+        pytest.skip(f"giving a folder to another group needs root: {error}")
+    root.chmod(0o2770)
+    save_one(root)
+    assert {path.stat().st_gid for path in root.rglob("*")} == {NOBODY}
+    assert all(path.stat().st_mode & stat.S_ISGID for path in root.rglob("*") if path.is_dir())
+
+
+def test_case_062_own_names_are_the_same_in_either_case(small: Crafted) -> None:
+    names = [path.name for path in small.root.rglob("*")]
+    assert len({name.lower() for name in names}) == len(names)
+    assert [name for name in names if name != name.lower()] == ["LOCK"]
+
+
+FOREIGN = (
+    "README",
+    ".nfs000000000001",
+    "lost+found/x",
+    "manifests/000000000009.json~",
+    "manifests/000000000009.json.swp",
+    "manifests/9.json",
+    "manifests/0000000000009.json",
+    "manifests/00000000000\u0669.json",
+    "manifests/.nfs000000000002",
+    "manifests/.m-short",
+    "manifests/lost+found/x",
+    "data/.nfs000000000003",
+    "data/000000000009/x",
+    "data/000000000009-ABCDEF/x",
+    "data/notes.txt",
+)
+
+
+def test_case_063_foreign_files_are_left_alone(small: Crafted) -> None:
+    for name in FOREIGN:
+        (small.root / name).parent.mkdir(exist_ok=True)
+        (small.root / name).write_bytes(b"mine")
+    targets = Targets()
+    targets.load(small.root)
+    assert targets.loaded
+    for step in range(8, 12):
+        save_one(small.root, step, keep_latest=2)
+    assert asyncckpt.list_steps(small.root) == [7, 10, 11]  # 7 was verified by the load.
+    assert [name for name in FOREIGN if not (small.root / name).is_file()] == []
+
+
+@pytest.mark.parametrize("name", ["folder", "symbolic link", "immutable folder"])
+def test_case_063_leftover_that_cannot_be_swept_stops_no_save(small: Crafted, name: str, tmp_path: Path) -> None:
+    leftover = small.root / "data" / f"000000000003-{'0' * 32}"
+    if name == "symbolic link":
+        leftover.symlink_to(tmp_path)
+        save_one(small.root, 8)
+        assert tmp_path.exists()
+    elif name == "folder":
+        (leftover / "inner").mkdir(parents=True)
+        save_one(small.root, 8)
+    else:
+        leftover.mkdir()
+        with immutable(leftover):
+            save_one(small.root, 8)
+    assert asyncckpt.list_steps(small.root) == [7, 8]
+
+
+def test_case_064_copied_tree_is_valid(small: Crafted, tmp_path: Path) -> None:
+    """Validity depends on no time, inode, attribute or absolute path."""
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(small.root, copy, copy_function=shutil.copyfile)
+    (copy / "LOCK").unlink()
+    for index, path in enumerate(sorted(copy.rglob("*"))):
+        os.utime(path, (index, index))
+    shutil.rmtree(small.root)
+    targets = Targets()
+    targets.load(copy)
+    assert targets.loaded
+    save_one(copy, 8)
+    assert asyncckpt.list_steps(copy) == [7, 8]
+
+
+def test_case_064_one_checkpoint_copied_out_of_many(small: Crafted, tmp_path: Path) -> None:
+    save_small(small.root, step=8)
+    copy = tmp_path / "copy"
+    (copy / "manifests").mkdir(parents=True)
+    (copy / "data").mkdir()
+    shutil.copyfile(small.manifest_path, copy / "manifests" / small.manifest_path.name)
+    shutil.copytree(small.shard_path().parent, copy / "data" / small.shard_path().parent.name)
+    targets = Targets()
+    assert targets.load(copy).step == 7
+    assert targets.loaded
+    assert torch.equal(targets.tensors["w"], small_tensors()["w"])

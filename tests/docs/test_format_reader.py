@@ -1,0 +1,274 @@
+"""docs/format.md is enough to read a checkpoint: here stands a reader written from it, without asyncckpt.
+
+It reads tables, dense tensors of every kind, split blocks, nested state and plain values, and checks every digest.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import asyncckpt
+import asyncckpt.plan.image
+
+READER_LINES_MAX = 60
+READER_MAY_IMPORT = {"base64", "itertools", "json", "numpy", "safetensors", "torch", "xxhash"}
+
+# ruff: noqa: E402
+# -- the reader ------------------------------------------------------------------------------------------------------
+import base64
+import itertools
+import json
+
+import safetensors
+import torch
+import xxhash
+
+
+def digest_of(raw):
+    leaves = [xxhash.xxh3_128_digest(raw[at : at + (4 << 20)]) for at in range(0, len(raw), 4 << 20)]
+    return xxhash.xxh3_128_hexdigest(b"".join(leaves))
+
+
+def read_manifest(root, step):
+    raw = (root / "manifests" / f"{step:012d}.json").read_bytes()
+    manifest = json.loads(raw)
+    assert (manifest["format"], manifest["version"], manifest["requires"]) == ("asyncckpt", 1, [])
+    assert manifest["digest"] == xxhash.xxh3_128_hexdigest(raw[: raw.rindex(b',"digest":"')])
+    for file in manifest["files"]:
+        header = (root / file["path"]).open("rb").read(file["header_bytes"])
+        assert xxhash.xxh3_128_hexdigest(header) == file["header_digest"]
+    return manifest
+
+
+def read_block(root, manifest, block):
+    with safetensors.safe_open(root / manifest["files"][block["file"]]["path"], framework="pt") as shard:
+        stored = shard.get_tensor(block.get("key", block["name"]))
+    assert digest_of(memoryview(stored.reshape(-1).view(torch.uint8).numpy())) == block["digest"], block["name"]
+    return stored.view(getattr(torch, block["dtype"])).reshape(block["shape"])
+
+
+def value_of(coded):
+    if isinstance(coded, list):
+        return [value_of(item) for item in coded]
+    if not isinstance(coded, dict):
+        return coded
+    ((kind, body),) = coded.items()
+    read = {"int": lambda text: int(text, 16), "float": float.fromhex, "bytes": base64.b64decode,
+            "complex": lambda pair: complex(*map(float.fromhex, pair)),
+            "tuple": lambda items: tuple(map(value_of, items)),
+            "dict": lambda items: {value_of(key): value_of(item) for key, item in items}}  # fmt: skip
+    return read[kind](body)
+
+
+def key_of(coded):
+    if isinstance(coded, str):
+        return coded
+    ((kind, text),) = coded.items()
+    return {"int": int, "float": float.fromhex, "bool": lambda t: t == "True", "NoneType": lambda _: None}[kind](text)
+
+
+def state_of(node, tensors, values):
+    if isinstance(node, str):
+        return value_of(next(values)) if node == "v" else next(tensors)
+    ((kind, body),) = node.items()
+    if kind == "s":
+        return state_of(body, tensors, values)
+    if kind == "d":
+        return {key_of(key): state_of(child, tensors, values) for key, child in body}
+    return (list if kind == "l" else tuple)(state_of(child, tensors, values) for child in body)
+
+
+def read_checkpoint(root, step):
+    manifest, tables, leaves = read_manifest(root, step), {}, {}
+    for block in sorted(manifest["blocks"], key=lambda block: block.get("row_begin", 0)):
+        tensor = read_block(root, manifest, block)
+        where, key = (tables.setdefault(block["table"], {}), block["column"]) if "table" in block else (
+            leaves, block.get("leaf", block["name"]))  # fmt: skip
+        where[key] = torch.cat([where[key], tensor]) if key in where else tensor
+    tensors = (leaves.pop(number, None) for number in itertools.count())
+    return tables, state_of(manifest["tree"], tensors, iter(manifest["values"])), leaves
+
+
+# -- end of the reader -----------------------------------------------------------------------------------------------
+
+
+def reader_source() -> str:
+    source = Path(__file__).read_text(encoding="utf-8")
+    return source.split("# -- the reader ")[1].partition("\n")[2].split("# -- end of the reader")[0]
+
+
+def nested_state() -> dict[str, Any]:
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model,
+        "optim": optimizer,
+        "dtypes": {str(dtype): some_tensor(dtype) for dtype in asyncckpt.supported_dtypes()},
+        "scalar": torch.tensor(1.5 + 2j, dtype=torch.complex128),
+        "empty": torch.empty(0, 7),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "strided": torch.arange(20.0).reshape(4, 5).t(),
+        "mixed": [torch.ones(2), ("text", {1: torch.zeros(1), None: 2, 1.5: True, False: -0.0, "a.b": b"\x00"})],
+        "values": [2**80, -(2**60), math.inf, 1 - 2j, None, (), {}, "\u00e9\n"],
+    }
+
+
+def some_tensor(dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.randint(0, 256, (3, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    return (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
+
+
+def user_table(rows_count: int = 400) -> asyncckpt.HashTable:
+    """A table with negative ids and holes where ids were removed."""
+    table = asyncckpt.HashTable(
+        "user", 6, optimizer_slots={"sum": torch.float32, "step": ()}, metadata={"last_seen": torch.int64}
+    )
+    rows = table.lookup(torch.arange(-rows_count // 2, rows_count // 2) * 7919)
+    table.embedding[rows] = torch.randn(len(rows), 6, generator=torch.Generator().manual_seed(8))
+    table.slot("last_seen")[rows] = torch.arange(len(rows))
+    table.remove(table.ids()[::3])
+    return table
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Bit for bit, types included."""
+    if isinstance(expected, np.ndarray):
+        expected = torch.from_numpy(expected)
+    if isinstance(expected, torch.Tensor):
+        return (
+            isinstance(found, torch.Tensor)
+            and found.dtype is expected.dtype
+            and found.shape == expected.shape
+            and raw_bytes(found) == raw_bytes(expected)
+        )
+    if hasattr(expected, "state_dict"):
+        expected = expected.state_dict()
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, (list, tuple)):
+        return type(found) is type(expected) and len(found) == len(expected) and all(map(same, found, expected))
+    return type(found) is type(expected) and repr(found) == repr(expected)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check_table(found: dict[str, torch.Tensor], table: asyncckpt.HashTable) -> None:
+    rows = table.rows()
+    assert torch.equal(found["id"], table.ids())
+    assert same(found["embedding"], table.embedding[rows])
+    for name in ("sum", "step", "last_seen"):
+        assert same(found[name], table.slot(name)[rows])
+
+
+def test_reader_is_short_and_knows_nothing_of_us() -> None:
+    source = reader_source()
+    lines = [line for line in source.splitlines() if line.strip()]
+    assert len(lines) <= READER_LINES_MAX
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert imported <= READER_MAY_IMPORT
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_reader_reads_everything(tmp_path: Path, blocking: bool) -> None:
+    table, state = user_table(), nested_state()
+    with asyncckpt.Saver(path=tmp_path / "ckpt", hashtables={"user": table}, tensors=state) as saver:
+        saver.save(12, metadata={"loss": 0.5}) if blocking else saver.save_async(12).result(60)
+    tables, found, renamed = read_checkpoint(tmp_path / "ckpt", 12)
+    assert list(tables) == ["user"]
+    check_table(tables["user"], table)
+    assert same(found, state)
+    assert renamed == {}
+
+
+def test_reader_joins_split_blocks_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncckpt.plan.image, "BLOCK_BYTES_MAX", 1000)
+    monkeypatch.setattr(asyncckpt.plan.image, "FILE_TARGET_BYTES", 4096)
+    table = user_table()
+    state = {"wide": torch.randn(100, 33), "pair": torch.randn(50, 9, dtype=torch.complex128), "small": torch.ones(3)}
+    with asyncckpt.Saver(path=tmp_path / "ckpt", parallel=3, hashtables={"user": table}, tensors=state) as saver:
+        saver.save_async(1).result(60)
+    manifest = read_manifest(tmp_path / "ckpt", 1)
+    assert len(manifest["files"]) == 3
+    assert sum("row_begin" in block for block in manifest["blocks"]) > 20
+    tables, found, _ = read_checkpoint(tmp_path / "ckpt", 1)
+    check_table(tables["user"], table)
+    assert same(found, state)
+
+
+def test_reader_sees_what_a_filter_left(tmp_path: Path) -> None:
+    def filter_func(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        kept = [block for block in blocks if block.tensor_name() not in ("dropped", "user@step")]
+        changes = {
+            "cast": lambda block: block.replace(data=block.data.bfloat16()),
+            "old": lambda block: block.replace(name="new"),
+        }
+        return [changes.get(block.tensor_name(), lambda block: block)(block) for block in kept]
+
+    table = user_table()
+    state = {"cast": torch.randn(4), "dropped": torch.ones(2), "old": torch.arange(3), "kept": torch.arange(5)}
+    with asyncckpt.Saver(
+        path=tmp_path / "ckpt", hashtables={"user": table}, tensors=state, filter_func=filter_func
+    ) as saver:
+        saver.save_async(1).result(60)
+    tables, found, renamed = read_checkpoint(tmp_path / "ckpt", 1)
+    assert same(found["cast"], state["cast"].bfloat16())
+    assert found["dropped"] is None
+    assert found["old"] is None
+    assert same(renamed["new"], state["old"])
+    assert same(found["kept"], state["kept"])
+    assert set(tables["user"]) == {"id", "embedding", "sum", "last_seen"}
+    marks = {block["name"]: block.get("filtered", False) for block in read_manifest(tmp_path / "ckpt", 1)["blocks"]}
+    assert [name for name, filtered in marks.items() if filtered] == ["cast"]
+
+
+def test_reader_sees_a_flipped_byte(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors={"x": torch.ones(9_000_000)}) as saver:
+        saver.save(1)
+    (shard,) = (tmp_path / "ckpt" / "data").glob("*/*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(AssertionError, match="x"):
+        read_checkpoint(tmp_path / "ckpt", 1)
+
+
+def test_reader_refuses_a_changed_manifest(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors={"epoch": 3}) as saver:
+        saver.save(1)
+    path = tmp_path / "ckpt" / "manifests" / "000000000001.json"
+    path.write_bytes(path.read_bytes().replace(b'"values":[3]', b'"values":[4]'))
+    with pytest.raises(AssertionError):
+        read_manifest(tmp_path / "ckpt", 1)
+
+
+def test_format_page_names_every_member_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncckpt.plan.image, "BLOCK_BYTES_MAX", 1000)
+    state = {"a@b": torch.ones(2), "x": torch.ones(2, 500), "renamed": torch.ones(1)}
+
+    def filter_func(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        return [block.replace(data=block.data.clone()) if block.table is None else block for block in blocks]
+
+    with asyncckpt.Saver(
+        path=tmp_path / "ckpt", hashtables={"user": user_table()}, tensors=state, filter_func=filter_func
+    ) as saver:
+        saver.save(1)
+    manifest = read_manifest(tmp_path / "ckpt", 1)
+    members = set(manifest).union(*(item for part in ("files", "tables", "blocks") for item in manifest[part]))
+    members |= {str(dtype).removeprefix("torch.") for dtype in asyncckpt.supported_dtypes()}
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    assert {name for name in members if f"`{name}`" not in page} == set()

@@ -1,0 +1,100 @@
+"""Every snippet of the README and the guide runs, and what it prints is what the page says.
+
+A page is one program: its ```python blocks run in order, in one namespace and one empty folder. A ```text block right
+behind one is its output; a ```console block holds `$ asyncckpt ...` and what that prints. In both, `...` stands for
+anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncckpt.cli import app
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "docs/guide.md"]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, text, the line it begins at, and what stands between it and the last one."""
+
+    language: str
+    text: str
+    line: int
+    behind: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    blocks = []
+    end = 0
+    for match in FENCED.finditer(page):
+        line = page.count("\n", 0, match.start()) + 2
+        blocks.append(Block(match.group(1), match.group(2), line, page[end : match.start()].strip()))
+        end = match.end()
+    return blocks
+
+
+def run_python(block: Block, page: str, namespace: dict[str, Any]) -> str:
+    # Line numbers of a traceback are those of the page.
+    code = compile("\n" * (block.line - 1) + block.text, page, "exec")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, namespace)
+    return printed.getvalue()
+
+
+def run_console(block: Block) -> tuple[str, str]:
+    """What the block expects and what its commands print."""
+    expected, printed = [], []
+    for line in block.text.splitlines():
+        if not line.startswith("$ "):
+            expected.append(line)
+            continue
+        program, *arguments = shlex.split(line[2:], comments=True)
+        assert program == "asyncckpt", f"line {block.line}: only asyncckpt can be run here"
+        printed.append(CliRunner().invoke(app, arguments).output)
+    return "\n".join(expected) + "\n", "".join(printed)
+
+
+def check(page: str, block: Block, expected: str, printed: str) -> None:
+    if not doctest.OutputChecker().check_output(expected, printed, MATCHING):
+        pytest.fail(f"{page}:{block.line} prints\n{printed}\nnot\n{expected}", pytrace=False)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_do_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of((REPOSITORY / page).read_text(encoding="utf-8"))
+    assert any(block.language == "python" for block in blocks)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed, last = "", None
+    for block in blocks:
+        if block.language == "python":
+            last, printed = block, run_python(block, page, namespace)
+        elif block.language == "text" and last is not None and block.behind == "":
+            check(page, block, block.text, printed)
+        elif block.language == "console" and "$ asyncckpt" in block.text:
+            check(page, block, *run_console(block))
+        if block.language != "python":
+            last = None
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(REPOSITORY)}: {target}")
+    assert broken == []

@@ -1,0 +1,135 @@
+"""What the children of the fork servers do. Every function here is the whole life of one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from fork_server import Channel
+from oracle import check_next_save, check_steps, expected_digest
+from sample_state import SampleState
+from scenarios import AFTER_STEP, NEW_STEP, SCENARIOS, Scenario, make_saves_small
+from shim import NOTHING, Fault, Shim
+from weak_disk import CutDisk, put_on_disk
+
+from asyncckpt import IndeterminateError, IOFailedError
+
+make_saves_small()
+CHECKPOINT = "checkpoint"  # Its parent is watched too, for making the directory is part of the first save.
+STEPS_MAX = 50
+
+
+def warm_up() -> None:
+    """In the server, before it forks: do what every child would do first. Small tensors need no thread of torch's."""
+    for scenario in SCENARIOS.values():
+        for step in (*scenario.before, NEW_STEP, AFTER_STEP):
+            expected_digest(step)
+
+
+def prepare(_: Channel, scenario: Scenario, folder: Path) -> None:
+    """Commit the steps that stand there before."""
+    for step in scenario.before:
+        state = SampleState()
+        with Scenario("plain").open(folder / CHECKPOINT, state) as saver:
+            scenario.save(saver, state, step)
+
+
+def save_once(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
+    """Save NEW_STEP in a copy of the template, with one fault, and a log of the operations beside the folder.
+
+    Sends the step when it is acknowledged.
+    """
+    copy_template(template, folder)
+    _save(channel, scenario, folder, fault, log=_open_log(folder), step=NEW_STEP)
+
+
+def save_and_resolve(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
+    """Like save_once, with a fault that the process survives. An open outcome is asked for, and counts if good."""
+    try:
+        save_once(channel, scenario, folder, template, fault)
+    except IndeterminateError as error:
+        if error.resolve():
+            Shim().mark(NEW_STEP)
+            channel.send(NEW_STEP)
+    except IOFailedError:
+        pass
+
+
+def save_again(channel: Channel, scenario: Scenario, folder: Path) -> None:
+    """As the next process after a crash: save AFTER_STEP. Its operations follow in the same log."""
+    _save(channel, scenario, folder, NOTHING, log=_open_log(folder), step=AFTER_STEP)
+
+
+def _save(channel: Channel, scenario: Scenario, folder: Path, fault: Fault, *, log: int, step: int) -> None:
+    state = SampleState()
+    Shim().arm(folder, fault, log=log)
+    with scenario.open(folder / CHECKPOINT, state) as saver:
+        scenario.save(saver, state, step)
+        Shim().mark(step)
+        channel.send(step)
+
+
+def _open_log(folder: Path) -> int:
+    return os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def save_for_ever(channel: Channel, folder: Path) -> None:
+    """Save step after step in all ways there are, until killed; sends 0 at first, then every acknowledged step."""
+    state = SampleState()
+    channel.send(0)
+    ways = [SCENARIOS[name] for name in ("async", "blocking", "filtered", "retention")]
+    for step in range(1, STEPS_MAX):
+        way = ways[step % len(ways)]
+        with way.open(folder / CHECKPOINT, state) as saver:
+            way.save(saver, state, step)
+            channel.send(step)
+
+
+def check_after_crashes(channel: Channel, scenario: Scenario, crashes: Sequence[tuple[str, Path, bool]]) -> None:
+    """As the next process after each crash (label, folder, acknowledged): what is there is right, and saving goes on.
+
+    Sends what is wrong.
+    """
+    for label, folder, acknowledged in crashes:
+        try:
+            check_after_crash(scenario, folder, acknowledged=acknowledged)
+        except Exception:
+            channel.send(f"{label}: {traceback.format_exc()}")
+
+
+def check_after_crash(scenario: Scenario, folder: Path, *, acknowledged: bool) -> None:
+    root = folder / CHECKPOINT
+    steps = check_steps(root, acknowledged=NEW_STEP if acknowledged else None, candidates=[*scenario.before, NEW_STEP])
+    if scenario.keep_latest is None or NEW_STEP not in steps:
+        assert set(scenario.before) <= set(steps), f"earlier checkpoints are gone, {steps} are left"
+    check_next_save(root, scenario)
+
+
+def check_after_random_kills(channel: Channel, crashes: Sequence[tuple[str, Path, int]]) -> None:
+    """Like check_after_crashes, for save_for_ever; a crash has the newest acknowledged step, 0 for none."""
+    for label, folder, acknowledged in crashes:
+        root = folder / CHECKPOINT
+        try:
+            steps = check_steps(root, acknowledged=acknowledged or None, candidates=range(acknowledged + 2))
+            check_next_save(root, SCENARIOS["async"], step=STEPS_MAX + len(steps))
+        except Exception:
+            channel.send(f"{label}: {traceback.format_exc()}")
+
+
+def check_disks(channel: Channel, folder: Path, disks: Sequence[CutDisk]) -> None:
+    """Put each disk on a real one and check it. Sends what is wrong."""
+    for number, disk in enumerate(disks):
+        place = folder / str(number)
+        put_on_disk(disk.tree, place)
+        try:
+            check_steps(place / CHECKPOINT, acknowledged=disk.acknowledged, candidates=disk.candidates)
+        except Exception:
+            channel.send(f"{disk.label}: {traceback.format_exc()}")
+        shutil.rmtree(place)
+
+
+def copy_template(template: Path, folder: Path) -> None:
+    shutil.copytree(template, folder, dirs_exist_ok=True)

@@ -1,0 +1,212 @@
+"""Saves and loads with one disturbed operation each, many in one child: nothing dies here, so leaks add up and show.
+
+A batch takes every operation of a save in turn. After each run, with the fault gone: the error is one of the library's,
+the disk has the old checkpoint or the new one, saving goes on with the same Saver, and no descriptor or thread is left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from child_runs import CHECKPOINT, copy_template
+from fork_server import Channel
+from op_log import Operation, read_log
+from oracle import check_load, check_no_leftovers, check_steps, expected_digest, listed_steps, tree_of
+from sample_state import SampleState
+from scenarios import AFTER_STEP, NEW_STEP, Scenario
+from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, Fault, Kind, Shim
+
+from asyncckpt import CheckpointError, IndeterminateError, IOFailedError, Saver
+
+THREAD_END_SECONDS_MAX = 20.0
+WRONG_MAX = 5  # A batch stops after this many.
+# Operations at which an action does something that failing does not do already.
+KINDS_OF_ACTION = {
+    Action.FAIL: ALL_KINDS,
+    Action.LIE: CHANGING_KINDS,
+    Action.SHORT: frozenset({Kind.READ, Kind.WRITE}),
+    Action.ZERO: frozenset({Kind.READ, Kind.WRITE}),
+}
+
+
+@dataclass
+class BatchReport:
+    """How the runs of a batch ended, and what was wrong with some."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
+    """Put the fault (its `at` does not count) at every operation of a save, one run each. Sends a BatchReport."""
+    report = BatchReport()
+    operations = _operations_of_a_save(scenario, folder, template, KINDS_OF_ACTION[fault.action])
+    threads_count = _threads_count()
+    for operation in operations:
+        run = folder / str(operation.number)
+        copy_template(template, run)
+        try:
+            report.outcomes[_disturb_save(scenario, run, replace(fault, at=operation.number))] += 1
+        except Exception:
+            report.wrong.append(f"{fault.name} at {operation}: {traceback.format_exc()}")
+            if len(report.wrong) == WRONG_MAX:
+                break
+    _wait_for_native_threads(threads_count)
+    channel.send(report)
+
+
+def disturb_loads(channel: Channel, folder: Path, template: Path, fault: Fault) -> None:
+    """Put the fault at every operation of a load, one run each. Sends a BatchReport."""
+    report = BatchReport()
+    copy_template(template, folder / "load")
+    root = folder / "load" / CHECKPOINT
+    before = tree_of(root)
+    _disturb_load(root, NOTHING)  # The first load of a process opens files of Python's own.
+    at, was_hit = 0, True
+    while was_hit and len(report.wrong) < WRONG_MAX:
+        try:
+            outcome, was_hit = _disturb_load(root, replace(fault, at=at))
+            report.outcomes[outcome] += was_hit
+            assert tree_of(root) == before, "a load changed the directory"
+        except Exception:
+            report.wrong.append(f"{fault.name} at operation {at} of a load: {traceback.format_exc()}")
+        at += 1
+    channel.send(report)
+
+
+def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path, kinds: Collection[Kind]) -> list[Operation]:
+    run = folder / "trial"
+    copy_template(template, run)
+    log = os.open(f"{run}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    state = SampleState()
+    Shim().arm(run, log=log)
+    try:
+        with scenario.open(run / CHECKPOINT, state) as saver:
+            scenario.save(saver, state, NEW_STEP)
+    finally:
+        Shim().disarm()
+        os.close(log)
+    _wait_for_threads()
+    return [operation for operation in read_log(Path(f"{run}.log")) if operation.kind in kinds]
+
+
+def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
+    root, state, shim = folder / CHECKPOINT, SampleState(), Shim()
+    open_before = _open_files()
+    saver: Saver | None = None
+    error: CheckpointError | None = None
+    acknowledged = False
+    shim.arm(folder, fault)
+    try:
+        saver = scenario.open(root, state)
+        scenario.save(saver, state, NEW_STEP)
+        acknowledged = True
+        saver.close()
+        saver = None
+    except CheckpointError as raised:
+        error = raised
+    finally:
+        _wait_for_threads()
+        hits_count = shim.hits_count
+        shim.disarm()
+    assert hits_count > 0, "the operation was not reached"
+    outcome = _check_outcome(scenario, root, fault, error, acknowledged=acknowledged)
+    _go_on(scenario, root, saver, state, is_known=not isinstance(error, IndeterminateError))
+    _wait_for_threads()
+    assert _open_files() == open_before, "descriptors are left open"
+    return outcome
+
+
+def _check_outcome(
+    scenario: Scenario, root: Path, fault: Fault, error: CheckpointError | None, *, acknowledged: bool
+) -> str:
+    candidates = [*scenario.before, NEW_STEP]
+    steps = check_steps(root, acknowledged=NEW_STEP if acknowledged else None, candidates=candidates)
+    if scenario.keep_latest is None or NEW_STEP not in steps:
+        assert set(scenario.before) <= set(steps), f"earlier checkpoints are gone, {steps} are left"
+    if error is None:
+        return "saved all the same"
+    if isinstance(error, IndeterminateError):
+        assert error.resolve() == (NEW_STEP in steps)
+        return f"indeterminate, {'there' if NEW_STEP in steps else 'absent'}"
+    assert isinstance(error, IOFailedError), f"raised {error!r}"
+    assert NEW_STEP not in steps, f"a save that failed with {error!r} is there"
+    if fault.error:
+        assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
+    assert str(error) == str(error).strip()
+    return "failed"
+
+
+def _go_on(scenario: Scenario, root: Path, saver: Saver | None, state: SampleState, *, is_known: bool) -> None:
+    """The fault is gone: the same Saver saves again, the same step if it failed. A new one if the outcome is open."""
+    if saver is not None and not is_known:
+        saver.close()
+        saver = None
+    step = AFTER_STEP if NEW_STEP in listed_steps(root) else NEW_STEP
+    with saver if saver is not None else scenario.open(root, state) as saver:
+        assert scenario.save(saver, state, step).step == step
+    check_load(root, step, newest=True)
+    check_no_leftovers(root)
+
+
+def _disturb_load(root: Path, fault: Fault) -> tuple[str, bool]:
+    """Returns how the load ended, and whether the operation was reached."""
+    state, shim = SampleState(), Shim()
+    open_before = _open_files()
+    shim.arm(root.parent, fault)
+    error: CheckpointError | None = None
+    try:
+        step = state.load(root)
+    except CheckpointError as raised:
+        error = raised
+    finally:
+        hits_count = shim.hits_count
+        shim.disarm()
+    if error is None:
+        assert state.digest() == expected_digest(step), "a load gives something else than was saved"
+    elif fault.error:
+        assert isinstance(error, IOFailedError), f"raised {error!r}"
+        assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
+    outcome = "loaded all the same" if error is None else type(error).__name__
+    step = state.load(root)
+    assert state.digest() == expected_digest(step), "a load after a failed one gives something else"
+    assert _open_files() == open_before, "descriptors are left open"
+    return outcome, hits_count > 0
+
+
+def _wait_for_threads() -> None:
+    """The library's threads end when they have nothing to do; one that stays is a leak."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(THREAD_END_SECONDS_MAX)
+            assert not thread.is_alive(), f"thread {thread.name} is left"
+
+
+def _wait_for_native_threads(expected_count: int) -> None:
+    """A joined thread is listed by the system for a moment yet; nothing tells when it is gone."""
+    until = time.monotonic() + THREAD_END_SECONDS_MAX
+    while _threads_count() > expected_count and time.monotonic() < until:
+        os.sched_yield()
+    assert _threads_count() <= expected_count, "threads are left"
+
+
+def _threads_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _open_files() -> dict[str, str]:
+    """Every open descriptor with what it is open for."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # The descriptor of the listing itself.
+    return found

@@ -1,0 +1,71 @@
+"""Read the log of file operations that shim.c writes."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+from pathlib import Path
+
+from shim import Kind
+
+_RECORD = struct.Struct("<iiqqqIIII")
+
+
+class Killed(IntEnum):
+    """Whether the process was killed at this operation."""
+
+    NO = 0
+    BEFORE = 1
+    AFTER = 2
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation. `size` is how many bytes a transfer moved, the length of a cut, or the flags of an open."""
+
+    kind: Kind
+    error: int
+    number: int
+    offset: int
+    size: int
+    path: str
+    target: str
+    data: bytes
+    killed: Killed
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def was_done(self) -> bool:
+        return self.error == 0 and self.killed is not Killed.BEFORE
+
+    def __str__(self) -> str:
+        if self.kind is Kind.MARK:
+            return f"acknowledgement of step {self.number}"
+        name = "/".join(Path(self.path).parts[-2:])
+        more = f" -> {Path(self.target).name}" if self.target else ""
+        reason = f" ({errno.errorcode.get(self.error, self.error)})" if self.error else ""
+        return f"{self.number} {self.kind.name} {name}{more}{reason}"
+
+
+def read_log(path: Path) -> list[Operation]:
+    """All operations in the order they were logged."""
+    raw = path.read_bytes()
+    operations = []
+    at = 0
+    while at < len(raw):
+        kind, error, number, offset, size, path_bytes, target_bytes, data_bytes, killed = _RECORD.unpack_from(raw, at)
+        at += _RECORD.size
+        ends = [at, at + path_bytes, at + path_bytes + target_bytes, at + path_bytes + target_bytes + data_bytes]
+        name, target, data = (raw[begin:end] for begin, end in pairwise(ends))
+        at = ends[-1]
+        operations.append(
+            Operation(Kind(kind), error, number, offset, size, name.decode(), target.decode(), data, Killed(killed))
+        )
+    return operations

@@ -1,0 +1,103 @@
+"""The small training state that the fault tests save: its content is a function of the step alone.
+
+So what a load gives can be told apart: it is the state of one step, byte for byte, or of none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import asyncckpt
+
+SEED = 20250117
+IDS_COUNT = 90
+
+
+class SampleState:
+    """Two hash tables with free rows in between, and a few dense tensors and values."""
+
+    def __init__(self) -> None:
+        self.tables = {
+            "user": asyncckpt.HashTable(
+                "user",
+                6,
+                optimizer_slots={"sum": torch.float32},
+                metadata={"step_filter": torch.int64},
+                capacity=IDS_COUNT,
+            ),
+            "item": asyncckpt.HashTable("item", 3, dtype=torch.bfloat16, capacity=IDS_COUNT),
+        }
+        self.tensors: dict[str, Any] = {
+            "model": {"weight": torch.zeros(33, 50), "bias": torch.zeros(50, dtype=torch.bfloat16)},
+            "counts": torch.zeros(70, dtype=torch.int64),
+            "mask": torch.zeros(11, dtype=torch.bool),
+            "loss": torch.zeros((), dtype=torch.float64),
+            "progress": {"epoch": -1},
+        }
+
+    def fill(self, step: int) -> None:
+        """Change the state in place to that of a step."""
+        rng = np.random.default_rng([SEED, step])
+        for number, table in enumerate(self.tables.values()):
+            table.clear()
+            ids = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, IDS_COUNT - number))
+            rows = _random(rng, (len(ids), table.dim), table.dtype)
+            table.insert(ids, rows)
+            table.remove(ids[::3])
+            used = table.rows()
+            for slot in ("sum", "step_filter") if number == 0 else ():
+                column = table.slot(slot)
+                column[used] = _random(rng, tuple(column[used].shape), column.dtype)
+        for tensor in self._dense():
+            tensor.copy_(_random(rng, tuple(tensor.shape), tensor.dtype))
+        self.tensors["progress"]["epoch"] = step
+
+    def digest(self) -> str:
+        """Equal for equal states: ids with their rows whatever their order, every dense byte, every value."""
+        hasher = hashlib.sha256()
+        for name, table in self.tables.items():
+            ids, rows = table.ids(), table.rows()
+            order = torch.argsort(ids)
+            hasher.update(repr((name, len(ids))).encode())
+            hasher.update(_bytes_of(ids[order]))
+            columns = [table.embedding, *(table.slot(slot) for slot in ("sum", "step_filter") if name == "user")]
+            for column in columns:
+                hasher.update(_bytes_of(column[rows[order]]))
+        for tensor in self._dense():
+            hasher.update(_bytes_of(tensor))
+        hasher.update(repr(self.tensors["progress"]).encode())
+        return hasher.hexdigest()
+
+    def load(self, path: Path, step: int | None = None) -> int:
+        """Load a step (default: the newest) into this state; returns which one it was."""
+        report = asyncckpt.Loader(path, hashtables=self.tables, tensors=self.tensors, step=step).load()
+        self.tensors["progress"]["epoch"] = report.values["progress.epoch"]
+        return int(report.step)
+
+    def _dense(self) -> list[torch.Tensor]:
+        model = self.tensors["model"]
+        return [model["weight"], model["bias"], *(self.tensors[name] for name in ("counts", "mask", "loss"))]
+
+
+def digest_of_step(step: int) -> str:
+    """The digest that the state of a step has."""
+    state = SampleState()
+    state.fill(step)
+    return state.digest()
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.from_numpy(rng.integers(0, 2, shape)).to(dtype)
+    if dtype.is_floating_point:
+        return torch.from_numpy(np.asarray(rng.standard_normal(shape))).to(dtype)
+    return torch.from_numpy(np.asarray(rng.integers(-(2**62), 2**62, shape))).to(dtype)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,101 @@
+"""Every file operation of a save and a load fails in every way it can: an error of the library, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fault_runs import BatchReport, disturb_loads, disturb_saves
+from fork_lanes import ForkLanes, Lane
+from scenarios import SCENARIOS, Scenario
+from shim import STICKY_KINDS, Action, Fault
+from templates import Templates
+
+ALL = STICKY_KINDS[errno.EIO]
+EVERY_FAULT = [
+    *(Fault(Action.FAIL, at=0, error=error) for error in STICKY_KINDS),
+    *(Fault(Action.FAIL, at=0, error=error, sticky=kinds) for error, kinds in STICKY_KINDS.items()),
+    # Once only: CPython tries again for as long as it lasts (PEP 475).
+    Fault(Action.FAIL, at=0, error=errno.EINTR),
+    Fault(Action.LIE, at=0, error=errno.EIO),
+    Fault(Action.LIE, at=0, error=errno.EIO, sticky=ALL),
+    Fault(Action.SHORT, at=0),
+    Fault(Action.SHORT, at=0, sticky=ALL),
+    Fault(Action.ZERO, at=0),
+    Fault(Action.ZERO, at=0, sticky=ALL),
+]
+# What the paths through the library can tell apart; the other saves have most operations in common with the first.
+TELLING_FAULTS = [
+    Fault(Action.FAIL, at=0, error=errno.EIO),
+    Fault(Action.FAIL, at=0, error=errno.EIO, sticky=ALL),
+    Fault(Action.FAIL, at=0, error=errno.ENOSPC, sticky=STICKY_KINDS[errno.ENOSPC]),
+    Fault(Action.LIE, at=0, error=errno.EIO),
+    Fault(Action.SHORT, at=0, sticky=ALL),
+]
+FULLY_DISTURBED = "async"
+OTHERS = [name for name in SCENARIOS if name != FULLY_DISTURBED]
+
+
+def test_every_operation_of_a_save_may_fail_in_every_way(
+    lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    disturb(SCENARIOS[FULLY_DISTURBED], EVERY_FAULT, lanes, templates, run_folders)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_operation_of_other_saves_may_fail(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    disturb(SCENARIOS[name], TELLING_FAULTS, lanes, templates, run_folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_operation_of_other_saves_may_fail_in_every_way(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    disturb(SCENARIOS[name], EVERY_FAULT, lanes, templates, run_folders)
+
+
+def disturb(
+    scenario: Scenario, faults: list[Fault], lanes: ForkLanes, templates: Templates, folders: Iterator[Path]
+) -> None:
+    template = templates.of(scenario)
+    works = [(fault.name, partial(batch, scenario, next(folders), template, fault)) for fault in faults]
+    show(lanes.run_all(works))
+
+
+def test_every_operation_of_a_load_may_fail_in_every_way(
+    lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    template = templates.of(SCENARIOS["async"])
+    reports = lanes.run_all(
+        (fault.name, partial(load_batch, next(run_folders), template, fault)) for fault in EVERY_FAULT
+    )
+    show(reports)
+
+
+def batch(scenario: Scenario, folder: Path, template: Path, fault: Fault, lane: Lane) -> BatchReport:
+    [report] = lane.messages(disturb_saves, scenario, folder, template, fault)
+    return checked(report)
+
+
+def load_batch(folder: Path, template: Path, fault: Fault, lane: Lane) -> BatchReport:
+    [report] = lane.messages(disturb_loads, folder, template, fault)
+    return checked(report)
+
+
+def checked(report: object) -> BatchReport:
+    assert isinstance(report, BatchReport)
+    assert not report.wrong, "\n".join(report.wrong)
+    return report
+
+
+def show(reports: list[BatchReport]) -> None:
+    outcomes = sum((report.outcomes for report in reports), Counter[str]())
+    assert outcomes.total() > 0
+    print(f"{outcomes.total()} faults: {dict(outcomes)}")

@@ -1,0 +1,100 @@
+"""kill -9 before and after every file operation of a save, and at random moments: the old checkpoint or the new one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from child_runs import check_after_crashes, check_after_random_kills, save_for_ever, save_once
+from fork_lanes import ForkLanes, Lane
+from op_log import Operation, read_log
+from scenarios import NEW_STEP, SCENARIOS, Scenario
+from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
+from templates import Templates
+
+# After other kinds the disk is as it was before them.
+KILLED_AFTER = CHANGING_KINDS
+# The next process checks this many crashes, for starting it costs more than a check.
+CRASHES_PER_CHECK = 16
+RANDOM_KILLS_COUNT = int(os.environ.get("ASYNCCKPT_RANDOM_KILLS", "200"))
+RANDOM_SEED = int(os.environ.get("ASYNCCKPT_FAULT_SEED", "20250118"))
+RANDOM_KILL_SECONDS_MAX = 0.08
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_kill_at_every_operation_leaves_old_or_new(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    kill_at_every_operation(SCENARIOS[name], lanes, templates, run_folders)
+
+
+def test_kill_at_every_operation_leaves_old_or_new_on_disk(
+    lanes: ForkLanes, templates: Templates, tmp_path: Path
+) -> None:
+    folders = (tmp_path / str(number) for number in range(10_000))
+    kill_at_every_operation(SCENARIOS["retention"], lanes, templates, folders, every=5)
+
+
+def kill_at_every_operation(
+    scenario: Scenario, lanes: ForkLanes, templates: Templates, folders: Iterator[Path], *, every: int = 1
+) -> None:
+    template = templates.of(scenario)
+    trial = next(folders)
+    lanes.run(lambda lane: lane.messages(save_once, scenario, trial, template, NOTHING))
+    # Nothing on disk changes at a read, so a kill there is the same as one at the operation before.
+    operations = [operation for operation in read_log(Path(f"{trial}.log")) if operation.kind is not Kind.READ]
+    before = [(operation, Action.KILL_BEFORE) for operation in operations]
+    after = [(operation, Action.KILL_AFTER) for operation in operations if operation.kind in KILLED_AFTER]
+    kills = iter([*before, *after][::every])
+    works = []
+    while some := list(islice(kills, CRASHES_PER_CHECK)):
+        runs = [(operation, action, next(folders)) for operation, action in some]
+        works.append((f"kills from {some[0][0]} on", partial(kill_and_check, scenario, template, runs)))
+    acknowledged_count = sum(lanes.run_all(works))
+    shown = f"{len(before)} kills before an operation, {len(after)} after one"
+    print(f"{scenario.name}: {shown}; {acknowledged_count} saves had been acknowledged")
+
+
+def kill_and_check(scenario: Scenario, template: Path, runs: list[tuple[Operation, Action, Path]], lane: Lane) -> int:
+    """Returns how many of the saves had been acknowledged."""
+    crashes = []
+    for operation, action, folder in runs:
+        label = f"{action.name} {operation}"
+        end = lane.call(save_once, scenario, folder, template, Fault(action, at=operation.number))
+        assert end.killed_by == signal.SIGKILL, f"{label}: was not reached: {end.error}"
+        crashes.append((label, folder, NEW_STEP in end.messages))
+    wrong = lane.messages(check_after_crashes, scenario, crashes)
+    assert not wrong, "\n".join(wrong)
+    return sum(acknowledged for _, _, acknowledged in crashes)
+
+
+def test_kill_at_random_moments_leaves_old_or_new(lanes: ForkLanes, run_folders: Iterator[Path]) -> None:
+    print(f"seed {RANDOM_SEED}, {RANDOM_KILLS_COUNT} kills")
+    generator = random.Random(RANDOM_SEED)
+    moments = iter([generator.uniform(0, RANDOM_KILL_SECONDS_MAX) for _ in range(RANDOM_KILLS_COUNT)])
+    works = []
+    while some := list(islice(moments, CRASHES_PER_CHECK)):
+        runs = [(moment, next(run_folders)) for moment in some]
+        works.append((f"kills from moment {some[0]:.4f} s on", partial(kill_at_moments, runs)))
+    counts = lanes.run_all(works)
+    found = Counter(step for steps in counts for step in steps)
+    print(f"kills by the newest acknowledged step: {dict(sorted(found.items()))}")
+
+
+def kill_at_moments(runs: list[tuple[float, Path]], lane: Lane) -> list[int]:
+    """Returns the newest acknowledged step of every run."""
+    crashes = []
+    for moment, folder in runs:
+        end = lane.call(save_for_ever, folder, kill_after_s=moment)
+        assert end.killed_by == signal.SIGKILL, f"ended before it was killed: {end.error}"
+        crashes.append((f"killed {moment:.4f} s after the begin", folder, max(end.messages, default=0)))
+    wrong = lane.messages(check_after_random_kills, crashes)
+    assert not wrong, "\n".join(wrong)
+    return [acknowledged for _, _, acknowledged in crashes]

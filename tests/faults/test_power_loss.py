@@ -1,0 +1,202 @@
+"""Cut the power after every operation of a save, on a disk that keeps only what was synced (weak_disk.py).
+
+And the other way round: leave out each kind of sync in turn; the check must find out, or it proves nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from child_runs import CHECKPOINT, check_disks, save_again, save_and_resolve, save_once
+from fork_lanes import ForkLanes, Lane
+from op_log import Operation, read_log
+from scenarios import AFTER_STEP, NEW_STEP, SCENARIOS, Scenario
+from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
+from templates import Templates
+from weak_disk import NEVER_READ, CutDisk, WeakDisk
+
+SEED = int(os.environ.get("ASYNCCKPT_FAULT_SEED", "20250119"))
+STATES_MAX = int(os.environ.get("ASYNCCKPT_POWER_CUT_STATES", "40"))  # At one operation.
+DISKS_PER_CHECK = 64
+
+
+def disks_after(
+    log: list[Operation], scenario: Scenario, watched: Path, template: Path, *, begin: int = 0
+) -> Iterator[CutDisk]:
+    """Every different disk that a power cut after each operation from number `begin` of the log on may leave."""
+    generator = random.Random(SEED)
+    disk = WeakDisk(watched, template)
+    acknowledged = max(scenario.before, default=None)
+    seen = set()
+    for index, operation in enumerate(log):
+        disk.do(operation)
+        if operation.kind is Kind.MARK:
+            acknowledged = operation.number
+        if index < begin or operation.kind not in CHANGING_KINDS | {Kind.MARK}:
+            continue
+        for tree in disk.power_cuts(states_max=STATES_MAX, generator=generator):
+            key = (acknowledged, hash(tuple(tree.items())))
+            if key not in seen:
+                seen.add(key)
+                candidates = [*scenario.before, NEW_STEP, AFTER_STEP]
+                yield CutDisk(f"power cut after {operation}", tree, acknowledged, candidates)
+
+
+def check_all(disks: Iterator[CutDisk], lanes: ForkLanes, folders: Iterator[Path]) -> tuple[int, list[str]]:
+    """How many disks there were, and what is wrong with some."""
+    works = []
+    count = 0
+    while some := list(islice(disks, DISKS_PER_CHECK)):
+        count += len(some)
+        works.append((some[0].label, partial(check_some, some, next(folders))))
+    return count, [wrong for found in lanes.run_all(works) for wrong in found]
+
+
+def check_some(disks: list[CutDisk], folder: Path, lane: Lane) -> list[str]:
+    return list(lane.messages(check_disks, folder, disks))
+
+
+def logged_save(
+    scenario: Scenario, fault: Fault, lanes: ForkLanes, template: Path, folder: Path
+) -> tuple[list[Operation], Path]:
+    lanes.run(lambda lane: lane.call(save_once, scenario, folder, template, fault))
+    return read_log(Path(f"{folder}.log")), folder
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_replayed_log_is_what_is_on_disk(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    """No operation of a save escapes the shim, and the weak disk follows every one rightly."""
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    disk = WeakDisk(watched, template)
+    for operation in log:
+        disk.do(operation)
+    found = {str(path.relative_to(watched)): path for path in watched.rglob("*")}
+    expected = {name: None if path.is_dir() else path.read_bytes() for name, path in found.items()}
+    lock = f"{CHECKPOINT}/{NEVER_READ}"
+    assert disk.in_memory() | {lock: b""} == expected | {lock: b""}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_power_cut_leaves_every_acknowledged_checkpoint(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    print(f"seed {SEED}")
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    count, wrong = check_all(disks_after(log, scenario, watched, template), lanes, run_folders)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
+    print(f"{name}: {count} different disks after power cuts")
+
+
+@pytest.mark.parametrize("name", ["first", "retention"])
+def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_checkpoint(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    """What the killed process had not synced, the next one must sync before it relies on it."""
+    print(f"seed {SEED}")
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    kills = [o for o in log if o.kind in CHANGING_KINDS and o.kind is not Kind.SYNC and not is_in_attempt(o)]
+    works = [
+        (str(kill), partial(killed_and_saved_again, scenario, kill, template, next(run_folders))) for kill in kills
+    ]
+    disks = (disk for disks in lanes.run_all(works) for disk in disks)
+    count, wrong = check_all(disks, lanes, run_folders)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
+    print(f"{name}: {len(kills)} kills, {count} different disks after power cuts")
+
+
+def killed_and_saved_again(
+    scenario: Scenario, kill: Operation, template: Path, folder: Path, lane: Lane
+) -> list[CutDisk]:
+    lane.call(save_once, scenario, folder, template, Fault(Action.KILL_AFTER, at=kill.number))
+    killed_at = len(read_log(Path(f"{folder}.log")))
+    lane.messages(save_again, scenario, folder)
+    log = read_log(Path(f"{folder}.log"))
+    disks = disks_after(log, scenario, folder, template, begin=killed_at)
+    return [replace(disk, label=f"killed after {kill}, {disk.label}") for disk in disks]
+
+
+@pytest.mark.parametrize("name", ["first", "retention"])
+def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
+    name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    """A save that is acknowledged needed no sync that failed; nor does the next one, of another process."""
+    print(f"seed {SEED}")
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    syncs = [operation for operation in log if operation.kind is Kind.SYNC]
+    works = [
+        (str(sync), partial(failed_and_saved_again, scenario, sync, template, next(run_folders))) for sync in syncs
+    ]
+    disks = (disk for disks in lanes.run_all(works) for disk in disks)
+    count, wrong = check_all(disks, lanes, run_folders)
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:3])
+    print(f"{name}: {len(syncs)} failed syncs, {count} different disks after power cuts")
+
+
+def failed_and_saved_again(
+    scenario: Scenario, sync: Operation, template: Path, folder: Path, lane: Lane
+) -> list[CutDisk]:
+    lane.messages(save_and_resolve, scenario, folder, template, Fault(Action.FAIL, at=sync.number, error=errno.EIO))
+    failed_at = next(i for i, o in enumerate(read_log(Path(f"{folder}.log"))) if o.kind is Kind.SYNC and o.error)
+    lane.messages(save_again, scenario, folder)
+    disks = disks_after(read_log(Path(f"{folder}.log")), scenario, folder, template, begin=failed_at)
+    return [replace(disk, label=f"{sync} failed, {disk.label}") for disk in disks]
+
+
+def is_in_attempt(operation: Operation) -> bool:
+    return "/data/" in operation.path
+
+
+LEFT_OUT: dict[str, tuple[str, Callable[[Operation], bool]]] = {
+    "the folder around": ("first", lambda sync: "checkpoint" not in sync.path),
+    "the root": ("first", lambda sync: sync.name == "checkpoint"),
+    "data/": ("first", lambda sync: sync.name == "data"),
+    "the attempt's folder": ("first", lambda sync: sync.name.startswith(f"{NEW_STEP:012d}-")),
+    "shard files": ("first", lambda sync: sync.name.endswith(".safetensors")),
+    "the manifest": ("first", lambda sync: sync.name.startswith(".m-")),
+    "manifests/": ("first", lambda sync: sync.name == "manifests"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_check_finds_a_sync_left_out(
+    what: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    name, is_left_out = LEFT_OUT[what]
+    scenario = SCENARIOS[name]
+    template = templates.of(scenario)
+    log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    shorter = [operation for operation in log if operation.kind is not Kind.SYNC or not is_left_out(operation)]
+    assert len(shorter) < len(log), "the save has no such sync"
+    _, wrong = check_all(disks_after(shorter, scenario, watched, template), lanes, run_folders)
+    assert wrong, f"nobody misses the sync of {what}"
+
+
+def test_check_finds_a_sync_left_out_between_removing_manifests_and_data(
+    lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    scenario = SCENARIOS["retention"]
+    template = templates.of(scenario)
+    log, watched = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
+    removed_at = max(i for i, o in enumerate(log) if o.kind is Kind.UNLINK and o.name.endswith(".json"))
+    sync_at = next(i for i, o in enumerate(log) if i > removed_at and o.kind is Kind.SYNC and o.name == "manifests")
+    del log[sync_at]
+    _, wrong = check_all(disks_after(log, scenario, watched, template), lanes, run_folders)
+    assert wrong, "nobody misses the sync of manifests/"
