@@ -21,7 +21,7 @@ def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
 
 def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
     """The same, but only its head, checked less deeply."""
-    return decode_head(_raw_manifest(root, step), owner=f"manifest {manifest_name(step)!r}")
+    return decode_head(_raw_manifest(root, step), owner=f"manifest {manifest_name(step)!r}", step=step)
 
 
 def _raw_manifest(root: CheckpointRoot, step: int) -> bytes:

@@ -60,8 +60,13 @@ async def publish(
     fd, _ = root.manifests.create_file(temporary)
     try:
         try:
-            async with aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=threads) as file:
+            # Not `async with`: its end goes to asyncio's own threads, which take no work once the interpreter has
+            # begun to end.
+            file = await aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=threads)
+            try:
                 await _write_all(file, raw)
+            finally:
+                await file.close()
             if durable:
                 os.fsync(fd)
         finally:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.pipeline.threads import IdleEndingThreads, start_thread
@@ -19,9 +20,16 @@ from asyncckpt.pipeline.threads import IdleEndingThreads, start_thread
 THREAD_NAME = "asyncckpt-background"
 WORKERS_MAX = 4
 
-Job = Callable[[], Coroutine[Any, Any, None]]
-Lost = Callable[[BaseException], None]
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
+
+
+@dataclass(eq=False)
+class Job:
+    """Work for the background. `lose` is told why the thread could not even begin with it."""
+
+    run: Callable[[], Coroutine[Any, Any, None]]
+    lose: Callable[[BaseException], None]
+    is_begun: bool = False
 
 
 class Background:
@@ -29,18 +37,22 @@ class Background:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._jobs: deque[tuple[Job, Lost]] = deque()
+        self._jobs: deque[Job] = deque()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Job, *, lost: Lost) -> None:
-        """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started.
-
-        `lost` is called with the reason when the thread could not even begin with the job.
-        """
+    def submit(self, job: Job) -> None:
+        """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started."""
         with self._guard:
             if self._thread is None:
                 self._thread = start_thread(self._run, THREAD_NAME)
-            self._jobs.append((job, lost))
+            self._jobs.append(job)
+
+    def withdraw(self, job: Job) -> bool:
+        """After an interrupted or failed `submit`: False when the job has begun or has been told that it is lost."""
+        with self._guard:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            return not job.is_begun
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -55,26 +67,31 @@ class Background:
             asyncio.run(work)
         except BaseException as error:  # A loop needs descriptors, and there may be none left.
             work.close()
-            for _, lose in self._take_lost():
-                lose(error)
+            for job in self._take_all():
+                job.lose(error)
 
-    def _take_lost(self) -> Collection[tuple[Job, Lost]]:
+    def _take_all(self) -> Collection[Job]:
         """The jobs that this thread, which has failed, leaves undone."""
         with self._guard:
             if self._thread is not threading.current_thread():
                 return ()
-            lost, self._jobs, self._thread = self._jobs, deque(), None
-            return lost
+            taken, self._jobs, self._thread = self._jobs, deque(), None
+            for job in taken:
+                job.is_begun = True
+            return taken
 
     async def _work(self) -> None:
         while True:
             with self._guard:
+                if self._thread is not threading.current_thread():
+                    return  # Whoever started this thread was interrupted before he knew of it.
                 if not self._jobs:
                     self._thread = None
                     return
-                job, _ = self._jobs.popleft()
+                job = self._jobs.popleft()
+                job.is_begun = True
             try:
-                await job()
+                await job.run()
             except BaseException:
                 sys.excepthook(*sys.exc_info())
 

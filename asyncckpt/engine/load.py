@@ -94,9 +94,9 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
         if request.verify == "before":
             verify(request.root, step, progress=progress)
         rebuilt, rows = _fill(plan, reader, clear=not request.merge)
-        bytes_read = reader.bytes_read
+        bytes_read, is_verified = reader.bytes_read, reader.has_checked_all
     _give_state_dicts(plan, manifest, contents, rebuilt)
-    if check and not plan.unexpected:
+    if is_verified:
         mark_verified(request.root, step)
     return LoadReport(
         step=step,

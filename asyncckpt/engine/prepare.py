@@ -37,15 +37,18 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
         cut.fence()
         cut.end(ok=False)
 
+    size, limit = plan.image.bytes, target.options.host_memory_limit
+    # A save in flight has the arena already; and what does not fit will not be staged.
+    to_do = not save_lock.in_flight() and pool.fits(size, limit_bytes=limit)
+    arena = pool.take_to_prepare(size) if to_do else None
+
     def touch() -> None:
-        # A save in flight has the arena already; and what does not fit will not be staged.
-        limit = target.options.host_memory_limit
-        if save_lock.in_flight() or not pool.fits(plan.image.bytes, limit_bytes=limit):
+        if arena is None:
             return
-        arena = pool.acquire(plan.image.bytes, deadline_s=target.options.busy_deadline_s)
         try:
+            arena.ensure(size)
             if plan.tables:
-                pool.touch_ahead(arena, plan.image.bytes, limit_bytes=limit)
+                pool.touch_ahead(arena, size, limit_bytes=limit)
         finally:
             pool.release(arena)
 

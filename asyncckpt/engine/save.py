@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.commit.discover import committed_steps
-from asyncckpt.engine.background import background
+from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.save_job import end_save, lose_save, run_save
+from asyncckpt.engine.save_job import as_ours, end_save, lose_save, run_save
 from asyncckpt.engine.save_request import Cut, SaveJob, SaveTarget
-from asyncckpt.errors import ConflictError, IOFailedError, UsageError
+from asyncckpt.errors import ConflictError, UsageError
 from asyncckpt.format.names import STEP_MAX, manifest_name
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
@@ -30,6 +30,7 @@ def start_save(
 ) -> SaveFuture:
     """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended."""
     begun = time.perf_counter()
+    target.check_not_in_doubt()
     if background.is_current_thread():
         on_busy = _on_background_thread(on_busy, staged)
     encoded = _encode_metadata(metadata)
@@ -41,21 +42,33 @@ def start_save(
         job = _begin(target, ticket, step, encoded, staged=staged, begun=begun)
     except BaseException as error:
         save_lock.release(ticket)
-        if isinstance(error, MemoryError):
-            raise IOFailedError(
-                "the snapshot ran out of memory", hint="lower host_memory_limit, or use save()"
-            ) from error
+        ours = as_ours(error, step)
+        if ours is not error:
+            raise ours from error
         raise
-    job.stall_seconds = time.perf_counter() - begun
+    _hand_over(job, begun)
+    return job.future
+
+
+def _hand_over(job: SaveJob, begun: float) -> None:
+    """Give the job to the background; with live state, wait for its end: the background reads what the caller owns.
+
+    Interrupted, the save is ended first, for then the caller may change its state; a second interruption does not wait.
+    """
+    work = Job(run=lambda: run_save(job), lose=lambda error: lose_save(job, error))
+    is_live = job.arena is None
     try:
-        background.submit(lambda: run_save(job), lost=lambda error: lose_save(job, error))
-    except IOFailedError:
-        end_save(job, ok=False)
+        job.stall_seconds = time.perf_counter() - begun
+        background.submit(work)
+        if is_live:
+            job.future._inner.exception(SAVE_DEADLINE_S)
+    except BaseException:
+        if background.withdraw(work):
+            end_save(job, ok=False)
+        elif is_live:
+            job.future.cancel()
+            job.future._inner.exception(SAVE_DEADLINE_S)
         raise
-    future = job.future
-    if job.arena is None and not job.cut.fenced:
-        _wait_for_live_state(future)
-    return future
 
 
 def _begin(target: SaveTarget, ticket: Ticket, step: int, metadata: Json, *, staged: bool, begun: float) -> SaveJob:
@@ -108,16 +121,6 @@ def _why_not_staged(target: SaveTarget, plan: SavePlan) -> str | None:
     reason = f"a snapshot of {plan.image.bytes} bytes does not fit the host memory limit ({shown})"
     warnings.warn(f"asyncckpt: {reason}; this save blocks until it is written", RuntimeWarning, stacklevel=5)
     return reason
-
-
-def _wait_for_live_state(future: SaveFuture) -> None:
-    """The background reads live memory: wait. Interrupted, end the save first, for then the state may change."""
-    try:
-        future._inner.exception(SAVE_DEADLINE_S)
-    except BaseException:
-        future.cancel()
-        future._inner.exception(SAVE_DEADLINE_S)
-        raise
 
 
 def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:

@@ -64,9 +64,11 @@ async def run_save(job: SaveJob) -> None:
     except BaseException as error:
         lose_save(job, error)
     else:
-        _touch_ahead(job)
-        end_save(job, ok=True)
-        job.future.resolve(result, FutureState.COMMITTED)
+        try:
+            _touch_ahead(job)
+            end_save(job, ok=True)
+        finally:
+            job.future.resolve(result, FutureState.COMMITTED)
 
 
 def _touch_ahead(job: SaveJob) -> None:
@@ -81,9 +83,11 @@ def _touch_ahead(job: SaveJob) -> None:
 
 def lose_save(job: SaveJob, error: BaseException) -> None:
     """End a save that has failed, and tell its future."""
-    end_save(job, ok=False)
-    cancelled = isinstance(error, SaveCancelledError)
-    job.future.fail(_as_ours(error, job.step), FutureState.CANCELLED if cancelled else FutureState.FAILED)
+    try:
+        end_save(job, ok=False)
+    finally:
+        cancelled = isinstance(error, SaveCancelledError)
+        job.future.fail(as_ours(error, job.step), FutureState.CANCELLED if cancelled else FutureState.FAILED)
 
 
 def end_save(job: SaveJob, *, ok: bool) -> None:
@@ -99,12 +103,13 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
     save_lock.release(job.ticket)
 
 
-def _as_ours(error: BaseException, step: int) -> BaseException:
-    """The system's errors that passed no door."""
+def as_ours(error: BaseException, step: int | None) -> BaseException:
+    """An error of the system that passed no door, as one of this library; others as they are."""
+    save = "the save" if step is None else f"the save of step {step}"
     if isinstance(error, MemoryError):
-        wrapped = IOFailedError("the save ran out of memory", hint="lower host_memory_limit, or use save()")
-    elif isinstance(error, OSError):
-        wrapped = io_failed(f"the save of step {step} failed", error)
+        wrapped = IOFailedError(f"{save} ran out of memory", hint="lower host_memory_limit, or use save()")
+    elif isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        wrapped = io_failed(f"{save} failed", error)
     else:
         return error
     wrapped.__cause__ = error
@@ -116,6 +121,7 @@ async def _save(job: SaveJob) -> SaveResult:
     attempt = Attempt.new(job.step)
     _sweep(job, attempt)
     filtered = await _filter(job)
+    job.target.check_not_in_doubt()  # A save that was queued behind the one in doubt.
     _go_on(job, FutureState.WRITING)
     folder = begin_attempt(root, attempt)
     try:
@@ -126,7 +132,8 @@ async def _save(job: SaveJob) -> SaveResult:
         raw = encode_manifest(head, written.body)
         durable = options.durability == "fsync"
         await publish(root, folder, attempt, raw, durable=durable, threads=workers)
-    except IndeterminateError:
+    except IndeterminateError as error:
+        job.target.in_doubt.append(error)
         raise  # The manifest may be there: its data must stay.
     except BaseException:
         abandon_attempt(root, attempt)

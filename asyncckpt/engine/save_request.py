@@ -11,6 +11,7 @@ from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket
+from asyncckpt.errors import IndeterminateError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import Node
 from asyncckpt.format.values import encode_value
@@ -34,6 +35,16 @@ class SaveTarget:
     state: Callable[[], Mapping[str, Any]]
     protected: Callable[[], Collection[int]]
     heads: KnownHeads
+    in_doubt: list[IndeterminateError] = field(default_factory=list)
+
+    def check_not_in_doubt(self) -> None:
+        """After a commit whose durability is unknown nothing more is committed here until the directory is reopened."""
+        if self.in_doubt:
+            raise IndeterminateError(
+                f"an earlier commit of this Saver is in doubt: {self.in_doubt[0].what}",
+                resolve=self.in_doubt[0].resolve,
+                hint="close this Saver, call resolve(), and open a new one",
+            )
 
 
 @dataclass

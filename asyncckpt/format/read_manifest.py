@@ -39,17 +39,9 @@ TABLES_MAX = 1_000_000
 RANKS_MAX = 1_000_000
 
 
-def decode_manifest(raw: bytes, *, owner: str, step: int | None = None) -> Manifest:
+def decode_manifest(raw: bytes, *, owner: str, step: int) -> Manifest:
     """Decode the bytes of a manifest file; `step` is the one its file name tells."""
-    if len(raw) > MANIFEST_BYTES_MAX:
-        raise CorruptError(f"{owner} is too large", found=len(raw), expected=MANIFEST_BYTES_MAX)
-    # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
-    digest = manifest_digest(raw, owner=owner)
-    fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
-    _check_version(fields)
-    head = _head(fields)
-    if step is not None and head.step != step:
-        raise CorruptError(f"{owner} tells another step than its name", found=head.step, expected=step)
+    fields, head, digest = _opened(raw, owner, step)
     tree = decode_tree(fields.value("tree"), owner=owner)
     if tree[0] != "dict":
         raise CorruptError(f"{owner}: manifest.tree is wrong", found=tree[0], expected="an object with names")
@@ -62,12 +54,22 @@ def decode_manifest(raw: bytes, *, owner: str, step: int | None = None) -> Manif
     return manifest
 
 
-def decode_head(raw: bytes, *, owner: str) -> ManifestHead:
+def decode_head(raw: bytes, *, owner: str, step: int) -> ManifestHead:
     """Only the head of a manifest: a fraction of the work when its blocks do not matter."""
-    manifest_digest(raw, owner=owner)
+    return _opened(raw, owner, step)[1]
+
+
+def _opened(raw: bytes, owner: str, step: int) -> tuple[Fields, ManifestHead, str]:
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise CorruptError(f"{owner} is too large", found=len(raw), expected=MANIFEST_BYTES_MAX)
+    # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
+    digest = manifest_digest(raw, owner=owner)
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
     _check_version(fields)
-    return _head(fields)
+    head = _head(fields)
+    if head.step != step:
+        raise CorruptError(f"{owner} tells another step than its name", found=head.step, expected=step)
+    return fields, head, digest
 
 
 def _check_version(fields: Fields) -> None:

@@ -39,18 +39,21 @@ class LeafFacts:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> LeafFacts:
+        types = list(map(type, tensors))
         try:
-            strides = list(map(torch.Tensor.stride, tensors))
-        except RuntimeError:  # Sparse and nested tensors have none; check_leaf names them.
-            strides = []
-        return LeafFacts(
-            types=list(map(type, tensors)),
-            shapes=list(map(torch.Tensor.size, tensors)) if strides or not tensors else [],
-            kinds=list(map(_dtypes, tensors)),
-            strides=strides,
-            negated=list(map(torch.Tensor.is_neg, tensors)),
-            conjugated=list(map(torch.Tensor.is_conj, tensors)),
-        )
+            return LeafFacts(
+                types=types,
+                shapes=list(map(torch.Tensor.size, tensors)),
+                kinds=list(map(_dtypes, tensors)),
+                strides=list(map(torch.Tensor.stride, tensors)),
+                negated=list(map(torch.Tensor.is_neg, tensors)),
+                conjugated=list(map(torch.Tensor.is_conj, tensors)),
+            )
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # Sparse, nested and uninitialised ones have no strides; check_leaf names them.
+            return LeafFacts(types=types, shapes=[], kinds=[], strides=[], negated=[], conjugated=[])
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:

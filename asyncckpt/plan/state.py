@@ -133,7 +133,7 @@ def _from_numpy(value: np.ndarray[Any, Any] | np.generic, path: tuple[Any, ...])
         array = array.copy()  # torch has no read-only and no negatively strided tensors.
     try:
         return torch.from_numpy(array)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(
             f"array {_shown(path)} cannot be saved",
             found=str(array.dtype),

@@ -46,6 +46,7 @@ class ShardReader:
         self._progress = progress
         self._queue: list[BlockRead] = []
         self.bytes_read = 0
+        self._checked: set[int] = set()
         self._fds: list[int] = []
         self._direct: list[bool] = []
         try:
@@ -99,6 +100,12 @@ class ShardReader:
         self.bytes_read += int(items[:, 2].sum())
         if digests is not None:
             self._check_digests(reads, digests)
+
+    @property
+    def has_checked_all(self) -> bool:
+        """Whether every block that holds bytes was read in full and found sound."""
+        blocks = enumerate(self._manifest.blocks)
+        return all(number in self._checked for number, block in blocks if block.placed.spec.bytes)
 
     def block(self, number: int) -> BlockFacts:
         return self._manifest.blocks[number]
@@ -167,6 +174,7 @@ class ShardReader:
         """CorruptError when a block's bytes are not those that were written."""
         block = self._manifest.blocks[number]
         if digest == block.digest:
+            self._checked.add(number)
             return
         file = self._manifest.head.files[block.placed.file_index]
         raise CorruptError(

@@ -30,6 +30,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.state = ArenaState.FREE
+        self.is_being_prepared = False
         self._memory = core.map_memory(MAPPED_UNIT_BYTES)
         self.touched_bytes = 0
         self.touches_count = 0

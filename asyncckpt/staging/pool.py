@@ -41,7 +41,7 @@ class ArenaPool:
     def fits(self, bytes: int, *, limit_bytes: int | None) -> bool:
         """Whether a snapshot of `bytes` can be staged within the limit (None: the default share of free memory)."""
         with self._changed:
-            free = [a.touched_bytes for a in self._arenas if a.state is ArenaState.FREE]
+            free = [a.touched_bytes for a in self._arenas if a.state is ArenaState.FREE or a.is_being_prepared]
             held = self.held_bytes
         # The largest free arena is grown; the other ones stay as they are.
         reused = max(free, default=0)
@@ -49,8 +49,11 @@ class ArenaPool:
         return needed <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
 
     def acquire(self, bytes: int, *, deadline_s: float) -> Arena:
-        """Return an arena in state FILLING with at least `bytes` touched; waits while both are in use."""
-        arena = self._take(bytes, deadline_s)
+        """Return an arena in state FILLING with at least `bytes` touched; waits while both are in use.
+
+        It also waits for one that is being prepared, rather than touch another one.
+        """
+        arena = self._wait_for_arena(bytes, deadline_s)
         try:
             arena.ensure(bytes)
         except BaseException:
@@ -58,25 +61,37 @@ class ArenaPool:
             raise
         return arena
 
-    def _take(self, bytes: int, deadline_s: float) -> Arena:
+    def take_to_prepare(self, bytes: int) -> Arena | None:
+        """Take an arena only to touch it ahead of a save and release it; None when none is to be had now."""
+        with self._changed:
+            arena = self._take(bytes)
+            if arena is not None:
+                arena.is_being_prepared = True
+            return arena
+
+    def _wait_for_arena(self, bytes: int, deadline_s: float) -> Arena:
         until = time.monotonic() + deadline_s
         with self._changed:
-            while True:
-                free = [a for a in self._arenas if a.state is ArenaState.FREE]
-                if free:
-                    enough = [a for a in free if a.touched_bytes >= bytes]
-                    arena = min(enough, key=lambda a: a.touched_bytes) if enough else max(
-                        free, key=lambda a: a.touched_bytes
-                    )  # fmt: skip
-                    break
-                if len(self._arenas) < ARENAS_COUNT_MAX:
-                    arena = Arena()
-                    self._arenas.append(arena)
-                    break
+            while (arena := self._take(bytes)) is None:
                 if not self._changed.wait(max(0.0, until - time.monotonic())):
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
-            arena.state = ArenaState.FILLING
             return arena
+
+    def _take(self, bytes: int) -> Arena | None:
+        """Under the lock: a free arena, the smallest that suffices, else the largest, else a new one."""
+        free = [arena for arena in self._arenas if arena.state is ArenaState.FREE]
+        enough = [arena for arena in free if arena.touched_bytes >= bytes]
+        if enough:
+            arena = min(enough, key=lambda item: item.touched_bytes)
+        elif free:
+            arena = max(free, key=lambda item: item.touched_bytes)
+        elif len(self._arenas) < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas):
+            arena = Arena()
+            self._arenas.append(arena)
+        else:
+            return None
+        arena.state = ArenaState.FILLING
+        return arena
 
     def touch_ahead(self, arena: Arena, bytes: int, *, limit_bytes: int | None) -> None:
         """In the background: see that an image somewhat larger than `bytes` fits, for tables grow between saves.
@@ -95,6 +110,7 @@ class ArenaPool:
         """Give an arena back and wake a waiter."""
         with self._changed:
             arena.state = ArenaState.FREE
+            arena.is_being_prepared = False
             self._changed.notify()
 
     def trim(self) -> None:

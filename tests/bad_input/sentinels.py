@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,24 @@ class Targets:
     def load(self, root: Path | str, **options: Any) -> asyncckpt.LoadReport:
         """Load all of it."""
         return asyncckpt.Loader(root, {"user": self.table}, self.tensors, **options).load()
+
+
+class HookedTable(asyncckpt.HashTable):
+    """A table that does something when the load begins to fill it: files are open and checked, no data is read yet."""
+
+    hook: Callable[[], object]
+
+    def begin_load(self, **options: Any) -> Any:
+        self.hook()
+        return super().begin_load(**options)
+
+
+def hooked_targets(hook: Callable[[], object]) -> Targets:
+    made = new_table()
+    made.__class__ = HookedTable
+    assert isinstance(made, HookedTable)
+    made.hook = hook
+    return Targets(table=made)
 
 
 def refused(

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -329,11 +330,19 @@ else:
 """
 
 
+@pytest.fixture
+def visible(saved_once: Path) -> Iterator[Crafted]:
+    """A small sound checkpoint where every user may look; pytest's own folders are closed to others."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        found = Crafted(root=Path(shutil.copytree(saved_once, f"{folder}/root")), step=7)
+        for path in [found.root, *found.root.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        yield found
+
+
 def error_of_nobody(body: str, path: Path) -> tuple[str, str]:
     """Class and message of what a line of Python ends with for another user."""
-    for parent in [path, *path.parents]:
-        if parent.stat().st_uid == os.geteuid() and parent != path and str(parent).startswith("/tmp/"):
-            parent.chmod(parent.stat().st_mode | 0o755)
     command = as_nobody(sys.executable, "-c", CHILD.format(body=body), path)
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=120)
     assert run.returncode == 0, run.stderr
@@ -359,23 +368,19 @@ def test_case_057_folder_of_ours_is_not_writable(small: Crafted, name: str) -> N
     save_one(small.root, 8)  # The refused one holds no lock.
 
 
-def test_case_057_not_writable_for_this_user(small: Crafted) -> None:
-    for path in [small.root, *small.root.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    name, message = error_of_nobody("asyncckpt.Saver(path=sys.argv[1])", small.root)
+def test_case_057_not_writable_for_this_user(visible: Crafted) -> None:
+    name, message = error_of_nobody("asyncckpt.Saver(path=sys.argv[1])", visible.root)
     assert (name, "not writable" in message) == ("IOFailedError", True), message
 
 
-def test_case_057_not_readable_for_this_user(small: Crafted) -> None:
-    small.root.chmod(0o700)
-    name, message = error_of_nobody("asyncckpt.Loader(sys.argv[1]).load()", small.root)
-    assert (name, "Permission denied (check owner and permission)" in message) == ("IOFailedError", True), message
-    small.root.chmod(0o755)
-    for folder in ("manifests", "data"):
-        (small.root / folder).chmod(0o755)
-    small.manifest_path.chmod(0o600)
-    name, message = error_of_nobody("asyncckpt.Loader(sys.argv[1]).load()", small.root)
-    assert (name, small.manifest_path.name in message) == ("IOFailedError", True), message
+@pytest.mark.parametrize("which", ["root", "manifest"])
+def test_case_057_not_readable_for_this_user(visible: Crafted, which: str) -> None:
+    path = visible.root if which == "root" else visible.manifest_path
+    path.chmod(0o600)
+    name, message = error_of_nobody("asyncckpt.Loader(sys.argv[1]).load()", visible.root)
+    assert name == "IOFailedError", message
+    assert path.name in message
+    assert "Permission denied (check owner and permission)" in message
 
 
 def test_case_058_world_writable_root(tmp_path: Path) -> None:
@@ -435,10 +440,8 @@ def test_case_060_immutable_tree(small: Crafted) -> None:
         assert targets.loaded
 
 
-def test_case_061_another_user_reads_what_the_modes_let_him(small: Crafted) -> None:
-    for path in [small.root, *small.root.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    assert error_of_nobody("asyncckpt.verify(sys.argv[1])", small.root) == ("", "")
+def test_case_061_another_user_reads_what_the_modes_let_him(visible: Crafted) -> None:
+    assert error_of_nobody("asyncckpt.verify(sys.argv[1])", visible.root) == ("", "")
 
 
 def test_case_061_group_of_a_setgid_folder_is_kept(tmp_path: Path) -> None:

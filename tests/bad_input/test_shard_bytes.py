@@ -8,14 +8,13 @@ import os
 import pickle
 import struct
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from crafted import Crafted, Document, block, flip
-from sentinels import IDS, Targets, new_table, refused, small_tensors
+from sentinels import IDS, Targets, hooked_targets, refused, small_tensors
 
 import asyncckpt
 from asyncckpt.native import core
@@ -345,24 +344,6 @@ def test_case_021_digest_of_another_block(small: Crafted, index: str) -> None:
 
 
 # -- while it is read --------------------------------------------------------------------------------------------------
-
-
-class HookedTable(asyncckpt.HashTable):
-    """A table that does something when the load begins to fill it: files are open and checked, no data is read yet."""
-
-    hook: Callable[[], object]
-
-    def begin_load(self, **options: Any) -> Any:
-        self.hook()
-        return super().begin_load(**options)
-
-
-def hooked_targets(hook: Callable[[], object]) -> Targets:
-    made = new_table()
-    made.__class__ = HookedTable
-    assert isinstance(made, HookedTable)
-    made.hook = hook
-    return Targets(table=made)
 
 
 def test_case_022_file_replaced_between_open_and_read(small: Crafted, tmp_path: Path) -> None:

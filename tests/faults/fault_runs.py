@@ -6,6 +6,7 @@ the disk has the old checkpoint or the new one, saving goes on with the same Sav
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, Fault, Kind, Shim
 from asyncckpt import CheckpointError, IndeterminateError, IOFailedError, Saver
 
 THREAD_END_SECONDS_MAX = 20.0
+SAVED, LOADED = "saved all the same", "loaded all the same"
 WRONG_MAX = 5  # A batch stops after this many.
 # Operations at which an action does something that failing does not do already.
 KINDS_OF_ACTION = {
@@ -53,7 +55,9 @@ def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: 
         run = folder / str(operation.number)
         copy_template(template, run)
         try:
-            report.outcomes[_disturb_save(scenario, run, replace(fault, at=operation.number))] += 1
+            outcome = _disturb_save(scenario, run, replace(fault, at=operation.number))
+            report.outcomes[outcome] += 1
+            assert outcome != SAVED or not _must_be_told(operation, fault), "the save tells nothing of the failure"
         except Exception:
             report.wrong.append(f"{fault.name} at {operation}: {traceback.format_exc()}")
             if len(report.wrong) == WRONG_MAX:
@@ -132,7 +136,7 @@ def _check_outcome(
     if scenario.keep_latest is None or NEW_STEP not in steps:
         assert set(scenario.before) <= set(steps), f"earlier checkpoints are gone, {steps} are left"
     if error is None:
-        return "saved all the same"
+        return SAVED
     if isinstance(error, IndeterminateError):
         assert error.resolve() == (NEW_STEP in steps)
         return f"indeterminate, {'there' if NEW_STEP in steps else 'absent'}"
@@ -142,6 +146,13 @@ def _check_outcome(
         assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
     assert str(error) == str(error).strip()
     return "failed"
+
+
+def _must_be_told(operation: Operation, fault: Fault) -> bool:
+    """Whether a save cannot be good after this: bytes were refused, or reported lost when their file was closed."""
+    is_failure = fault.action in (Action.FAIL, Action.LIE) and fault.error != errno.EINTR
+    is_written = operation.name.endswith(".safetensors") or operation.name.startswith(".m-")
+    return is_failure and is_written and operation.kind in (Kind.CREATE, Kind.WRITE, Kind.TRUNCATE, Kind.CLOSE)
 
 
 def _go_on(scenario: Scenario, root: Path, saver: Saver | None, state: SampleState, *, is_known: bool) -> None:
@@ -174,7 +185,7 @@ def _disturb_load(root: Path, fault: Fault) -> tuple[str, bool]:
     elif fault.error:
         assert isinstance(error, IOFailedError), f"raised {error!r}"
         assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
-    outcome = "loaded all the same" if error is None else type(error).__name__
+    outcome = LOADED if error is None else type(error).__name__
     step = state.load(root)
     assert state.digest() == expected_digest(step), "a load after a failed one gives something else"
     assert _open_files() == open_before, "descriptors are left open"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from sample_state import SampleState
 
@@ -39,7 +40,8 @@ class Scenario:
 
     def open(self, root: Path, state: SampleState) -> Saver:
         if self.linked:
-            directory._libc = SimpleNamespace()
+            without_renameat2: Any = SimpleNamespace()
+            directory._libc = without_renameat2
         return Saver(
             path=root,
             hashtables=state.tables,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,14 +24,22 @@ from templates import Templates
 from weak_disk import NEVER_READ, CutDisk, WeakDisk
 
 SEED = int(os.environ.get("ASYNCCKPT_FAULT_SEED", "20250119"))
-STATES_MAX = int(os.environ.get("ASYNCCKPT_POWER_CUT_STATES", "40"))  # At one operation.
+STATES_MAX = int(os.environ.get("ASYNCCKPT_POWER_CUT_STATES", "256"))  # At one operation.
 DISKS_PER_CHECK = 64
+# A second save passes through the same states as the first one, but for what it builds on: names, and their removal.
+TELLING_KINDS = frozenset({Kind.MKDIR, Kind.RENAME, Kind.UNLINK, Kind.RMDIR, Kind.MARK})
 
 
 def disks_after(
-    log: list[Operation], scenario: Scenario, watched: Path, template: Path, *, begin: int = 0
+    log: list[Operation],
+    scenario: Scenario,
+    watched: Path,
+    template: Path,
+    *,
+    begin: int = 0,
+    kinds: Collection[Kind] = CHANGING_KINDS | {Kind.MARK},
 ) -> Iterator[CutDisk]:
-    """Every different disk that a power cut after each operation from number `begin` of the log on may leave."""
+    """Every different disk that a power cut may leave after operations of these kinds, from log line `begin` on."""
     generator = random.Random(SEED)
     disk = WeakDisk(watched, template)
     acknowledged = max(scenario.before, default=None)
@@ -40,7 +48,7 @@ def disks_after(
         disk.do(operation)
         if operation.kind is Kind.MARK:
             acknowledged = operation.number
-        if index < begin or operation.kind not in CHANGING_KINDS | {Kind.MARK}:
+        if index < begin or operation.kind not in kinds:
             continue
         for tree in disk.power_cuts(states_max=STATES_MAX, generator=generator):
             key = (acknowledged, hash(tuple(tree.items())))
@@ -127,7 +135,7 @@ def killed_and_saved_again(
     killed_at = len(read_log(Path(f"{folder}.log")))
     lane.messages(save_again, scenario, folder)
     log = read_log(Path(f"{folder}.log"))
-    disks = disks_after(log, scenario, folder, template, begin=killed_at)
+    disks = disks_after(log, scenario, folder, template, begin=killed_at, kinds=TELLING_KINDS)
     return [replace(disk, label=f"killed after {kill}, {disk.label}") for disk in disks]
 
 
@@ -156,7 +164,9 @@ def failed_and_saved_again(
     lane.messages(save_and_resolve, scenario, folder, template, Fault(Action.FAIL, at=sync.number, error=errno.EIO))
     failed_at = next(i for i, o in enumerate(read_log(Path(f"{folder}.log"))) if o.kind is Kind.SYNC and o.error)
     lane.messages(save_again, scenario, folder)
-    disks = disks_after(read_log(Path(f"{folder}.log")), scenario, folder, template, begin=failed_at)
+    disks = disks_after(
+        read_log(Path(f"{folder}.log")), scenario, folder, template, begin=failed_at, kinds=TELLING_KINDS
+    )
     return [replace(disk, label=f"{sync} failed, {disk.label}") for disk in disks]
 
 

@@ -56,9 +56,17 @@ class State:
             optimizer.zero_grad()
             model(torch.randn(7, 6, generator=generator)).sum().backward()
             optimizer.step()
-        tables = {name: filled_table(name, rows=rows, seed=seed + i, holes=holes) for i, name in enumerate(("user", "item"))}
+        tables = {
+            name: filled_table(name, rows=rows, seed=seed + i, holes=holes) for i, name in enumerate(("user", "item"))
+        }
         w = torch.randn(64, 33, generator=generator)
-        dense = {"w": w, "half": torch.randn(17, generator=generator).bfloat16(), "model": model, "optim": optimizer, "epoch": seed}
+        dense = {
+            "w": w,
+            "half": torch.randn(17, generator=generator).bfloat16(),
+            "model": model,
+            "optim": optimizer,
+            "epoch": seed,
+        }
         return State(tables=tables, dense=dense)
 
     @staticmethod

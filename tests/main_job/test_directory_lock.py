@@ -37,7 +37,9 @@ def test_second_process_gets_a_clear_error(tmp_path: Path) -> None:
         with pytest.raises(asyncckpt.ConflictError) as caught:
             asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
         message = str(caught.value)
-        assert str(tmp_path) in message and f"process {holder.pid} on" in message and "another directory" in message
+        assert str(tmp_path) in message
+        assert f"process {holder.pid} on" in message
+        assert "another directory" in message
         # Reading needs no lock.
         assert asyncckpt.list_steps(tmp_path) == [1]
     finally:

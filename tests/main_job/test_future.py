@@ -29,7 +29,8 @@ def test_cancel_before_commit_aborts(tmp_path: Path) -> None:
             future.result(60)
         assert future.state.value == "cancelled"
         assert saver.statistics().cancelled_count == 1
-        assert asyncckpt.list_steps(tmp_path) == [] and list((tmp_path / "data").iterdir()) == []
+        assert asyncckpt.list_steps(tmp_path) == []
+        assert list((tmp_path / "data").iterdir()) == []
         saver.save_async(1).result(60)
 
 
@@ -136,7 +137,8 @@ def test_blocking_save_in_a_callback_is_refused(tmp_path: Path) -> None:
         assert called.wait(60)
         error, third = outcome
         assert "would wait for itself" in str(error)
-        assert isinstance(third, asyncckpt.SaveFuture) and third.result(60).step == 3
+        assert isinstance(third, asyncckpt.SaveFuture)
+        assert third.result(60).step == 3
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:

@@ -55,7 +55,10 @@ def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:
             statistics = saver.statistics()
         if number == 0:
             first = statistics
-        assert (statistics.arena_touches_count, statistics.arenas_count) == (first.arena_touches_count, first.arenas_count)
+        assert (statistics.arena_touches_count, statistics.arenas_count) == (
+            first.arena_touches_count,
+            first.arenas_count,
+        )
 
 
 def test_arena_grows_with_the_table_and_keeps_what_it_has(tmp_path: Path) -> None:
@@ -80,3 +83,24 @@ def test_failed_save_gives_its_arena_back(tmp_path: Path) -> None:
                 saver.save_async(step).result(60)
         assert saver.statistics().arenas_count <= 2
         assert saver.statistics().failed_count == 5
+
+
+def test_a_save_waits_for_the_arena_that_prepare_touches(tmp_path: Path) -> None:
+    """Not a second one: staging never takes more than one image, except when saves are queued."""
+    pool.trim()
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(8 << 20)}) as saver:
+        saver.prepare()
+        saver.save_async(1).result(60)
+        assert saver.statistics().arenas_count == 1
+
+
+def test_growing_tables_find_their_memory_touched(tmp_path: Path) -> None:
+    pool.trim()
+    table = asyncckpt.HashTable("t", 64)
+    table.lookup(torch.arange(100_000))
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.prepare().result(60)
+        before = saver.statistics().arena_touches_count
+        table.lookup(torch.arange(104_000))
+        saver.save_async(1).result(60)
+        assert saver.statistics().arena_touches_count == before

@@ -21,7 +21,9 @@ def test_raise_names_step_path_and_age(tmp_path: Path) -> None:
         with pytest.raises(asyncckpt.SaveInProgressError) as caught:
             saver.save_async(121)
         message = str(caught.value)
-        assert "step 120" in message and str(tmp_path) in message and "s old" in message
+        assert "step 120" in message
+        assert str(tmp_path) in message
+        assert "s old" in message
         with pytest.raises(asyncckpt.SaveInProgressError):
             saver.save(121)
         with pytest.raises(asyncckpt.SaveInProgressError):
@@ -37,7 +39,9 @@ def test_skip_resolves_at_once(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, filter_func=gate, on_busy="skip") as saver:
         first = saver.save_async(1)
         second = saver.save_async(2)
-        assert second.done() and second.result(0).skipped and second.state.value == "skipped"
+        assert second.done()
+        assert second.result(0).skipped
+        assert second.state.value == "skipped"
         gate.open()
         first.result(60)
         assert saver.statistics().skipped_count == 1
@@ -72,7 +76,12 @@ def test_queue_snapshots_now_and_commits_in_order(tmp_path: Path) -> None:
     state = State.filled(1)
     committed: list[int] = []
     saver = asyncckpt.Saver(
-        path=tmp_path, hashtables=state.tables, tensors=state.dense, filter_func=gate, on_busy="queue", busy_deadline=0.05
+        path=tmp_path,
+        hashtables=state.tables,
+        tensors=state.dense,
+        filter_func=gate,
+        on_busy="queue",
+        busy_deadline=0.05,
     )
     with saver:
         images = []

@@ -27,7 +27,8 @@ def test_every_steps(tmp_path: Path) -> None:
                 saver.wait_idle(60)
     assert asyncckpt.list_steps(tmp_path) == [3, 6, 9]
     assert periodic.statistics().begun_count == 3
-    assert periodic.statistics().last_result is not None and periodic.statistics().last_result.step == 9
+    assert periodic.statistics().last_result is not None
+    assert periodic.statistics().last_result.step == 9
 
 
 def test_every_seconds_by_a_given_clock(tmp_path: Path) -> None:
@@ -48,7 +49,8 @@ def test_busy_saves_are_skipped_and_counted(tmp_path: Path) -> None:
         periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
         assert periodic.step(1) is not None
         assert gate.reached.wait(60)
-        assert periodic.step(2) is None and periodic.step(3) is None
+        assert periodic.step(2) is None
+        assert periodic.step(3) is None
         gate.open()
         periodic.drain(60)
         assert periodic.statistics().skipped_count == 2
@@ -84,7 +86,13 @@ def test_errors_may_warn_or_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"every_steps": 1, "every_seconds": 1}, {"every_steps": 0}, {"every_seconds": 0}, {"every_steps": 1, "on_error": "x"}],
+    [
+        {},
+        {"every_steps": 1, "every_seconds": 1},
+        {"every_steps": 0},
+        {"every_seconds": 0},
+        {"every_steps": 1, "on_error": "x"},
+    ],
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
     with make(tmp_path) as saver, pytest.raises(asyncckpt.UsageError):
@@ -111,6 +119,16 @@ def test_retention_keeps_the_newest_verified_checkpoint(tmp_path: Path) -> None:
         assert asyncckpt.list_steps(tmp_path) == [3, 4]
 
 
+def test_a_partial_load_does_not_count_as_verified(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("t", 4, optimizer_slots={"sum": ()})
+    table.lookup(torch.arange(9))
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep_latest=1) as saver:
+        saver.save(1)
+        asyncckpt.Loader(tmp_path, {"t": asyncckpt.HashTable("t", 4)}).load()
+        saver.save(2)
+    assert asyncckpt.list_steps(tmp_path) == [2]
+
+
 def test_retention_removes_nothing_when_a_kept_checkpoint_is_broken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,7 +140,8 @@ def test_retention_removes_nothing_when_a_kept_checkpoint_is_broken(
     with make(tmp_path, keep_latest=2) as saver:
         saver.save(3)
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
-    assert "were kept" in caplog.text and "is missing" in caplog.text
+    assert "were kept" in caplog.text
+    assert "is missing" in caplog.text
 
 
 def test_leftovers_of_crashed_saves_are_swept_by_the_next_save(tmp_path: Path) -> None:
@@ -137,10 +156,13 @@ def test_leftovers_of_crashed_saves_are_swept_by_the_next_save(tmp_path: Path) -
     foreign = tmp_path / "data" / "lost+found"
     foreign.mkdir()
     asyncckpt.Loader(tmp_path, tensors={"w": torch.zeros(10)}).load()
-    assert dead.exists() and loser.exists()
+    assert dead.exists()
+    assert loser.exists()
     with make(tmp_path) as saver:
         saver.save(3)
-    assert not dead.exists() and not loser.exists() and foreign.exists()
+    assert not dead.exists()
+    assert not loser.exists()
+    assert foreign.exists()
     assert sorted(p.name for p in (tmp_path / "manifests").iterdir()) == [f"{step:012d}.json" for step in (1, 3)]
     asyncckpt.verify(tmp_path, 1)
 

@@ -63,7 +63,9 @@ def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
         else:
             saver.save(1)
     target = {
-        name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else np.zeros_like(value, order="C")
+        name: torch.zeros(value.shape, dtype=value.dtype)
+        if isinstance(value, torch.Tensor)
+        else np.zeros_like(value, order="C")
         for name, value in state.items()
     }
     target["numpy_reversed"] = np.zeros(5, dtype=np.int64)
@@ -111,7 +113,7 @@ def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
     source.state = {
         1: "int key",
         "1": "str key",
-        True: "replaces the int key, as in any dict",
+        False: "bool key",
         None: [1, 2.5, (3, [4]), {"deep": b"\x00\xff"}],
         0.5: 2**80,
         "nan": math.nan,
@@ -132,12 +134,16 @@ def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
     found = target.state
     assert list(found) == list(source.state)
     assert [type(key) for key in found] == [type(key) for key in source.state]
-    assert found[None] == source.state[None] and type(found[None][2]) is tuple
-    assert math.isnan(found["nan"]) and math.copysign(1, found["minus zero"]) == -1
+    assert found[None] == source.state[None]
+    assert type(found[None][2]) is tuple
+    assert math.isnan(found["nan"])
+    assert math.copysign(1, found["minus zero"]) == -1
     for key in (0.5, "tenth", "inf", "complex", "text", "empty"):
         assert found[key] == source.state[key]
-    assert found["point"] == (1, 2) and found["ordered"] == {"b": 1, "a": 2}
-    assert found["tensors"][0].equal(torch.arange(3)) and found["tensors"]["array"] == 1.5
+    assert found["point"] == (1, 2)
+    assert found["ordered"] == {"b": 1, "a": 2}
+    assert found["tensors"][0].equal(torch.arange(3))
+    assert found["tensors"]["array"] == 1.5
 
 
 def test_values_and_metadata_come_back_in_the_report(tmp_path: Path) -> None:
@@ -146,7 +152,9 @@ def test_values_and_metadata_come_back_in_the_report(tmp_path: Path) -> None:
     report = asyncckpt.Loader(tmp_path, tensors={"epoch": 0, "extra": {"lr": 0.0, "names": [""]}}).load()
     assert report.values == {"epoch": 3, "extra.lr": 0.1, "extra.names.0": "a"}
     assert report.metadata == {"note": "night run", "scores": [1.5, None], "big": 2**70}
-    assert report.step == 1 and report.missing == () and report.unexpected == ()
+    assert report.step == 1
+    assert report.missing == ()
+    assert report.unexpected == ()
 
 
 def test_pairs_are_accepted_as_tensors(tmp_path: Path) -> None:
@@ -158,18 +166,46 @@ def test_pairs_are_accepted_as_tensors(tmp_path: Path) -> None:
 
 
 def test_names_never_become_file_names(tmp_path: Path) -> None:
-    names = ["", "a/b", "../../x", "con", "A", "a", "é", "e\u0301", "x" * 10_000, "\n", "\x00", "__metadata__", "a#2", "."]
+    names = [
+        "",
+        "a/b",
+        "../../x",
+        "con",
+        "A",
+        "a",
+        "é",
+        "e\u0301",
+        "x" * 10_000,
+        "\n",
+        "\x00",
+        "__metadata__",
+        "a#2",
+        ".",
+    ]
     state = {name: torch.full((3,), float(index)) for index, name in enumerate(names)}
     state["nested"] = {"a": torch.ones(1), "b.c": torch.ones(2), "b": {"c": torch.ones(3)}}
     with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
         saver.save_async(1).result(60)
     files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert files[0] == "LOCK" and files[1].endswith("/r00000-000.safetensors") and files[2] == "manifests/000000000001.json"
+    assert files[0] == "LOCK"
+    assert files[1].endswith("/r00000-000.safetensors")
+    assert files[2] == "manifests/000000000001.json"
     assert len(files) == 3
     target = {name: torch.zeros(3) for name in names}
     target["nested"] = {"a": torch.zeros(1), "b.c": torch.zeros(2), "b": {"c": torch.zeros(3)}}
     asyncckpt.Loader(tmp_path, tensors=target).load()
     assert bits(target) == bits(state)
+
+
+def test_a_tensor_named_like_a_column_does_not_shadow_it(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 4)
+    table.lookup(torch.arange(5))
+    with asyncckpt.Saver(path=tmp_path, hashtables={"user": table}, tensors={"user@id": torch.ones(2)}) as saver:
+        saver.save(1)
+    target, dense = asyncckpt.HashTable("user", 4), torch.zeros(2)
+    asyncckpt.Loader(tmp_path, {"user": target}, {"user@id": dense}).load()
+    assert target.ids().equal(table.ids())
+    assert dense.equal(torch.ones(2))
 
 
 def test_shards_open_with_safetensors(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def test_blocking_save(tmp_path: Path) -> None:
         expected = state.image()
         result = saver.save(7)
         state.scribble()
-        assert result.step == 7 and result.fallback is None
+        assert result.step == 7
+        assert result.fallback is None
     assert load_image(tmp_path) == expected
 
 
@@ -82,7 +83,8 @@ def test_large_blocks_are_split_by_rows(tmp_path: Path, monkeypatch: pytest.Monk
         saver.save_async(1).result(60)
         saver.save(2)
     names = [block.name for block in asyncckpt.describe(tmp_path, 1).blocks]
-    assert names.count("user@embedding") > 5 and names.count("w") > 5
+    assert names.count("user@embedding") > 5
+    assert names.count("w") > 5
     assert load_image(tmp_path, 1) == expected
     assert load_image(tmp_path, 2) == expected
     asyncckpt.verify(tmp_path, 1)
@@ -144,7 +146,8 @@ def test_prepare_makes_plan_and_arena(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
         saver.prepare().result(60)
         before = saver.statistics()
-        assert before.plans_made_count == 1 and before.arena_bytes > 0
+        assert before.plans_made_count == 1
+        assert before.arena_bytes > 0
         for step in range(4):
             saver.save_async(step).result(60)
         after = saver.statistics()

@@ -45,7 +45,15 @@ def test_filter_sees_every_block_with_recis_interface(tmp_path: Path, save: Call
         threads.add(threading.current_thread())
         for block in blocks:
             seen.append(
-                (block.tensor_name(), block.slice_info(), block.table, block.column, block.role.value, block.dtype, block.shape)
+                (
+                    block.tensor_name(),
+                    block.slice_info(),
+                    block.table,
+                    block.column,
+                    block.role.value,
+                    block.dtype,
+                    block.shape,
+                )
             )
         return blocks
 
@@ -72,7 +80,8 @@ def test_data_is_the_staged_copy(tmp_path: Path, save: Callable[..., None]) -> N
     user = state.tables["user"]
     assert found["user@id"].equal(user.ids())
     assert found["user@embedding"].equal(user.embedding[user.rows()])
-    assert found["w"].equal(state.dense["w"]) and found["half"].equal(state.dense["half"])
+    assert found["w"].equal(state.dense["w"])
+    assert found["half"].equal(state.dense["half"])
 
 
 def test_drop_and_reorder(tmp_path: Path, save: Callable[..., None]) -> None:
@@ -123,7 +132,10 @@ def test_cast(tmp_path: Path, save: Callable[..., None]) -> None:
     state = State.filled(5)
 
     def to_half(blocks: Blocks) -> Blocks:
-        return [b.replace(data=b.data.half()) if b.role is asyncckpt.Role.WEIGHT or b.tensor_name() == "w" else b for b in blocks]
+        return [
+            b.replace(data=b.data.half()) if b.role is asyncckpt.Role.WEIGHT or b.tensor_name() == "w" else b
+            for b in blocks
+        ]
 
     save(state, to_half)
     table = asyncckpt.HashTable(

@@ -1,0 +1,644 @@
+"""Cases 77 to 99: tensors and states that are not plain. Their values are saved exactly, or refused by name."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import asyncckpt
+from asyncckpt.staging.pool import pool
+
+UsageError, UnsupportedError = asyncckpt.UsageError, asyncckpt.UnsupportedError
+IOFailedError, FilterError = asyncckpt.IOFailedError, asyncckpt.FilterError
+
+Save = Callable[..., asyncckpt.SaveResult]
+
+
+@pytest.fixture(params=["staged", "blocking"])
+def save(request: pytest.FixtureRequest, tmp_path: Path) -> Save:
+    """Save a state as step 0, in the background or blocking."""
+
+    def run(state: Any, **options: Any) -> asyncckpt.SaveResult:
+        with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none", **options) as saver:
+            return saver.save_async(0).result() if request.param == "staged" else saver.save(0)
+
+    return run
+
+
+def loaded(root: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the checkpoint, in new contiguous targets."""
+    target = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in like.items()}
+    asyncckpt.Loader(root, tensors=target).load()
+    return target
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def assert_round_trip(save: Save, root: Path, **state: torch.Tensor) -> None:
+    wanted = {name: bits(value) for name, value in state.items()}
+    save(state)
+    assert {name: bits(value) for name, value in loaded(root, state).items()} == wanted
+
+
+# -- 77 to 83: whose tensor, and how it lies in memory -----------------------------------------------------------------
+
+
+def test_case_077_tensors_of_a_graph(save: Save, tmp_path: Path) -> None:
+    leaf = torch.nn.Parameter(torch.randn(3, 4))
+    inner = (leaf * 2).sum(0)
+    assert_round_trip(save, tmp_path, leaf=leaf, inner=inner)
+    inner.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.requires_grad
+
+
+def test_case_078_strides_are_not_values(save: Save, tmp_path: Path) -> None:
+    base = torch.arange(240, dtype=torch.float32).view(2, 3, 8, 5)
+    assert_round_trip(
+        save,
+        tmp_path,
+        transposed=base.transpose(1, 3),
+        channels_last=base.to(memory_format=torch.channels_last),
+        every_second=base[:, :, ::2],
+        diagonal=base[0, 0].diagonal(),
+        scalar=base[1, 2, 3, 4],
+        offset=base.view(-1)[7:19],
+        transposed_bool=(base > 9).transpose(0, 2),
+    )
+
+
+def test_case_079_small_expanded_tensor_is_written_out(save: Save, tmp_path: Path) -> None:
+    assert_round_trip(save, tmp_path, expanded=torch.tensor([[1.5], [2.5]]).expand(2, 1000))
+
+
+def test_case_079_huge_expanded_tensor_is_refused(save: Save, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'deep.huge' is an expanded view.*4000000000 bytes.*contiguous"):
+        save({"deep": {"huge": torch.zeros(1).expand(10**9)}})
+    assert asyncckpt.list_steps(tmp_path) == []
+
+
+def test_case_080_overlapping_strides_are_saved_but_not_loaded_into(save: Save, tmp_path: Path) -> None:
+    windows = torch.arange(10.0).as_strided((4, 3), (2, 1))
+    assert_round_trip(save, tmp_path, windows=windows)
+    before = windows.clone()
+    with pytest.raises(UsageError, match=r"'windows' has overlapping elements.*load into a contiguous tensor"):
+        asyncckpt.Loader(tmp_path, tensors={"windows": windows}).load()
+    assert torch.equal(windows, before)
+
+
+def test_case_081_slice_stores_no_more_than_itself(save: Save) -> None:
+    result = save({"slice": torch.zeros(4_000_000)[5:8], "column": torch.zeros(1000, 1000)[:, 3]})
+    assert result.bytes_logical == 3 * 4 + 1000 * 4
+    assert result.bytes_written < 16_000
+
+
+def test_case_082_tied_tensors_are_two_equal_copies(save: Save, tmp_path: Path) -> None:
+    tied = torch.arange(6.0)
+    result = save({"a": tied, "b": tied, "view": tied[2:4]})
+    assert result.bytes_logical == (6 + 6 + 2) * 4
+    back = loaded(tmp_path, {"a": tied, "b": tied, "view": tied[2:4]})
+    assert torch.equal(back["a"], tied)
+    assert torch.equal(back["b"], tied)
+    assert back["a"].data_ptr() != back["b"].data_ptr()
+    target = torch.zeros(6)
+    asyncckpt.Loader(tmp_path, tensors={"a": target, "b": target, "view": target[2:4]}).load()
+    assert torch.equal(target, tied), "targets that are tied stay so"
+
+
+def test_case_083_lazy_conjugate_and_negative(save: Save, tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, -3 - 0.5j, complex(0.0, -0.0)])
+    assert z.conj().is_conj()
+    assert z.conj().imag.is_neg()
+    assert_round_trip(save, tmp_path, conj=z.conj(), negative=z.conj().imag, both=z.conj()[::2])
+
+
+def test_case_083_loading_into_lazy_targets(tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, -3 - 0.5j])
+    with asyncckpt.Saver(path=tmp_path, tensors={"z": z, "x": torch.tensor([4.0, 5.0])}) as saver:
+        saver.save(0)
+    base = torch.zeros(2, dtype=torch.complex64)
+    other = torch.zeros(2, dtype=torch.complex64)
+    asyncckpt.Loader(tmp_path, tensors={"z": base.conj(), "x": other.conj().imag}).load()
+    assert torch.equal(base.conj(), z)
+    assert other.conj().imag.tolist() == [4.0, 5.0]
+
+
+# -- 84 and 85: no data, or not in one piece ---------------------------------------------------------------------------
+
+
+class WrapperTensor(torch.Tensor):
+    """A subclass whose storage is not its value."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> WrapperTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+class NamedTensor(torch.Tensor):
+    """A subclass that only adds Python on top."""
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("meta device", lambda: torch.zeros(3, device="meta")),
+        ("FakeTensor", fake),
+        ("sparse_coo", lambda: torch.eye(3).to_sparse()),
+        ("sparse_csr", lambda: torch.eye(3).to_sparse_csr()),
+        ("quantized", lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("jagged", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+        ("WrapperTensor", lambda: WrapperTensor(torch.ones(3))),
+    ],
+)
+def test_case_084_and_085_tensor_without_plain_data(
+    save: Save, tmp_path: Path, kind: str, make: Callable[[], torch.Tensor]
+) -> None:
+    said = {"jagged": "layout|subclass|nested"}.get(kind, kind)
+    with pytest.raises(UnsupportedError, match=f"'deep.odd'.*({said})"):
+        save({"fine": torch.ones(1), "deep": {"odd": make()}})
+    assert asyncckpt.list_steps(tmp_path) == []
+
+
+def test_case_085_subclass_that_only_adds_python_is_its_values(save: Save, tmp_path: Path) -> None:
+    assert_round_trip(
+        save, tmp_path, named=torch.arange(3.0).as_subclass(NamedTensor), buffer=torch.nn.Buffer(torch.ones(2))
+    )
+
+
+def test_case_085_parameter_without_a_shape_yet(save: Save) -> None:
+    with pytest.raises(UsageError, match=r"'model.weight' is not initialised"):
+        save({"model": torch.nn.LazyLinear(3)})
+
+
+# -- 86 to 89: dtypes and bits -----------------------------------------------------------------------------------------
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_case_086_and_087_every_dtype_of_torch(save: Save, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Bit for bit, or refused by name: none is silently something else, sub-byte ones included."""
+    try:
+        raw = torch.arange(4 * max(1, dtype.itemsize), dtype=torch.uint8)
+        if dtype is torch.bool:
+            raw %= 2
+        tensor = raw.view(dtype)
+    except (RuntimeError, TypeError) as error:
+        pytest.skip(f"torch makes no tensor of {dtype}: {error}")
+    if dtype in asyncckpt.supported_dtypes():
+        assert_round_trip(save, tmp_path, x=tensor)
+        return
+    with pytest.raises(UnsupportedError, match=f"'x' cannot be saved.*{dtype}.*supported_dtypes"):
+        save({"x": tensor})
+    assert asyncckpt.list_steps(tmp_path) == []
+
+
+def test_case_086_supported_dtypes_are_those_that_models_use() -> None:
+    names = {str(dtype).removeprefix("torch.") for dtype in asyncckpt.supported_dtypes()}
+    assert names >= {
+        "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
+        "uint64", "bool", "complex64", "complex128", "complex32", "float8_e4m3fn", "float8_e5m2",
+    }  # fmt: skip
+
+
+def test_case_088_every_bit_pattern_of_16_bits(save: Save, tmp_path: Path) -> None:
+    """NaN payloads, signalling ones too, negative zeros, denormals."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    strided = patterns.repeat_interleave(2)[::2]
+    assert_round_trip(
+        save,
+        tmp_path,
+        half=patterns.view(torch.float16),
+        bfloat=patterns.view(torch.bfloat16),
+        strided_half=strided.view(torch.float16) if strided.is_contiguous() else patterns.view(torch.float16).flip(0),
+    )
+
+
+def test_case_088_odd_bit_patterns_of_32_and_64_bits(save: Save, tmp_path: Path) -> None:
+    single = [0x7FC00001, 0x7F800001, 0xFFBFFFFF, 0x80000000, 0x00000001, 0x807FFFFF, 0x7F7FFFFF, 0xFF800000]
+    double = [value << 32 | 1 for value in single]
+    floats = torch.from_numpy(np.array(single, dtype=np.uint32).view(np.float32))
+    doubles = torch.from_numpy(np.array(double, dtype=np.uint64).view(np.float64))
+    pairs = torch.view_as_complex(torch.stack([floats, floats.flip(0)], dim=1))
+    assert_round_trip(
+        save, tmp_path, floats=floats, doubles=doubles, pairs=pairs, strided=floats[::3], conj=pairs.conj()
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.0, 5e-324])
+def test_case_088_odd_rows_of_a_table(tmp_path: Path, value: float) -> None:
+    table, other = (asyncckpt.HashTable("t", 2, dtype=torch.float64) for _ in range(2))
+    table.insert(torch.tensor([-1]), torch.tensor([[value, -value]], dtype=torch.float64))
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save(0)
+    asyncckpt.Loader(tmp_path, {"t": other}).load()
+    assert bits(other.embedding[other.rows()]) == bits(table.embedding[table.rows()])
+
+
+def test_case_089_zero_dimensions_and_no_elements(save: Save, tmp_path: Path) -> None:
+    assert_round_trip(
+        save,
+        tmp_path,
+        scalar=torch.tensor(3.5),
+        empty=torch.zeros(0),
+        flat=torch.zeros(3, 0, 2),
+        last=torch.tensor(True),
+    )
+
+
+# -- 90 and 91: memory that goes away, values that change --------------------------------------------------------------
+
+FREED: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.arange(600.0).view(20, 30),
+    "strided": lambda: torch.arange(600.0).view(20, 30).t(),
+    "offset": lambda: torch.arange(600.0)[100:],
+    "conjugated": lambda: torch.zeros(600, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", FREED)
+@pytest.mark.parametrize("size", [0, 40])
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("staged", [False, True])
+def test_case_090_storage_freed_or_shrunk(tmp_path: Path, kind: str, size: int, planned: bool, staged: bool) -> None:
+    """Also after a save whose plan is used again."""
+    tensor = FREED[kind]()
+    with asyncckpt.Saver(path=tmp_path, tensors={"fine": torch.ones(3), "gone": tensor}) as saver:
+        if planned:
+            saver.save(0)
+        tensor.untyped_storage().resize_(size)
+        with pytest.raises(UsageError, match="'gone' has a freed or shrunk storage"):
+            saver.save_async(1) if staged else saver.save(1)
+        assert asyncckpt.list_steps(tmp_path) == ([0] if planned else [])
+        tensor.untyped_storage().resize_(8 * 600)
+        saver.save(2)
+
+
+def test_case_090_storage_freed_after_the_call(tmp_path: Path) -> None:
+    tensor = torch.arange(600.0)
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": tensor}) as saver:
+        future = saver.save_async(0)
+        tensor.untyped_storage().resize_(0)
+        future.result()
+    assert torch.equal(loaded(tmp_path, {"x": torch.zeros(600)})["x"], torch.arange(600.0))
+
+
+def test_case_091_changes_after_the_call_are_not_seen(tmp_path: Path) -> None:
+    array = np.arange(5.0)
+    shared = torch.arange(5.0).share_memory_()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    through_view = torch.from_numpy(array)
+    state = {"array": array, "view": through_view, "shared": shared, "model": model, "optim": optimizer}
+    weight = model.weight.detach().clone()
+    may_end = threading.Event()
+
+    def wait(blocks: Any) -> Any:
+        assert may_end.wait(60)
+        return blocks
+
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=wait) as saver:
+        future = saver.save_async(0)
+        optimizer.step()  # Increments the CPU tensor "step" of every parameter in place.
+        array += 100  # A view that torch does not know of.
+        shared.data.add_(100)
+        model.weight.data.zero_()
+        may_end.set()
+        future.result()
+    target = {"array": np.zeros(5), "view": torch.zeros(5, dtype=torch.float64), "shared": torch.zeros(5)}
+    other = torch.nn.Linear(3, 2)
+    optim = torch.optim.AdamW(other.parameters())
+    asyncckpt.Loader(tmp_path, tensors={**target, "model": other, "optim": optim}).load()
+    assert target["array"].tolist() == target["view"].tolist() == target["shared"].tolist() == [0, 1, 2, 3, 4]
+    assert [int(entry["step"]) for entry in optim.state.values()] == [1, 1]
+    assert torch.equal(other.weight, weight)
+
+
+# -- 92 and 93: special memory -----------------------------------------------------------------------------------------
+
+
+def test_case_092_inference_tensors_and_hooks(save: Save, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        inference = torch.arange(4.0)
+    hooked = torch.nn.Parameter(torch.arange(3.0))
+    hooked.register_hook(lambda grad: pytest.fail("a save must not run hooks"))
+    assert_round_trip(save, tmp_path, inference=inference, hooked=hooked)
+    with pytest.raises(UsageError, match="'inference' is an inference tensor"):
+        asyncckpt.Loader(tmp_path, tensors={"inference": inference}).load()
+
+
+def test_case_092_tensor_in_a_mapped_file(save: Save, tmp_path: Path) -> None:
+    file = tmp_path / "mapped.bin"
+    file.write_bytes(np.arange(2000, dtype=np.float32).tobytes())
+    mapped = torch.from_file(str(file), shared=True, size=2000)
+    array = np.memmap(file, dtype=np.float32, mode="r")
+    assert_round_trip(save, tmp_path, mapped=mapped)
+    assert file.read_bytes() == array.tobytes()
+
+
+def test_case_092_tensor_in_the_mapped_file_of_an_older_checkpoint(tmp_path: Path) -> None:
+    """A shard that is mapped as a tensor is not overwritten by saving it again: file names are never used twice."""
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(1024.0)}, keep_latest=1) as saver:
+        saver.save(0)
+    (shard,) = tmp_path.glob("data/*/*")
+    mapped = torch.from_file(str(shard), shared=True, size=2048)[1024:]
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": mapped}, keep_latest=1) as saver:
+        saver.save(1)
+    assert torch.equal(loaded(tmp_path, {"x": torch.zeros(1024)})["x"], torch.arange(1024.0))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_case_093_work_in_flight_on_the_device_is_waited_for(save: Save, tmp_path: Path) -> None:
+    x = torch.zeros(1 << 22, device="cuda")
+    for _ in range(50):
+        x += 1
+    save({"x": x, "pinned": torch.ones(3).pin_memory()})
+    assert bool(loaded(tmp_path, {"x": torch.zeros(1 << 22)})["x"].eq(50).all())
+
+
+# -- 94 to 96: the state -----------------------------------------------------------------------------------------------
+
+
+def test_case_094_plain_values(save: Save, tmp_path: Path) -> None:
+    values = {
+        "none": None, "true": True, "int": -3, "big": 2**63, "bigger": -(2**100), "float": 0.1, "minus": -0.0,
+        "complex": 1 - 2j, "text": "héllo", "bytes": b"\x00\xff", "empty": "",
+    }  # fmt: skip
+    save({"v": values})
+    back = asyncckpt.Loader(tmp_path).load().values
+    assert back == {f"v.{name}": value for name, value in values.items()}
+    assert {name: type(value) for name, value in back.items()} == {f"v.{n}": type(v) for n, v in values.items()}
+    assert math.copysign(1, back["v.minus"]) == -1
+
+
+class Endless:
+    """Every state dict holds another object with a state dict."""
+
+    def state_dict(self) -> Endless:
+        return Endless()
+
+
+def cyclic() -> Any:
+    state: dict[str, Any] = {}
+    state["list"] = [1, {"again": state}]
+    return state
+
+
+def nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
+    state: Any = 1
+    for _ in range(depth):
+        state = wrap(state)
+    return {"root": state}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        cyclic(),
+        {"x": Endless()},
+        nested(10_000, lambda inner: {"k": inner}),
+        nested(10_000, lambda inner: [inner]),
+        nested(10_000, lambda inner: (inner,)),
+        nested(65, lambda inner: [inner]),
+    ],
+    ids=["cyclic", "endless", "dicts", "lists", "tuples", "one too many"],
+)
+def test_case_095_cyclic_or_too_deep_state(save: Save, tmp_path: Path, state: Any) -> None:
+    with pytest.raises(UsageError, match=r"contains itself|nested too deeply"):
+        save(state)
+    assert asyncckpt.list_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: {"k": inner}, lambda inner: [inner], lambda inner: (inner,)])
+def test_case_095_deepest_state_that_is_taken_can_be_read(
+    save: Save, tmp_path: Path, wrap: Callable[[Any], Any]
+) -> None:
+    save(nested(63, wrap))
+    assert list(asyncckpt.Loader(tmp_path).load().values.values()) == [1]
+
+
+def test_case_096_same_object_twice(save: Save, tmp_path: Path) -> None:
+    shared = {"t": torch.arange(3.0), "v": 1}
+    model = torch.nn.Linear(2, 1)
+    save({"a": shared, "b": shared, "list": [shared, shared], "m": model, "n": model})
+    target = {"a": {"t": torch.zeros(3)}, "list": [{"t": torch.zeros(3)}, {"t": torch.zeros(3)}]}
+    report = asyncckpt.Loader(tmp_path, tensors=target).load()
+    assert target["list"][1]["t"].tolist() == [0, 1, 2]
+    assert report.values == {"a.v": 1, "b.v": 1, "list.0.v": 1, "list.1.v": 1}
+
+
+def test_case_096_same_table_twice(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("t", 1)
+    for make in (
+        lambda: asyncckpt.Saver(path=tmp_path, hashtables={"a": table, "b": table}),
+        lambda: asyncckpt.Loader(tmp_path, {"a": table, "b": table}),
+    ):
+        with pytest.raises(UsageError, match="'a' and 'b' are the same table"):
+            make()
+
+
+class Changing(dict[str, Any]):
+    """A dict that another thread adds to while it is looked through."""
+
+    def items(self) -> Any:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+@pytest.mark.parametrize("state", [Changing(x=1), {"inner": Changing(x=1)}, {"list": [Changing(x=1)]}])
+def test_case_096_state_that_changes_while_it_is_read(save: Save, tmp_path: Path, state: Any) -> None:
+    with pytest.raises(UsageError, match=r"changed by another thread.*changed size"):
+        save(state)
+    assert asyncckpt.list_steps(tmp_path) == []
+
+
+# -- 97: filters -------------------------------------------------------------------------------------------------------
+
+
+def raising(error: BaseException) -> Callable[[Any], Any]:
+    def filter_func(blocks: Any) -> Any:
+        raise error
+
+    return filter_func
+
+
+def replacing(**changes: Any) -> Callable[[Any], Any]:
+    return lambda blocks: [block.replace(**changes) if block.tensor_name() == "x" else block for block in blocks]
+
+
+FILTERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "raises": (raising(ValueError("my reason")), "ValueError: my reason"),
+    "raises ours": (raising(asyncckpt.NotFoundError("my reason")), "my reason"),
+    "exits": (raising(SystemExit(3)), "SystemExit: 3"),
+    "stops": (raising(StopIteration(3)), "StopIteration"),
+    "interrupts": (raising(KeyboardInterrupt()), "KeyboardInterrupt"),
+    "none": (lambda blocks: None, "returned nonsense, found 'NoneType'"),
+    "text": (lambda blocks: "blocks", "returned nonsense, found 'str'"),
+    "dict": (lambda blocks: {}, "returned nonsense, found 'dict'"),
+    "generator": (lambda blocks: (block for block in blocks), "returned nonsense, found 'generator'"),
+    "list of none": (lambda blocks: [None], "found 'NoneType', expected 'a WriteBlock'"),
+    "list of tensors": (lambda blocks: [block.data for block in blocks], "found 'Tensor', expected 'a WriteBlock'"),
+    "twice": (lambda blocks: [*blocks, blocks[0]], "twice"),
+    "no tensor": (replacing(data=[1.0]), "'x' by no tensor, found 'list'"),
+    "sparse": (replacing(data=torch.eye(3).to_sparse()), "'x' badly.*sparse_coo"),
+    "meta": (replacing(data=torch.ones(3, device="meta")), "'x' badly.*meta device"),
+    "taken name": (replacing(name="y"), "'y' twice"),
+    "no name": (replacing(name=5), "'x' to no string, found 5"),
+    "no unicode": (replacing(name="\ud800"), "'x' badly.*Unicode"),
+    "rows": (
+        lambda blocks: [b.replace(data=b.data[:1]) if b.table else b for b in blocks],
+        "'t@id' by another number of rows",
+    ),
+    "float ids": (
+        lambda blocks: [b.replace(data=b.data.double()) if b.column == "id" else b for b in blocks],
+        "'t@id' by no ids",
+    ),
+    "dropped ids": (lambda blocks: [b for b in blocks if b.column != "id"], "'t@embedding' of a table without its ids"),
+}
+
+
+@pytest.mark.parametrize("kind", FILTERS)
+def test_case_097_filter_with_a_fault(save: Save, tmp_path: Path, kind: str) -> None:
+    function, said = FILTERS[kind]
+    table = asyncckpt.HashTable("t", 2)
+    table.lookup(torch.tensor([1, 2]))
+    state = {"x": torch.ones(3), "y": torch.ones(2)}
+    with pytest.raises(FilterError, match=said) as caught:
+        save(state, hashtables={"t": table}, filter_func=function)
+    if kind.startswith(("raises", "exits", "stops", "interrupts")):
+        assert type(caught.value.__cause__).__name__ in ("ValueError", "NotFoundError", "SystemExit", "StopIteration",
+                                                         "KeyboardInterrupt")  # fmt: skip
+    assert asyncckpt.list_steps(tmp_path) == []
+    assert list((tmp_path / "data").iterdir()) == []
+    assert table.lookup(torch.tensor([3])).tolist() == [2], "the table is free again"
+
+
+def test_case_097_block_of_another_save(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    def swap(blocks: list[Any]) -> list[Any]:
+        kept.append(blocks)
+        return kept[0]
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=swap) as saver:
+        saver.save_async(0).result()
+        with pytest.raises(FilterError, match="returned block 'x' of another save"):
+            saver.save_async(1).result()
+
+
+def test_case_097_filter_gets_no_live_memory_and_runs_on_a_thread_of_ours(tmp_path: Path) -> None:
+    threads: list[str] = []
+
+    def scribble(blocks: list[Any]) -> list[Any]:
+        threads.append(threading.current_thread().name)
+        for block in blocks:
+            block.data.fill_(-1)  # Forbidden, and yet the live tensor stays as it is.
+        return blocks
+
+    live = torch.ones(3)
+    for staged in (False, True):
+        with asyncckpt.Saver(path=tmp_path / str(staged), tensors={"x": live}, filter_func=scribble) as saver:
+            saver.save_async(0).result() if staged else saver.save(0)
+        assert live.tolist() == [1, 1, 1]
+        assert asyncckpt.verify(tmp_path / str(staged)).blocks_count == 1  # What was written fits its digest.
+    assert set(threads) == {"asyncckpt-worker"}
+
+
+def test_case_097_filter_may_return_views_and_other_dtypes(save: Save, tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+
+    def odd(blocks: list[Any]) -> list[Any]:
+        views = {"a": base[::2], "b": base.view(2, 3).t(), "c": base.half().expand(4, 6)}
+        return [block.replace(data=views[block.tensor_name()]) for block in blocks]
+
+    save({name: torch.zeros(1) for name in "abc"}, filter_func=odd)
+    like = {"a": torch.zeros(3), "b": torch.zeros(3, 2), "c": torch.zeros(4, 6, dtype=torch.float16)}
+    back = loaded(tmp_path, like)
+    assert back["a"].tolist() == [0, 2, 4]
+    assert back["b"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert torch.equal(back["c"], base.half().expand(4, 6))
+
+
+# -- 98 and 99 ---------------------------------------------------------------------------------------------------------
+
+
+def test_case_098_snapshot_runs_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, "acquire", exhausted)
+            with pytest.raises(IOFailedError, match=r"ran out of memory.*lower host_memory_limit, or use save"):
+                saver.save_async(0)
+        assert saver.save_async(0).result().step == 0
+
+
+def test_case_098_filter_runs_out_of_memory(save: Save) -> None:
+    with pytest.raises(FilterError, match="MemoryError"):
+        save({"x": torch.ones(3)}, filter_func=raising(MemoryError()))
+
+
+def test_case_098_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, host_memory_limit=0) as saver:
+        with pytest.warns(RuntimeWarning, match=r"does not fit the host memory limit .0 bytes."):
+            future = saver.save_async(0)
+        assert future.done()
+        assert future.result().fallback is not None
+    assert asyncckpt.verify(tmp_path).step == 0
+
+
+@pytest.mark.parametrize(
+    "state", [5, "text", b"bytes", torch.ones(3), np.ones(3), [1, 2], [("a", 1, 2)], [("a", 1), 3]]
+)
+def test_case_099_state_that_is_no_mapping(tmp_path: Path, state: Any) -> None:
+    for make in (
+        lambda: asyncckpt.Saver(path=tmp_path, tensors=state),
+        lambda: asyncckpt.Loader(tmp_path, tensors=state),
+    ):
+        with pytest.raises(UsageError, match=r"neither a mapping nor .name, tensor. pairs.*{'model': model"):
+            make()
+    asyncckpt.Saver(path=tmp_path).close()
+
+
+@pytest.mark.parametrize("pairs", [[("a", 1), ("a", 2)], [(1, 2)], [(["a"], 2)]])
+def test_case_099_pairs_without_names_of_their_own(tmp_path: Path, pairs: Any) -> None:
+    with pytest.raises(UsageError, match=r"names an entry twice|neither a mapping"):
+        asyncckpt.Saver(path=tmp_path, tensors=pairs)
+
+
+@pytest.mark.parametrize("key", [1, None, 2.5, ("a",), b"a"])
+def test_case_099_top_level_name_that_is_no_text(save: Save, key: Any) -> None:
+    with pytest.raises(UsageError, match=r"top-level name is not a string|key of a type that cannot be stored"):
+        save({key: torch.ones(1)})
+
+
+def test_case_099_empty_names(save: Save, tmp_path: Path) -> None:
+    assert_round_trip(save, tmp_path, **{"": torch.ones(2)})
