@@ -19,6 +19,7 @@ DIM = 32
 ROW_BYTES = 8 + 2 * 4 * DIM  # id, embedding row, Adagrad row
 DENSE_SHARE = 1 / 8
 FILL_BLOCK_COUNT = 1 << 20
+RANDOM_SHIFT_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,11 @@ def _ids(count: int, *, seed: int) -> torch.Tensor:
 
 def _fill(tensor: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Fill with numbers that no disk can compress: one random block, scaled anew for every block of the tensor."""
-    block = _RANDOM_BLOCK.roll(seed)
+    # A view: a rolled copy per tensor would leave a hole of its size in the heap behind each of thousands of tensors.
+    block = _RANDOM_BLOCK[seed % RANDOM_SHIFT_MAX :]
     for index, part in enumerate(torch.split(tensor.view(-1), FILL_BLOCK_COUNT)):
         torch.mul(block[: part.numel()], 0.01 + 0.001 * (index + seed % 7), out=part)
     return tensor
 
 
-_RANDOM_BLOCK = torch.randn(FILL_BLOCK_COUNT, generator=torch.Generator().manual_seed(1))
+_RANDOM_BLOCK = torch.randn(FILL_BLOCK_COUNT + RANDOM_SHIFT_MAX, generator=torch.Generator().manual_seed(1))
