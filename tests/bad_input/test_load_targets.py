@@ -436,7 +436,8 @@ def test_case_105_steps_end_at_twelve_digits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"parallel": 0}, {"parallel": 1000}, {"parallel": "8"}, {"parallel": True}, {"verify": "after"}, {"on_busy": "skip"},
+        {"parallel": 0}, {"parallel": 1000}, {"parallel": "8"}, {"parallel": True},
+        {"verify": "after"}, {"on_busy": "skip"},
         {"busy_deadline": -1}, {"busy_deadline": float("inf")}, {"busy_deadline": float("nan")}, {"busy_deadline": "1"},
         {"hashtables": []}, {"hashtables": {"t": torch.ones(1)}}, {"hashtables": {"a@b": None}}, {"tensors": 5},
     ],
