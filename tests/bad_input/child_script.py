@@ -10,12 +10,22 @@ from pathlib import Path
 DEADLINE_S = 120
 
 HEAD = """
-import asyncio, gc, os, signal, sys, threading
+import asyncio, gc, json, os, signal, subprocess, sys, threading
 import torch
 import asyncckpt
 
 root = sys.argv[1]
 STATE = {"x": torch.arange(5.0)}
+
+def is_locked():
+    # Asked by another process, which need not load torch for it.
+    code = (
+        "import fcntl, os, struct, sys\\n"
+        "fd = os.open(sys.argv[1] + '/LOCK', os.O_RDWR)\\n"
+        "try: fcntl.fcntl(fd, 37, struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 0, 0, 0))\\n"
+        "except OSError: print('locked')\\n"
+    )
+    return "locked" in subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True).stdout
 """
 
 

@@ -65,7 +65,6 @@ saver.save_async(0)
     run = run_script(script, tmp_path)
     assert run.returncode == code, run.stderr
     assert f"asyncckpt: the interpreter ends after the save of step 0 in {str(tmp_path)!r}" in run.stderr
-    assert ("from the loop" in run.stderr) == (code == 1)
     saved_and_usable(tmp_path, [0])
 
 
@@ -87,10 +86,7 @@ saver.save_async(0)
     saved_and_usable(tmp_path, [])
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGTERM)", -15), ("os.kill(os.getpid(), 9)", -9)],
-)
+@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGTERM)", -15)])
 def test_case_107_a_process_that_just_stops_loses_that_save_only(tmp_path: Path, end: str, code: int) -> None:
     script = f"""
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "no handler is installed unasked"
@@ -143,8 +139,6 @@ future.result()
 
 def test_case_109_fork_during_a_save(tmp_path: Path) -> None:
     script = """
-import json
-
 may_end = threading.Event()
 
 def wait(blocks):
@@ -205,10 +199,9 @@ saver.close()
 def test_case_109_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """tests/main_job/test_directory_lock.py has the same with the workers of a DataLoader."""
     script = """
-import subprocess
-
 saver = asyncckpt.Saver(path=root, tensors=STATE)
 saver.save(0)
+assert is_locked()
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
@@ -216,19 +209,17 @@ if child == 0:
     os.read(read, 1)
     os._exit(0)
 saver.close()
-again = "import sys, asyncckpt; asyncckpt.Saver(path=sys.argv[1]).close(); print('taken')"
-print(subprocess.run([sys.executable, "-c", again, root], capture_output=True, text=True).stdout)
+assert not is_locked()
 assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child is alive"
 os.close(write)
 os.waitpid(child, 0)
 """
     run = run_script(script, tmp_path)
     assert run.returncode == 0, run.stderr
-    assert "taken" in run.stdout
 
 
 def test_case_113_no_descriptor_left_for_the_background(tmp_path: Path) -> None:
-    """With none, the background's loop cannot be made; with some, the save fails later. The next one works each time."""
+    """With none, the background's loop cannot be made; with some, a save fails later. The next one works each time."""
     script = """
 import resource
 
@@ -277,7 +268,7 @@ saver.close()
 
 def test_case_114_dropped_saver_gives_its_directory_back(tmp_path: Path) -> None:
     script = """
-import subprocess, weakref
+import weakref
 
 class Held(dict):
     pass
@@ -290,15 +281,11 @@ def wait(blocks):
     assert may_end.wait(60)
     return blocks
 
-def taken_by_another():
-    code = "import sys, asyncckpt; asyncckpt.Saver(path=sys.argv[1]).close(); print('taken')"
-    return "taken" in subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True).stdout
-
 saver = asyncckpt.Saver(path=root, tensors=held, filter_func=wait)
 future = saver.save_async(0)
 del saver, held
 gc.collect()
-assert not taken_by_another(), "a save in flight keeps the directory"
+assert is_locked(), "a save in flight keeps the directory"
 may_end.set()
 assert future.result(60).step == 0
 for thread in threading.enumerate():
@@ -306,7 +293,7 @@ for thread in threading.enumerate():
         thread.join(60)
 gc.collect()
 assert alive() is None, "the state is let go with the Saver, even while its future is kept"
-assert taken_by_another()
+assert not is_locked()
 """
     run = run_script(script, tmp_path)
     assert run.returncode == 0, run.stderr
