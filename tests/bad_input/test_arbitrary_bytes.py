@@ -104,8 +104,8 @@ def test_header_of_arbitrary_bytes(raw: bytes) -> None:
 @given(text=st.binary(max_size=100))
 @pytest.mark.parametrize("decode", [decode_manifest, decode_head])
 def test_manifest_of_arbitrary_bytes(decode: Any, text: bytes) -> None:
-    only_our_errors(decode, text, owner=OWNER)
-    only_our_errors(decode, sign(text), owner=OWNER)
+    only_our_errors(decode, text, owner=OWNER, step=0)
+    only_our_errors(decode, sign(text), owner=OWNER, step=0)
 
 
 MEMBERS: dict[str, st.SearchStrategy[Any]] = {

@@ -172,7 +172,7 @@ def fake() -> torch.Tensor:
         ("WrapperTensor", lambda: WrapperTensor(torch.ones(3))),
     ],
 )
-def test_case_084_and_085_tensor_without_plain_data(
+def test_case_084_085_tensor_without_plain_data(
     save: Save, tmp_path: Path, kind: str, make: Callable[[], torch.Tensor]
 ) -> None:
     said = {"jagged": "layout|subclass|nested"}.get(kind, kind)
@@ -199,7 +199,7 @@ DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, to
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_case_086_and_087_every_dtype_of_torch(save: Save, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_case_086_087_every_dtype_of_torch(save: Save, tmp_path: Path, dtype: torch.dtype) -> None:
     """Bit for bit, or refused by name: none is silently something else, sub-byte ones included."""
     try:
         raw = torch.arange(4 * max(1, dtype.itemsize), dtype=torch.uint8)

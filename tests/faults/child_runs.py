@@ -17,13 +17,13 @@ from weak_disk import CutDisk, put_on_disk
 
 from asyncckpt import IndeterminateError, IOFailedError
 
-make_saves_small()
 CHECKPOINT = "checkpoint"  # Its parent is watched too, for making the directory is part of the first save.
 STEPS_MAX = 50
 
 
 def warm_up() -> None:
     """In the server, before it forks: do what every child would do first. Small tensors need no thread of torch's."""
+    make_saves_small()  # Here, and not where this is imported: the test process keeps the usual sizes.
     for scenario in SCENARIOS.values():
         for step in (*scenario.before, NEW_STEP, AFTER_STEP):
             expected_digest(step)

@@ -1,0 +1,584 @@
+"""Cases 107 to 117 within one process: interruptions, loops, threads, callbacks, handlers and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.engine import background as background_module
+from asyncckpt.engine import save_job
+from asyncckpt.storage.directory import Directory
+
+DEADLINE_S = 60
+UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.FilterError, asyncckpt.DeadlineError
+IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
+
+
+class Gate:
+    """A filter that holds a save until it may go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def __call__(self, blocks: Any) -> Any:
+        self.reached.set()
+        assert self.may_go_on.wait(DEADLINE_S)
+        return blocks
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.may_go_on.set()
+
+
+@pytest.fixture
+def saver(tmp_path: Path, gate: Gate) -> Iterator[asyncckpt.Saver]:
+    """A Saver whose saves wait at the gate."""
+    made = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(5.0)}, filter_func=gate)
+    yield made
+    gate.may_go_on.set()
+    made.close()
+
+
+def failing(blocks: Any) -> Any:
+    raise ValueError("my reason")
+
+
+def interrupt_main_thread() -> None:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+def interrupting_waits(monkeypatch: pytest.MonkeyPatch, *, times: int, after: threading.Event | None = None) -> None:
+    """The first waits of the main thread for a future are interrupted, when they have begun and `after` is set."""
+    real = concurrent.futures.Future.exception
+    left = [times]
+
+    def exception(self: Any, timeout: float | None = None) -> Any:
+        if threading.current_thread() is threading.main_thread() and not self.done() and left[0] > 0:
+            left[0] -= 1
+            assert after is None or after.wait(DEADLINE_S)
+            interrupt_main_thread()
+        return real(self, timeout)
+
+    monkeypatch.setattr(concurrent.futures.Future, "exception", exception)
+
+
+# -- 107 and 108: Ctrl-C -----------------------------------------------------------------------------------------------
+
+
+def test_case_107_interrupt_in_a_blocking_save_ends_it(
+    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background reads what the caller owns, so the interruption comes out only when that has ended."""
+    with monkeypatch.context() as patched:
+        interrupting_waits(patched, times=1, after=gate.reached)
+        real = asyncckpt.SaveFuture.cancel
+        patched.setattr(asyncckpt.SaveFuture, "cancel", lambda self: (real(self), gate.may_go_on.set())[0])
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(0)
+    saver.wait_idle(0)
+    assert asyncckpt.list_steps(tmp_path) == []
+    assert saver.save(1).step == 1
+
+
+def test_case_107_second_interrupt_does_not_wait(
+    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And yet nothing of a half captured state is committed."""
+    with monkeypatch.context() as patched:
+        interrupting_waits(patched, times=2, after=gate.reached)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(0)
+    with pytest.raises(SaveInProgressError, match="save of step 0"):
+        saver.save_async(1)
+    gate.may_go_on.set()
+    assert saver.save_async(1, on_busy="wait").result(DEADLINE_S).step == 1
+    assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+def test_case_107_interrupt_in_a_wait_leaves_the_save_alone(
+    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    future = saver.save_async(0)
+    with monkeypatch.context() as patched:
+        interrupting_waits(patched, times=3)
+        for wait in (future.result, saver.wait_idle, saver.close):
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+    assert future.state in ("staged", "filtering")
+    with pytest.raises(UsageError, match="is closed"):
+        saver.save_async(1)
+    gate.may_go_on.set()
+    saver.close()  # Again, to the end.
+    assert future.result(0).step == 0
+    assert asyncckpt.list_steps(tmp_path) == [0]
+
+
+def test_case_107_interrupt_before_the_background_has_the_job(
+    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its thread is being started, for example."""
+    gate.may_go_on.set()
+
+    def interrupted(function: Any, name: str) -> Any:
+        raise KeyboardInterrupt
+
+    for staged in (False, True):
+        with monkeypatch.context() as patched:
+            patched.setattr(background_module, "start_thread", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save_async(0) if staged else saver.save(0)
+    assert saver.save(0).step == 0
+
+
+@pytest.mark.parametrize("phase", ["before the commit", "between commit and sync"])
+def test_case_107_108_interrupt_in_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """The commit is the background's: the interruption of the main thread neither undoes it nor leaves it in doubt."""
+    committing, may_go_on = threading.Event(), threading.Event()
+    name = "publish" if phase == "before the commit" else "sync"
+    real = getattr(Directory, name)
+
+    def held(self: Directory, *arguments: Any) -> Any:
+        if self.path.name == "manifests" and threading.current_thread() is not threading.main_thread():
+            committing.set()
+            assert may_go_on.wait(DEADLINE_S)
+        return real(self, *arguments)
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        monkeypatch.setattr(Directory, name, held)
+        future = saver.save_async(0)
+        assert committing.wait(DEADLINE_S)
+        with monkeypatch.context() as patched:
+            interrupting_waits(patched, times=1)
+            with pytest.raises(KeyboardInterrupt):
+                future.result()
+        assert future.state == "committing"
+        assert future.cancel() is False, "too late"
+        assert asyncckpt.list_steps(tmp_path) == ([] if phase == "before the commit" else [0])
+        may_go_on.set()
+        assert future.result(DEADLINE_S).step == 0
+    assert asyncckpt.verify(tmp_path).step == 0
+
+
+def test_case_108_commit_that_cannot_be_confirmed_is_resolvable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Directory.sync
+
+    def broken(self: Directory) -> None:
+        if self.path.name == "manifests":
+            raise IOFailedError("folder 'manifests' cannot be synced: Input/output error", errno=errno.EIO)
+        real(self)
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(Directory, "sync", broken)
+            with pytest.raises(asyncckpt.IndeterminateError, match=r"step 0 .*perhaps not durable.*resolve") as caught:
+                saver.save(0)
+        assert caught.value.resolve() is True
+        assert asyncckpt.list_steps(tmp_path) == [0]
+        assert asyncckpt.verify(tmp_path).step == 0
+
+
+# -- 110: asyncio ------------------------------------------------------------------------------------------------------
+
+
+def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Saver, gate: Gate) -> None:
+    loop = asyncio.new_event_loop()
+    future = saver.save_async(0)
+    waiting = loop.create_task(wait_for(future))
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(waiting)
+    abandoned = loop.create_task(wait_for(future))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    gate.may_go_on.set()
+    assert future.result(DEADLINE_S).step == 0
+    assert not abandoned.done()
+    abandoned.get_coro().close()  # type: ignore[union-attr]
+    assert saver.save_async(1).result(DEADLINE_S).step == 1
+
+
+async def wait_for(future: asyncckpt.SaveFuture) -> asyncckpt.SaveResult:
+    return await future
+
+
+async def test_case_110_time_out_of_an_await(saver: asyncckpt.Saver, gate: Gate) -> None:
+    future = saver.save_async(0)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(wait_for(future), 0.01)
+    assert not future.done()
+    assert future.state in ("staged", "filtering")
+    gate.may_go_on.set()
+    assert (await future).step == 0
+
+
+async def test_case_110_error_after_a_cancelled_await_is_not_lost(tmp_path: Path) -> None:
+    gate = Gate()
+
+    def fail_at_the_gate(blocks: Any) -> Any:
+        gate(blocks)
+        return failing(blocks)
+
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=fail_at_the_gate)
+    task = asyncio.ensure_future(wait_for(saver.save_async(0)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.may_go_on.set()
+    with pytest.raises(FilterError, match="my reason"):
+        await asyncio.to_thread(saver.close)
+
+
+async def test_case_110_awaited_in_another_loop(saver: asyncckpt.Saver, gate: Gate) -> None:
+    future = saver.save_async(0)
+    elsewhere = asyncio.to_thread(lambda: asyncio.run(wait_for(future)))
+    task = asyncio.ensure_future(elsewhere)
+    gate.may_go_on.set()
+    assert (await future).step == (await task).step == 0
+
+
+# -- 111 and 112: calls out of order, and at the same time -------------------------------------------------------------
+
+
+def test_case_111_after_close(tmp_path: Path) -> None:
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)})
+    future = saver.save_async(0)
+    saver.close()
+    saver.close()
+    for call in (saver.save_async, saver.save, saver.prepare):
+        with pytest.raises(UsageError, match=f"Saver of '{tmp_path}' is closed"):
+            call()
+    saver.wait_idle()
+    assert saver.statistics().saves_count == 1
+    assert future.result() is future.result()
+    assert future.exception() is None
+    assert future.cancel() is False
+
+
+def test_case_111_error_is_raised_by_every_wait_for_its_future(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=failing) as saver:
+        future = saver.save_async(0)
+        for _ in range(2):
+            with pytest.raises(FilterError, match="my reason"):
+                future.result()
+        assert isinstance(future.exception(), FilterError)
+
+
+def test_case_111_calls_in_a_callback(tmp_path: Path) -> None:
+    """A callback runs on the background thread: it may begin a save, but not wait for one."""
+    answers: dict[str, Any] = {}
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)})
+    done = threading.Event()
+
+    def tried(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except asyncckpt.CheckpointError as error:
+            return error
+
+    def callback(_: Any) -> None:
+        answers["inner"] = inner = saver.save_async(1)
+        answers["result"] = tried(inner.result)
+        answers["wait_idle"] = tried(saver.wait_idle)
+        answers["close"] = tried(saver.close)
+        answers["save"] = tried(lambda: saver.save(2, on_busy="queue"))
+        done.set()
+
+    saver.save_async(0).add_done_callback(callback)
+    assert done.wait(DEADLINE_S)
+    assert answers["inner"].result(DEADLINE_S).step == 1
+    for name in ("result", "wait_idle", "close"):
+        assert "on the background thread would wait for ever" in str(answers[name])
+        assert type(answers[name]) is UsageError
+    assert type(answers["save"]) is UsageError
+    saver.close()
+    assert asyncckpt.list_steps(tmp_path) == [0, 1]
+
+
+def test_case_111_saves_from_two_threads(tmp_path: Path, gate: Gate, saver: asyncckpt.Saver) -> None:
+    future = saver.save_async(0)
+    errors: list[BaseException | None] = []
+
+    def save() -> None:
+        try:
+            saver.save_async(1)
+        except asyncckpt.CheckpointError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    assert type(errors[0]) is SaveInProgressError
+    assert "save of step 0" in str(errors[0])
+    gate.may_go_on.set()
+    assert future.result(DEADLINE_S).step == 0
+
+
+def test_case_111_same_step_twice(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        saver.save(5)
+        for again in (saver.save, saver.save_async):
+            with pytest.raises(asyncckpt.ConflictError, match=r"step 5 exists already.*never overwritten"):
+                again(5)
+        saver.save(3)
+        assert saver.save().step == 6
+    assert asyncckpt.list_steps(tmp_path) == [3, 5, 6]
+
+
+def test_case_112_every_policy_while_one_is_in_flight(tmp_path: Path, gate: Gate, saver: asyncckpt.Saver) -> None:
+    first = saver.save_async(0)
+    with pytest.raises(SaveInProgressError, match=rf"save of step 0 in '{tmp_path}', .* s old is in flight"):
+        saver.save_async(1)
+    skipped = saver.save_async(1, on_busy="skip")
+    assert (skipped.done(), skipped.result().skipped, skipped.state) == (True, True, "skipped")
+    queued = saver.save_async(2, on_busy="queue")
+    with pytest.raises(UsageError, match="on_busy is wrong, found 'later'"):
+        saver.save_async(3, on_busy="later")  # type: ignore[arg-type]
+    gate.may_go_on.set()
+    assert saver.save_async(3, on_busy="wait").result(DEADLINE_S).step == 3
+    assert (first.result(0).step, queued.result(0).step) == (0, 2)
+    assert asyncckpt.list_steps(tmp_path) == [0, 2, 3]
+
+
+def test_case_112_queue_is_bounded(tmp_path: Path, gate: Gate) -> None:
+    """Two arenas, so one save in flight and one behind it; a third waits for an arena, and not for ever."""
+    state = {"x": torch.ones(3)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate, on_busy="queue", busy_deadline=0.05) as saver:
+        futures = [saver.save_async(step) for step in range(2)]
+        with pytest.raises(DeadlineError, match=r"no staging arena became free within 0\.05 s"):
+            saver.save_async(2)
+        gate.may_go_on.set()
+        assert [future.result(DEADLINE_S).step for future in futures] == [0, 1]
+
+
+# -- 113: threads that cannot start, or die ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["asyncckpt-background", "asyncckpt-worker"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_case_113_thread_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, staged: bool
+) -> None:
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == which:
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        for step in range(6):  # More often than there are threads to lose.
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", start)
+                with pytest.raises(IOFailedError, match=f"thread '{which}' cannot be started.*ulimit -u"):
+                    saver.save_async(step).result(DEADLINE_S) if staged else saver.save(step)
+        assert asyncckpt.list_steps(tmp_path) == []
+        assert saver.save_async(0).result(DEADLINE_S).step == 0
+
+
+def test_case_113_load_thread_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        saver.save(0)
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loader = asyncckpt.Loader(tmp_path)
+    for _ in range(6):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(IOFailedError, match="cannot be started"):
+                loader.load_async()
+    assert loader.load_async().result(DEADLINE_S).step == 0
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_case_113_background_thread_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    """Its saves raise the reason instead of hanging; the next save gets a new thread."""
+    may_die = threading.Event()
+
+    def run(work: Any) -> None:
+        assert may_die.wait(DEADLINE_S)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, on_busy="queue") as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(background_module.asyncio, "run", run)
+            futures = [saver.save_async(step) for step in range(1 + queued)]
+            may_die.set()
+            for future in futures:
+                with pytest.raises(
+                    IOFailedError, match=r"save of step . failed: Too many open files.*ulimit -n"
+                ) as caught:
+                    future.result(DEADLINE_S)
+                assert caught.value.errno == errno.EMFILE
+        assert saver.save_async(5).result(DEADLINE_S).step == 5
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "broken"), SystemExit(1), RuntimeError("a bug")])
+def test_case_113_writer_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def broken(*_: Any) -> Any:
+        raise error
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(save_job, "_write", broken)
+            future = saver.save_async(0)
+            found = future.exception(DEADLINE_S)
+        assert found is error or (isinstance(found, IOFailedError) and found.__cause__ is error)
+        assert saver.save_async(0).result(DEADLINE_S).step == 0
+    assert len(list((tmp_path / "data").iterdir())) == 1
+
+
+def test_case_113_unasked_error_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=failing)
+    saver.save_async(0)
+    saver._wait_in_flight(DEADLINE_S)
+    with pytest.raises(FilterError, match="my reason"):
+        saver.save_async(1)
+    saver.save_async(2)
+    with pytest.raises(FilterError, match="my reason"):
+        saver.close()
+    saver.close()
+
+
+# -- 115 and 116: callbacks and handlers that raise --------------------------------------------------------------------
+
+
+class BrokenHandler(logging.Handler):
+    """A handler that raises, as one whose disk is full may."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError(errno.ENOSPC, "the log is full")
+
+
+@pytest.fixture(params=[False, True], ids=["sound log", "broken log"])
+def log(request: pytest.FixtureRequest) -> Iterator[None]:
+    handler = BrokenHandler()
+    loggers = [logging.getLogger(name) for name in ("asyncckpt", "concurrent.futures", "asyncio")]
+    for logger in loggers if request.param else []:
+        logger.addHandler(handler)
+    yield
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.usefixtures("log")
+async def test_case_115_116_callback_raises_after_the_commit(
+    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, error: BaseException
+) -> None:
+    """It undoes nothing, and whoever else waits is told, those behind it too."""
+    calls: list[str] = []
+
+    def callback(_: Any) -> None:
+        calls.append("first")
+        raise error
+
+    future = saver.save_async(0)
+    future.add_done_callback(callback)
+    future.add_done_callback(lambda _: calls.append("second"))
+    waiting = asyncio.ensure_future(wait_for(future))
+    await asyncio.sleep(0)
+    gate.may_go_on.set()
+    assert (await asyncio.wait_for(waiting, DEADLINE_S)).step == 0
+    assert calls == ["first", "second"]
+    assert asyncckpt.list_steps(tmp_path) == [0]
+    assert (await saver.save_async(1)).step == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), IOFailedError("cannot be removed")])
+@pytest.mark.usefixtures("log")
+def test_case_115_116_retention_fails_after_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, keep_latest=1) as saver:
+        saver.save(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(save_job, "keep_latest", broken)
+            assert saver.save_async(1).result(DEADLINE_S).step == 1
+        assert asyncckpt.list_steps(tmp_path) == [0, 1]
+        assert saver.save(2).step == 2
+    assert asyncckpt.list_steps(tmp_path) == [2]
+
+
+@pytest.mark.usefixtures("log")
+def test_case_116_table_that_does_not_end_its_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = asyncckpt.HashTable("t", 1)
+    table.lookup(torch.tensor([1]))
+    cut = table.begin_cut()
+    cut.fence()
+
+    def broken(self: Any, ok: bool) -> None:
+        self.fence()
+        raise ValueError("a bug in a table")
+
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(cut), "end", broken)
+            assert saver.save_async(0).result(DEADLINE_S).step == 0
+        assert saver.save(1).step == 1
+
+
+# -- 117: every wait has an end, and a name ----------------------------------------------------------------------------
+
+
+def test_case_117_waits_end_and_name_what_they_waited_for(tmp_path: Path, saver: asyncckpt.Saver, gate: Gate) -> None:
+    future = saver.save_async(7)
+    for wait in (future.result, future.exception):
+        with pytest.raises(
+            DeadlineError, match=r"save of step 7 did not end within 0\.01 s, found '(staged|filtering)'"
+        ):
+            wait(0.01)
+    with pytest.raises(DeadlineError, match=r"save of step 7.* did not end within 0\.01 s"):
+        saver.wait_idle(0.01)
+    with pytest.raises(TimeoutError):  # A DeadlineError is one.
+        future.result(0)
+    with asyncckpt.Saver(path=tmp_path, busy_deadline=0.01, on_busy="wait") as other:
+        for call in (other.save_async, other.save):
+            with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
+                call()
+    loader = asyncckpt.Loader(tmp_path, on_busy="wait", busy_deadline=0.01)
+    for call in (loader.load, loader.load_async):
+        with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
+            call()
+    gate.may_go_on.set()
+    assert future.result(DEADLINE_S).step == 7
+
+
+def test_case_117_table_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut that is never fenced is a bug, and a bug must not become a hang."""
+    from asyncckpt.tables import table_lock
+
+    monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", 0.01)
+    table = asyncckpt.HashTable("t", 1)
+    cut = table.begin_cut()
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        with pytest.raises(DeadlineError, match=r"cut of table 't' waited 0\.01 s for cut"):
+            saver.save_async(0)
+        cut.fence()
+        assert saver.save(0).step == 0
