@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -283,15 +284,23 @@ def test_case_057_foreign_thing_in_the_place_of_ours(tmp_path: Path, name: str) 
 # -- permissions, by ways that hold for root too -----------------------------------------------------------------------
 
 
+def run_tool(*command: object) -> None:
+    """Run a program of the system, or skip the test saying why it does not work here."""
+    try:
+        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"{command[0]} does not work here: {error}")
+    if run.returncode:
+        pytest.skip(f"{command[0]} does not work here: {run.stderr.strip()}")
+
+
 @contextmanager
 def immutable(*paths: Path) -> Iterator[None]:
     """Nothing can be made in these folders meanwhile, not even by root."""
     done: list[Path] = []
     try:
         for path in paths:
-            run = subprocess.run(["chattr", "+i", path], capture_output=True, text=True, check=False)
-            if run.returncode:
-                pytest.skip(f"chattr +i does not work here: {run.stderr.strip()}")
+            run_tool("chattr", "+i", path)
             done.append(path)
         yield
     finally:
@@ -302,21 +311,20 @@ def immutable(*paths: Path) -> Iterator[None]:
 @contextmanager
 def read_only_mount(path: Path) -> Iterator[None]:
     """The folder as a read-only file system."""
-    for arguments in (["--bind", path, path], ["-o", "remount,ro,bind", path]):
-        run = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-        if run.returncode:
-            pytest.skip(f"a read-only bind mount does not work here: {run.stderr.strip()}")
+    run_tool("mount", "--bind", path, path)
     try:
+        run_tool("mount", "-o", "remount,ro,bind", path)
         yield
     finally:
         subprocess.run(["umount", path], check=True)
 
 
-def as_nobody(*arguments: object) -> list[str]:
-    """A command as a user whom modes hold for."""
-    if os.geteuid() != 0:
-        pytest.skip("another user can be become by root only")
-    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *map(str, arguments)]
+@functools.cache
+def python_of_nobody() -> tuple[str, ...]:
+    """The command of Python as a user whom modes hold for."""
+    command = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", sys.executable)
+    run_tool(*command, "-c", "")
+    return command
 
 
 CHILD = """
@@ -343,7 +351,7 @@ def visible(saved_once: Path) -> Iterator[Crafted]:
 
 def error_of_nobody(body: str, path: Path) -> tuple[str, str]:
     """Class and message of what a line of Python ends with for another user."""
-    command = as_nobody(sys.executable, "-c", CHILD.format(body=body), path)
+    command = [*python_of_nobody(), "-c", CHILD.format(body=body), str(path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=120)
     assert run.returncode == 0, run.stderr
     name, message = json.loads(run.stdout.splitlines()[-1])
