@@ -49,7 +49,13 @@ def abandon_attempt(root: CheckpointRoot, attempt: Attempt) -> None:
 
 
 async def publish(
-    root: CheckpointRoot, folder: Directory, attempt: Attempt, raw: bytes, *, durable: bool, threads: Executor
+    root: CheckpointRoot,
+    folder: Directory,
+    attempt: Attempt,
+    raw: bytes | bytearray,
+    *,
+    durable: bool,
+    threads: Executor,
 ) -> None:
     """Commit a save whose shard files are written; `raw` is the manifest. Blocking calls run on `threads`."""
     temporary, final = temporary_manifest_name(attempt), manifest_name(attempt.step)
@@ -78,7 +84,7 @@ async def publish(
         _make_rename_durable(root, attempt)
 
 
-async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes) -> None:
+async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:
     """A raw file may take less than it is given."""
     rest = memoryview(raw)
     while rest:

@@ -22,11 +22,12 @@ from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
 from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState
+from asyncckpt.engine.handover import short_handovers
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.messages import log_exception, log_warning
 from asyncckpt.engine.save_request import SaveJob
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, SaveCancelledError
-from asyncckpt.format.manifest import FileFacts, ManifestHead, encode_manifest, render_body
+from asyncckpt.format.manifest import BodyTemplate, FileFacts, ManifestHead, encode_manifest, render_body
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import SaveResult
@@ -51,16 +52,18 @@ except PackageNotFoundError:  # Run from a source tree that was never installed.
 
 @dataclass
 class Written:
-    """Shard files on disk and the manifest's body for them."""
+    """Shard files on disk, and what the manifest says of their blocks: digests are uint8 [blocks, 16]."""
 
     files: tuple[FileFacts, ...]
-    body: bytes
+    body: BodyTemplate
+    digests: NDArray[np.uint8]
 
 
 async def run_save(job: SaveJob) -> None:
     """Take one save to its end and tell its future. Never raises."""
     try:
-        result = await _save(job)
+        with short_handovers():
+            result = await _save(job)
     except BaseException as error:
         lose_save(job, error)
     else:
@@ -129,7 +132,7 @@ async def _save(job: SaveJob) -> SaveResult:
         written = await loop.run_in_executor(workers, _write, job, filtered, folder, attempt)
         _go_on(job, FutureState.COMMITTING)
         head = _head(job, attempt, written.files)
-        raw = encode_manifest(head, written.body)
+        raw = encode_manifest(head, written.body, written.digests)
         durable = options.durability == "fsync"
         await publish(root, folder, attempt, raw, durable=durable, threads=workers)
     except IndeterminateError as error:
@@ -260,11 +263,11 @@ def _write(job: SaveJob, filtered: _Filtered, folder: Directory, attempt: Attemp
             options=job.target.options,
             progress=job.future.native_progress,
         )
-        return Written(files=files, body=job.plan.body.fill(digests))
+        return Written(files=files, body=job.plan.body, digests=digests)
     sources = _sources(job, filtered)
     if filtered.blocks is None:
         files, digests = _stream(job, image, sources, folder, attempt)
-        return Written(files=files, body=job.plan.body.fill(digests))
+        return Written(files=files, body=job.plan.body, digests=digests)
     return _write_filtered(job, filtered.blocks, sources, folder, attempt)
 
 
@@ -285,7 +288,7 @@ def _write_filtered(
             tables[item.spec.table] = TableFacts(name=item.spec.table, rows_count=rows_count, shard=shard)
     replaced = {number for number, item in enumerate(blocks) if item.data is not None}
     body = render_body(tuple(tables.values()), job.tree, image.blocks, filtered=replaced)
-    return Written(files=files, body=body.fill(digests))
+    return Written(files=files, body=body, digests=digests)
 
 
 def _stream(

@@ -90,16 +90,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class BodyTemplate:
-    """Tables, tree and blocks as JSON text with a hole of 32 characters for every block's digest."""
+    """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest."""
 
     text: bytes
     holes: NDArray[np.int64]
-
-    def fill(self, digests: NDArray[np.uint8]) -> bytes:
-        """The text with digests (uint8 [blocks, 16]) written into the holes."""
-        raw = np.frombuffer(self.text, dtype=np.uint8).copy()
-        raw[self.holes[:, None] + np.arange(32)] = _HEX[digests].reshape(len(self.holes), 32)
-        return bytes(raw)
 
 
 def render_body(
@@ -116,8 +110,11 @@ def render_body(
     return BodyTemplate(text=text, holes=holes)
 
 
-def encode_manifest(head: ManifestHead, body: bytes) -> bytes:
-    """The bytes of a manifest file; `body` is a filled BodyTemplate."""
+def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8]) -> bytearray:
+    """The bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
+
+    All in one buffer: for thousands of blocks it is megabytes, and fresh memory is slow.
+    """
     opening: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -135,8 +132,14 @@ def encode_manifest(head: ManifestHead, body: bytes) -> bytes:
         "values": list(head.values),
         "metadata": head.metadata,
     }
-    text = dumps(opening)[:-1] + b"," + body
-    return text + _DIGEST_MARK + xxhash.xxh3_128_hexdigest(text).encode("ascii") + b'"}\n'
+    begin = dumps(opening)[:-1] + b","
+    raw = bytearray().join((begin, body.text, _DIGEST_MARK, bytes(32), b'"}\n'))
+    text = np.frombuffer(raw, dtype=np.uint8)
+    text[(body.holes + len(begin))[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
+    end = len(begin) + len(body.text)
+    digest = xxhash.xxh3_128_hexdigest(memoryview(raw)[:end]).encode("ascii")
+    text[-35:-3] = np.frombuffer(digest, dtype=np.uint8)
+    return raw
 
 
 def manifest_digest(raw: bytes, *, owner: str) -> str:

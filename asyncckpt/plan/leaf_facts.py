@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import cached_property
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,12 @@ from asyncckpt.format.dtypes import stored_dtype
 
 BLOW_UP_BYTES_MAX = 16 << 20
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
-_dtypes = attrgetter("dtype", "is_cpu", "layout")
+_kind = attrgetter("dtype", "is_cpu", "layout")
 
 
 @dataclass(frozen=True)
 class LeafFacts:
-    """Facts of all leaves, comparable with ==."""
+    """Facts of all leaves."""
 
     types: list[type]
     shapes: list[torch.Size]
@@ -37,6 +38,11 @@ class LeafFacts:
     negated: list[bool]
     conjugated: list[bool]
 
+    @cached_property
+    def has_complex(self) -> bool:
+        """Whether any can be conjugated at all."""
+        return any(dtype.is_complex for dtype, _, _ in self.kinds)
+
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> LeafFacts:
         types = list(map(type, tensors))
@@ -44,7 +50,7 @@ class LeafFacts:
             return LeafFacts(
                 types=types,
                 shapes=list(map(torch.Tensor.size, tensors)),
-                kinds=list(map(_dtypes, tensors)),
+                kinds=list(map(_kind, tensors)),
                 strides=list(map(torch.Tensor.stride, tensors)),
                 negated=list(map(torch.Tensor.is_neg, tensors)),
                 conjugated=list(map(torch.Tensor.is_conj, tensors)),
@@ -54,6 +60,21 @@ class LeafFacts:
             ValueError,
         ):  # Sparse, nested and uninitialised ones have no strides; check_leaf names them.
             return LeafFacts(types=types, shapes=[], kinds=[], strides=[], negated=[], conjugated=[])
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the facts of tensors, which have the types already known to have them.
+
+        Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
+        """
+        if len(tensors) != len(self.shapes) or not all(map(is_, map(type, tensors), self.types)):
+            return False
+        return (
+            all(map(eq, map(torch.Tensor.size, tensors), self.shapes))
+            and all(map(eq, map(_kind, tensors), self.kinds))
+            and all(map(eq, map(torch.Tensor.stride, tensors), self.strides))
+            and all(map(eq, map(torch.Tensor.is_neg, tensors), self.negated))
+            and (not self.has_complex or all(map(eq, map(torch.Tensor.is_conj, tensors), self.conjugated)))
+        )
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:

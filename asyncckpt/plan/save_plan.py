@@ -75,16 +75,17 @@ class PlanCache:
         self._parallel = parallel
         self._rank = rank
         self._key: object = None
+        self._facts = LeafFacts.of(())
         self._plan: SavePlan | None = None
         self.plans_made_count = 0
 
     def plan(self, flat: FlatState, cuts: Sequence[CutTable]) -> SavePlan:
         """The plan for this state; the last one while its facts are the same."""
-        facts = LeafFacts.of(flat.tensors)
         tables = [(item.name, item.schema, item.cut.rows_count, item.table.shard) for item in cuts]
         devices = [str(item.cut.column(column.name).device) for item in cuts for column in item.schema.columns]
-        key = (flat.tree, facts, tables, devices)
-        if self._plan is None or key != self._key:
+        key = (flat.tree, tables, devices)
+        if self._plan is None or key != self._key or not self._facts.hold(flat.tensors):
+            self._facts = LeafFacts.of(flat.tensors)
             self._plan = _make_plan(flat, cuts, parallel=self._parallel, rank=self._rank)
             self._key = key
             self.plans_made_count += 1

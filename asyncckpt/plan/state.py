@@ -97,12 +97,15 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
     if not value:
         return ("dict", (), ())
     try:
-        items = list(value.items())
+        # Not items(): thousands of pairs alive at once would start a full garbage collection.
+        names, values = list(value.keys()), list(value.values())
+        if names != list(value.keys()):
+            raise RuntimeError("its keys are others now")
     except RuntimeError as error:
         raise UsageError(f"state {_shown(path)} was changed by another thread while it was read: {error}") from error
-    keys = tuple([key if type(key) is str else _key(key, path) for key, _ in items])
+    keys = tuple([name if type(name) is str else _key(name, path) for name in names])
     children = []
-    for key, child in items:
+    for key, child in zip(names, values, strict=True):
         if isinstance(child, torch.Tensor):  # By far the most frequent leaf: no path, no call.
             flat.tensors.append(child)
             children.append(TENSOR)

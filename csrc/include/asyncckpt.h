@@ -103,7 +103,7 @@ typedef struct ac_drain_options {
   uint64_t block_bytes;     /* bytes of one write call; 0 = 16 MiB */
   uint32_t writers;         /* files written at once; 0 = 1 */
   uint32_t digest_threads;  /* threads that compute digests beside the writers; 0 = 1 */
-  uint32_t background;      /* 0: normal priority; 1: digest threads run SCHED_BATCH with nice 19; 2: SCHED_IDLE */
+  uint32_t background;      /* 0: normal priority; 1: digest threads run SCHED_BATCH with nice 5; 2: SCHED_IDLE */
   uint32_t sync;            /* non-zero: fsync each file after its last byte */
 } ac_drain_options;
 
@@ -128,7 +128,7 @@ typedef struct ac_read_item {
 } ac_read_item;
 
 typedef struct ac_read_options {
-  uint64_t block_bytes;  /* bytes of one read call; 0 = 8 MiB */
+  uint64_t block_bytes;  /* bytes of one read call; 0 = 4 MiB */
   uint32_t threads;      /* 0 = 4 */
 } ac_read_options;
 

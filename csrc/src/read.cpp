@@ -20,7 +20,7 @@
 namespace asyncckpt {
 namespace {
 
-constexpr uint64_t block_bytes_default = 8 << 20;
+constexpr uint64_t block_bytes_default = 4 << 20;
 constexpr uint64_t bounce_bytes_max = 64 << 20;  // of all threads together
 constexpr uint32_t threads_default = 4;
 constexpr uint64_t tile_bytes = 64 << 10;

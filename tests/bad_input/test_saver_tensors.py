@@ -465,6 +465,11 @@ def test_case_096_same_table_twice(tmp_path: Path) -> None:
 class Changing(dict[str, Any]):
     """A dict that another thread adds to while it is looked through."""
 
+    def keys(self) -> Any:
+        result = super().copy().keys()
+        self[f"new{len(self)}"] = 1
+        return result
+
     def items(self) -> Any:
         raise RuntimeError("dictionary changed size during iteration")
 

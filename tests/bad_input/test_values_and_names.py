@@ -405,6 +405,6 @@ def test_case_050_tensor_beyond_32_bits_of_elements_and_bytes() -> None:
         metadata={},
     )
     body = render_body((), ("dict", ("huge",), (TENSOR,)), image.blocks)
-    raw = encode_manifest(head, body.fill(np.zeros((len(image.blocks), 16), dtype=np.uint8)))
+    raw = bytes(encode_manifest(head, body, np.zeros((len(image.blocks), 16), dtype=np.uint8)))
     manifest = decode_manifest(raw, owner="manifest", step=0)
     assert [block.placed for block in manifest.blocks] == list(image.blocks)
