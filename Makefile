@@ -14,11 +14,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+TORCHREC_VENV := .venv-torchrec
+TORCHREC_BIN := $(TORCHREC_VENV)/bin
+TORCHREC_READY := $(TORCHREC_VENV)/.ready
 CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name CMakeLists.txt \))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-slow lint bench clean distclean
+.PHONY: help demo test test-suite test-native test-twin test-slow test-torchrec lint bench clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +43,9 @@ test-native: $(READY) ## the core's own test program, under sanitizers
 test-slow: $(READY) ## the tests that take long
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow $(ARGS)
 
+test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
+	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
+
 lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -49,10 +55,10 @@ bench: $(READY) ## asyncckpt, its peers and the raw floor side by side; takes an
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv
-	rm -rf $(VENV)
+distclean: clean ## also .venv and .venv-torchrec
+	rm -rf $(VENV) $(TORCHREC_VENV)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -64,4 +70,17 @@ $(READY): pyproject.toml $(CORE_SOURCES)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.10' cmake ninja
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	touch $@
+
+# TorchRec would bring FBGEMM for a GPU, and that another torch: what they need is chosen here, and pip's remark that
+# fbgemm-gpu is missing can be passed over. The core is built in a folder of its own, because a build folder belongs to
+# the tools of one environment.
+$(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
+	$(PYTHON) -m venv $(TORCHREC_VENV)
+	$(TORCHREC_BIN)/python -m pip install --quiet 'torch==2.13.0'
+	$(TORCHREC_BIN)/python -m pip install --quiet --no-deps 'torchrec==1.8.0' 'fbgemm-gpu-cpu==1.8.0'
+	$(TORCHREC_BIN)/python -m pip install --quiet tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath \
+		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.10' cmake ninja
+	$(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
+		--editable .
 	touch $@

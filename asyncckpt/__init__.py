@@ -26,21 +26,49 @@ from asyncckpt.errors import (
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.loader import Loader
 from asyncckpt.model.result import LoadReport, SaveResult, SaverStatistics
-from asyncckpt.model.table import Column, Role, Table, TableCut, TableLoad, TableSchema
+from asyncckpt.model.table import (
+    CacheCopy,
+    ChecksLoad,
+    Column,
+    HasCompanions,
+    OpenCut,
+    OrderedLoad,
+    OverlaidCut,
+    OwnsIds,
+    Role,
+    Table,
+    TableCut,
+    TableLoad,
+    TableSchema,
+)
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.periodic import PeriodicSaver, PeriodicStatistics
 from asyncckpt.saver import Saver
-from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, HashTable, Slot, SparseAdagrad, SparseSGD, Uniform
+from asyncckpt.tables import (
+    CacheStatistics,
+    HashEmbedding,
+    HashEmbeddingBag,
+    HashTable,
+    MultiLevelTable,
+    Slot,
+    SparseAdagrad,
+    SparseSGD,
+    Uniform,
+)
 
 __all__ = [
     "BlockInfo",
+    "CacheCopy",
+    "CacheStatistics",
     "CheckpointError",
     "CheckpointInfo",
+    "ChecksLoad",
     "Column",
     "ConflictError",
     "CorruptError",
     "DeadlineError",
     "FilterError",
+    "HasCompanions",
     "HashEmbedding",
     "HashEmbeddingBag",
     "HashTable",
@@ -50,7 +78,12 @@ __all__ = [
     "LoadFuture",
     "LoadReport",
     "Loader",
+    "MultiLevelTable",
     "NotFoundError",
+    "OpenCut",
+    "OrderedLoad",
+    "OverlaidCut",
+    "OwnsIds",
     "PeriodicSaver",
     "PeriodicStatistics",
     "Role",

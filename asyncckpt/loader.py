@@ -7,6 +7,9 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import torch
+
+from asyncckpt.adapters import tables_of
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState, LoadFuture
@@ -29,8 +32,9 @@ class Loader:
     """Load a checkpoint into hash tables and tensors.
 
     checkpoint_path  the directory a Saver wrote to
-    hashtables       mapping name -> Table; a table takes just the ids it owns (unsigned id modulo its shard count), so
-                     tables of any sharding load from checkpoints of any other
+    hashtables       mapping name -> Table, or a module, whose tables are found by asyncckpt.adapters.tables_of; a table
+                     takes just the ids it owns (unsigned id modulo its shard count, or its range of rows), so tables of
+                     any sharding load from checkpoints of any other
     tensors          like the Saver's: tensors, arrays and modules are filled in place, other objects get
                      load_state_dict, plain values come back in LoadReport.values
     parallel         most threads that read (this version uses up to 4)
@@ -50,7 +54,7 @@ class Loader:
     def __init__(
         self,
         checkpoint_path: str | os.PathLike[str],
-        hashtables: Mapping[str, Table] | None = None,
+        hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         parallel: int = 16,
         filter_func: LoadFilter = identity,
@@ -74,7 +78,8 @@ class Loader:
         if not isinstance(busy_deadline, (int, float)) or not 0 <= busy_deadline <= threading.TIMEOUT_MAX:
             raise UsageError("busy_deadline is wrong", found=busy_deadline, expected="seconds, at least 0")
         self._path = check_path(checkpoint_path)
-        self._tables = dict(named_tables(hashtables))
+        tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
+        self._tables = dict(named_tables(tables))
         self._state = named_state(tensors)
         self._threads = min(parallel, READ_THREADS_MAX)
         self._filter_func = filter_func

@@ -7,8 +7,10 @@ from typing import Literal
 
 OnBusy = Literal["raise", "wait", "skip", "queue"]
 Durability = Literal["fsync", "none"]
+HostLevel = Literal["auto", "copy", "first_touch"]
 ON_BUSY = ("raise", "wait", "skip", "queue")
 DURABILITIES = ("fsync", "none")
+HOST_LEVELS = ("auto", "copy", "first_touch")
 
 FILE_TARGET_BYTES = 512 << 20  # A rank writes one shard file per this many bytes, up to `parallel` files.
 BLOCK_BYTES_MAX = 1 << 30  # A larger tensor or column is split by rows.
@@ -28,3 +30,4 @@ class SaveOptions:
     host_memory_limit: int | None = None
     keep_latest: int | None = None
     busy_deadline_s: float = BUSY_DEADLINE_S
+    host_level: HostLevel = "auto"

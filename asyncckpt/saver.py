@@ -11,6 +11,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.background import background
@@ -28,10 +31,12 @@ from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.options import (
     BUSY_DEADLINE_S,
     DURABILITIES,
+    HOST_LEVELS,
     ON_BUSY,
     PARALLEL_MAX,
     SAVE_DEADLINE_S,
     Durability,
+    HostLevel,
     OnBusy,
     SaveOptions,
 )
@@ -50,7 +55,8 @@ class Saver:
     shard_index, shard_num  this rank and how many there are (only 0 of 1 in this version)
     parallel                most shard files of one rank
     path                    the directory; its last part is made when missing. One process at a time writes to it
-    hashtables              mapping name -> Table (for example HashTable)
+    hashtables              mapping name -> Table (for example HashTable), or a module, whose tables are found by
+                            asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
                             anything with state_dict() (module, optimizer); read anew at every save
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
@@ -60,6 +66,11 @@ class Saver:
                             that does not fit is saved the blocking way
     keep_latest             how many checkpoints to keep; None keeps all
     busy_deadline           seconds that "wait" waits for the lock, and "queue" for an arena
+    host_level              how a multi-level table gets out: "copy" copies both levels while training waits;
+                            "first_touch" copies the cache level and exports the host level while training goes on, old
+                            values of rows being kept when they are about to change; "auto" does so when a copy of the
+                            host level does not fit into memory
+    exact_modes             files get mode 0640 and folders 0750 whatever the umask; else the umask takes from these
 
     One training thread uses a Saver; futures may be used from any. Source of the interface: RecIS `Saver`.
     """
@@ -70,7 +81,7 @@ class Saver:
         shard_num: int = 1,
         parallel: int = 8,
         path: str | os.PathLike[str] = ".",
-        hashtables: Mapping[str, Table] | None = None,
+        hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         filter_func: Callable[[list[WriteBlock]], Sequence[WriteBlock]] = identity,
         *,
@@ -79,10 +90,13 @@ class Saver:
         host_memory_limit: int | None = None,
         keep_latest: int | None = None,
         busy_deadline: float = BUSY_DEADLINE_S,
+        host_level: HostLevel = "auto",
+        exact_modes: bool = False,
     ) -> None:
         _check_shards(shard_index, shard_num)
         _check_choice("on_busy", on_busy, ON_BUSY)
         _check_choice("durability", durability, DURABILITIES)
+        _check_choice("host_level", host_level, HOST_LEVELS)
         _check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
         if host_memory_limit is not None:
             _check_int("host_memory_limit", host_memory_limit, at_least=0)
@@ -91,13 +105,13 @@ class Saver:
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
         _check_seconds("busy_deadline", busy_deadline)
-        tables = named_tables(hashtables)
+        tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
         state = named_state(tensors)
         self._on_busy: OnBusy = on_busy
         self._errors = OpenErrors()
         self._counts = _Counts()
         self._closed = False
-        root = CheckpointRoot.for_writing(check_path(path))
+        root = CheckpointRoot.for_writing(check_path(path), exact_modes=exact_modes)
         try:
             self._lock = OwnerLock.acquire(root.root, LOCK_NAME)
         except BaseException:
@@ -111,6 +125,7 @@ class Saver:
                 host_memory_limit=host_memory_limit,
                 keep_latest=keep_latest,
                 busy_deadline_s=float(busy_deadline),
+                host_level=host_level,
             ),
             plans=PlanCache(parallel=parallel, rank=shard_index),
             tables=tables,

@@ -12,6 +12,7 @@ import typer
 
 from bench.load import LOAD_PEERS, run_load
 from bench.many_tensors import MANY_PEERS, run_many_tensors
+from bench.multi_level import run_multi_level
 from bench.peers import PEERS
 from bench.rounds import REPOSITORY
 from bench.state_bench import run_state
@@ -105,6 +106,26 @@ def load(
     )
 
 
+@application.command()
+def multi_level(
+    sizes: Annotated[str, typer.Option(help="GiB of each table, comma-separated")] = "1,2,4",
+    rounds: Rounds = 3,
+    saves: Annotated[int, typer.Option(min=2)] = 3,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """A table with a 5 % cache level: both levels copied in the call, or the host level exported behind the fence."""
+    run_multi_level(
+        sizes_gib=[float(size) for size in sizes.split(",")],
+        rounds=rounds,
+        saves=saves,
+        directory=directory,
+        out=_out(out, "multi-level", smoke),
+        smoke=smoke,
+    )
+
+
 @application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def idmap(context: typer.Context) -> None:
     """Inserts and lookups of the id map; all options go to `python -m bench.idmap`."""
@@ -131,6 +152,7 @@ def everything(
     run_state(gib=gib, rounds=rounds, directory=directory, out=_out(None, "state", smoke), smoke=smoke)
     run_many_tensors(rounds=rounds, directory=directory, out=_out(None, "many-tensors", smoke), smoke=smoke)
     run_load(gib=gib, rounds=rounds, directory=directory, out=_out(None, "load", smoke), smoke=smoke)
+    run_multi_level(directory=directory, out=_out(None, "multi-level", smoke), smoke=smoke)
     json_path = _out(None, "idmap", smoke).with_suffix(".json")
     _idmap(["--json", str(json_path), *(["--ids", "100000"] if smoke else [])])
 

@@ -36,6 +36,7 @@ FLOORS = {
     "loader": 6,
     "periodic": 6,
     "checkpoints": 6,
+    "embcache": 6,
     "cli": 7,
     "testing": 7,
 }
@@ -44,6 +45,7 @@ NEIGHBOURS = {
     ("adapters", "tables"),
     ("model", "errors"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
+    ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
 }
 MODEL_MAY_IMPORT = {"torch", "numpy"}
 # What reads or writes files; the names of `os` that format/ may use are none.

@@ -29,12 +29,15 @@ class CheckpointRoot:
         return self.root.path
 
     @staticmethod
-    def for_writing(path: Path) -> CheckpointRoot:
-        """Open or make the directory; UsageError when its parent is missing or it is a file."""
+    def for_writing(path: Path, *, exact_modes: bool = False) -> CheckpointRoot:
+        """Open or make the directory; UsageError when its parent is missing or it is a file.
+
+        exact_modes: what is made here gets its modes whatever the umask (see Directory).
+        """
         if not os.path.exists(path):
-            _make_root(path)
+            _make_root(path, exact_modes=exact_modes)
         with contextlib.ExitStack() as opened:
-            root = opened.enter_context(Directory.open(path))
+            root = opened.enter_context(Directory.open(path, exact_modes=exact_modes))
             _sync_parent(path)
             _warn_if_others_may_write(root)
             manifests = opened.enter_context(root.child(MANIFESTS_DIR, create=True))
@@ -68,7 +71,7 @@ class CheckpointRoot:
         self.close()
 
 
-def _make_root(path: Path) -> None:
+def _make_root(path: Path, *, exact_modes: bool) -> None:
     if os.path.islink(path):
         raise UsageError("path is a symbolic link to nothing", found=str(path))
     if not os.path.isdir(path.parent):
@@ -78,6 +81,8 @@ def _make_root(path: Path) -> None:
         )
     try:
         path.mkdir(FOLDER_MODE)
+        if exact_modes:
+            path.chmod(FOLDER_MODE)
     except OSError as error:
         raise io_failed(f"folder {str(path)!r} cannot be made", error) from error
 

@@ -19,6 +19,7 @@ import torch
 
 from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.messages import log_exception
 from asyncckpt.engine.verify import mark_verified, verify
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from asyncckpt.format.manifest import Manifest
@@ -118,7 +119,10 @@ def _fill(plan: LoadPlan, reader: ShardReader, *, clear: bool) -> tuple[list[tor
         with torch.no_grad():
             rebuilt = restore(plan, reader, clear=clear, opened=opened)
     except BaseException:
-        opened.end(ok=False)
+        try:
+            opened.end(ok=False)
+        except Exception:
+            log_exception("a table did not end its load")
         raise
     opened.end(ok=True)
     return rebuilt, opened.rows

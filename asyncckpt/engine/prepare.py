@@ -7,6 +7,7 @@ import concurrent.futures
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.save_request import Cut, SaveTarget
+from asyncckpt.engine.stage_choice import choose_stage
 from asyncckpt.errors import DeadlineError
 from asyncckpt.staging.pool import pool
 
@@ -32,14 +33,14 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
     cut = Cut.begin(target)
     try:
-        plan = target.plans.plan(cut.flat, cut.tables)
+        choice = choose_stage(target, cut)
     finally:
         cut.fence()
         cut.end(ok=False)
 
-    size, limit = plan.image.bytes, target.options.host_memory_limit
+    size, limit = choice.plan.arena_bytes, target.options.host_memory_limit
     # A save in flight has the arena already; and what does not fit will not be staged.
-    to_do = not save_lock.in_flight() and pool.fits(size, limit_bytes=limit)
+    to_do = not save_lock.in_flight() and choice.fallback is None
     arena = pool.take_to_prepare(size) if to_do else None
 
     def touch() -> None:
@@ -47,7 +48,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             return
         try:
             arena.ensure(size)
-            if plan.tables:
+            if choice.plan.tables:
                 pool.touch_ahead(arena, size, limit_bytes=limit)
         finally:
             pool.release(arena)

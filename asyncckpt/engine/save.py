@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.save_job import as_ours, end_save, lose_save, run_save
 from asyncckpt.engine.save_request import Cut, SaveJob, SaveTarget
+from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, UsageError
 from asyncckpt.format.names import STEP_MAX, manifest_name
 from asyncckpt.format.strict_json import Json
@@ -74,10 +74,11 @@ def _hand_over(job: SaveJob, begun: float) -> None:
 def _begin(target: SaveTarget, ticket: Ticket, step: int, metadata: Json, *, staged: bool, begun: float) -> SaveJob:
     cut = Cut.begin(target)
     try:
-        plan = target.plans.plan(cut.flat, cut.tables)
+        choice = choose_stage(target, cut) if staged else StageChoice(target.plans.plan(cut.flat, cut.tables))
         values = cut.values()
-        fallback = _why_not_staged(target, plan) if staged else None
-        arena = _capture(target, plan, cut) if staged and fallback is None else None
+        if choice.fallback is not None:
+            warn_of_fallback(choice.fallback, stacklevel=5)
+        arena = _capture(target, choice.plan, cut) if staged and choice.fallback is None else None
     except BaseException:
         cut.fence()
         cut.end(ok=False)
@@ -91,19 +92,19 @@ def _begin(target: SaveTarget, ticket: Ticket, step: int, metadata: Json, *, sta
         ticket=ticket,
         future=future,
         step=step,
-        plan=plan,
+        plan=choice.plan,
         tree=tree,
         values=values,
         metadata=metadata,
         cut=cut,
         arena=arena,
-        fallback=fallback,
+        fallback=choice.fallback,
         begun=begun,
     )
 
 
 def _capture(target: SaveTarget, plan: SavePlan, cut: Cut) -> Arena:
-    arena = pool.acquire(plan.image.bytes, deadline_s=target.options.busy_deadline_s)
+    arena = pool.acquire(plan.arena_bytes, deadline_s=target.options.busy_deadline_s)
     try:
         capture(plan, cut.flat, cut.tables, address=arena.address, image=arena.view())
         arena.seal()
@@ -111,16 +112,6 @@ def _capture(target: SaveTarget, plan: SavePlan, cut: Cut) -> Arena:
         pool.release(arena)
         raise
     return arena
-
-
-def _why_not_staged(target: SaveTarget, plan: SavePlan) -> str | None:
-    limit = target.options.host_memory_limit
-    if pool.fits(plan.image.bytes, limit_bytes=limit):
-        return None
-    shown = "a share of what is available" if limit is None else f"{limit} bytes"
-    reason = f"a snapshot of {plan.image.bytes} bytes does not fit the host memory limit ({shown})"
-    warnings.warn(f"asyncckpt: {reason}; this save blocks until it is written", RuntimeWarning, stacklevel=5)
-    return reason
 
 
 def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:

@@ -13,6 +13,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,14 +33,17 @@ from asyncckpt.format.names import Attempt
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.source import ByteSource
-from asyncckpt.model.table import Role
+from asyncckpt.model.table import OpenCut, Role
 from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.native import DIGEST_BYTES
+from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.filters import FilteredBlock, identity, run_filter
 from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.drain import drain_image
+from asyncckpt.shard.export import export_tables
 from asyncckpt.shard.stream import stream_sources
-from asyncckpt.snapshot.capture import block_tensor, live_sources
-from asyncckpt.snapshot.source import SpanSource, plain, tensor_source
+from asyncckpt.snapshot.capture import block_tensor, live_block, live_sources
+from asyncckpt.snapshot.source import SpanSource, tensor_source
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import Directory, io_failed
@@ -79,7 +83,7 @@ def _touch_ahead(job: SaveJob) -> None:
     if job.arena is None or not job.plan.tables:
         return
     try:
-        pool.touch_ahead(job.arena, job.plan.image.bytes, limit_bytes=job.target.options.host_memory_limit)
+        pool.touch_ahead(job.arena, job.plan.arena_bytes, limit_bytes=job.target.options.host_memory_limit)
     except (MemoryError, OSError) as error:
         log_warning("memory for growing tables was not made ready: %s", error)
 
@@ -213,17 +217,7 @@ class _Fetch:
         if job.arena is not None:
             return block_tensor(job.plan, number, job.arena.view())
         if self.copied is None:
-            spec = job.plan.image.blocks[number].spec
-            if spec.leaf is not None:
-                whole = plain(job.cut.flat.tensors[spec.leaf])
-                self.copied = whole[spec.row_begin : spec.row_begin + spec.shape[0]] if spec.is_part else whole
-            else:
-                table, column = job.plan.columns[number]
-                cut = job.cut.tables[table].cut
-                rows = [cut.column(column)[begin:end] for begin, end in cut.runs.tolist()]
-                whole = torch.cat(rows) if rows else cut.column(column)[:0]
-                self.copied = plain(whole[spec.row_begin : spec.row_begin + spec.shape[0]])
-            self.copied = self.copied.clone()
+            self.copied = live_block(job.plan, job.cut.flat, job.cut.tables, number)
         return self.copied
 
 
@@ -252,8 +246,10 @@ async def _filter(job: SaveJob) -> _Filtered:
 def _write(job: SaveJob, filtered: _Filtered, folder: Directory, attempt: Attempt) -> Written:
     """On a worker thread: write all shard files."""
     image = job.plan.image
-    job.future.expect_bytes(sum(file.bytes for file in image.files))
+    job.future.expect_bytes(job.plan.files_bytes)
     if job.arena is not None and filtered.blocks is None:
+        # Open tables first: until their rows are out, the old values of rows that change take memory.
+        exported, late_digests = _export(job, folder, attempt)
         files, digests = drain_image(
             image,
             address=job.arena.address,
@@ -263,12 +259,31 @@ def _write(job: SaveJob, filtered: _Filtered, folder: Directory, attempt: Attemp
             options=job.target.options,
             progress=job.future.native_progress,
         )
-        return Written(files=files, body=job.plan.body, digests=digests)
+        return Written(files=files + exported, body=job.plan.body, digests=np.concatenate([digests, late_digests]))
     sources = _sources(job, filtered)
     if filtered.blocks is None:
         files, digests = _stream(job, image, sources, folder, attempt)
         return Written(files=files, body=job.plan.body, digests=digests)
     return _write_filtered(job, filtered.blocks, sources, folder, attempt)
+
+
+def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
+    """Write the tables that were left open."""
+    opened = job.plan.open
+    if not opened.tables:
+        return (), np.empty((0, DIGEST_BYTES), dtype=np.uint8)
+    cuts = [cast(OpenCut, job.cut.tables[item.table].cut) for item in opened.tables]
+    with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
+        return export_tables(
+            opened,
+            cuts,
+            buffers=buffers,
+            writer=workers,
+            folder=folder,
+            attempt=attempt,
+            options=job.target.options,
+            progress=job.future.native_progress,
+        )
 
 
 def _write_filtered(

@@ -9,6 +9,10 @@ A save:
 3. `fence()`: the table may change again.
 4. `end(ok)`: the save has committed (True) or failed (False). May come from another thread, long after the fence.
 
+Two kinds of cut can do more. An OverlaidCut is one whose newest values are partly in a faster level: they are laid over
+the storage's rows on the way out, and the live table is never flushed. An OpenCut may stay open behind its fence, so
+that only its cache level is copied while training waits; its rows are exported later, each as it was at the cut.
+
 A load:
 1. `begin_load(clear=..., rows_count=..., filled=...)`.
 2. `insert(ids)` gives the rows of a batch of ids, in the order of the ids.
@@ -18,7 +22,7 @@ A load:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
@@ -75,6 +79,81 @@ class TableCut(Protocol):
     def end(self, ok: bool) -> None: ...
 
 
+@runtime_checkable
+class OverlaidCut(TableCut, Protocol):
+    """A cut of a table with a cache level over its storage. A cached row wins over the storage's."""
+
+    @property
+    def cache_map(self) -> torch.Tensor:
+        """The storage row that each row of the cache level holds, -1 where it holds none: int64 [k] on the CPU.
+
+        Storage rows in it are distinct and lie in `runs`. Valid until the fence.
+        """
+        ...
+
+    def cached_column(self, name: str) -> torch.Tensor | None:
+        """The live cache level of a column, `[>= k, *row_shape]`, contiguous, on the cache's device, until the fence.
+
+        None: this column has no cache level (`id` never has).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CacheCopy:
+    """The cache level as it was at the cut, in memory that lives until the cut's `end`: `map` and every column."""
+
+    map: NDArray[np.int64]
+    columns: Mapping[str, torch.Tensor]
+
+
+@runtime_checkable
+class OpenCut(OverlaidCut, Protocol):
+    """A cut that may stay open behind its fence.
+
+    1. `stay_open(...)` before the fence: from then on the table keeps the old values of rows that are about to change.
+    2. `fence()`: training goes on.
+    3. `export(index, ...)` of every window, in whatever order, from another thread.
+    4. `end(ok)`.
+    """
+
+    def stay_open(self, copy: CacheCopy, *, window_rows: int) -> None:
+        """Window i is rows [i * window_rows, (i + 1) * window_rows) of the cut, the last one is shorter."""
+        ...
+
+    def most_urgent(self, left: Sequence[int]) -> int:
+        """Which of the windows not yet exported, ascending and not empty, should come next."""
+        ...
+
+    def export(self, index: int, targets: Mapping[str, int]) -> None:
+        """Copy the rows of a window, as they were at the cut, to the address of each column; `id` is one of them.
+
+        Raises IOFailedError when the old values of a row could not be kept.
+        """
+        ...
+
+
+@runtime_checkable
+class OwnsIds(Protocol):
+    """A table that does not own its ids by their modulo, for example a range of rows."""
+
+    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of ids, int64 [n], belong to this table: bool [n]."""
+        ...
+
+
+@runtime_checkable
+class ChecksLoad(Protocol):
+    """A table that cannot take whatever ids a checkpoint holds."""
+
+    def check_load(self, ids: NDArray[np.int64], *, clear: bool) -> None:
+        """Raise an error when these ids of a checkpoint, int64 [n], of all owners, cannot be loaded.
+
+        Called before the load begins with any table.
+        """
+        ...
+
+
 class TableLoad(Protocol):
     """A table being filled. Other use of the table waits until `end`."""
 
@@ -87,6 +166,18 @@ class TableLoad(Protocol):
         ...
 
     def end(self, ok: bool) -> None: ...
+
+
+@runtime_checkable
+class OrderedLoad(TableLoad, Protocol):
+    """A load that can say beforehand which rows it gives, so that they are read while the ids are inserted."""
+
+    def first_row(self) -> int | None:
+        """The row r, when n distinct ids inserted next will get the rows r to r + n - 1 in their order; else None.
+
+        The columns of these rows exist already.
+        """
+        ...
 
 
 @runtime_checkable
@@ -108,4 +199,13 @@ class Table(Protocol):
         clear: empty it first. filled: columns that will be written for every inserted row, so that they need no first
         value.
         """
+        ...
+
+
+@runtime_checkable
+class HasCompanions(Protocol):
+    """A table that keeps a part of its state in further tables, saved and loaded with it in the same cut."""
+
+    def companions(self) -> Mapping[str, Table]:
+        """The further tables; the one under suffix s is saved as the table `<name>.<s>`."""
         ...

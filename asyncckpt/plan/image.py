@@ -53,7 +53,7 @@ class ImagePlan:
 
 def plan_image(specs: Sequence[BlockSpec], *, parallel: int, rank: int) -> ImagePlan:
     """Spread blocks over at most `parallel` files by bytes."""
-    keys = unique_names(_key_of(spec) for spec in specs)
+    keys = unique_names(key_of(spec) for spec in specs)
     placed: list[PlacedBlock | None] = [None] * len(specs)
     offsets = np.zeros(len(specs), dtype=np.int64)
     files: list[FilePlan] = []
@@ -89,7 +89,8 @@ def split_rows(spec: BlockSpec) -> list[BlockSpec]:
     return parts
 
 
-def _key_of(spec: BlockSpec) -> str:
+def key_of(spec: BlockSpec) -> str:
+    """The safetensors name of a block: its own, with the range of rows when it is a part."""
     if not spec.is_part:
         return spec.name
     return f"{spec.name}[{spec.row_begin}:{spec.row_begin + spec.shape[0]}]"

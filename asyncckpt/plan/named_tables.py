@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import Table
+from asyncckpt.model.table import HasCompanions, Table
 
 
 def named_tables(hashtables: Any) -> Mapping[str, Table]:
-    """The argument as a mapping name -> Table, each table once; UsageError else."""
+    """The argument as a mapping name -> Table, companions behind their table, each once; UsageError else."""
     if hashtables is None:
         return {}
     if not isinstance(hashtables, Mapping):
         raise UsageError("hashtables is not a mapping", found=type(hashtables).__name__)
     names: dict[int, str] = {}
-    for name, table in hashtables.items():
+    tables: dict[str, Table] = {}
+    for name, table in _with_companions(hashtables):
         if not isinstance(name, str) or "@" in name:
             raise UsageError("a table's name is no string without '@'", found=name)
         if not isinstance(table, Table):
@@ -27,5 +28,16 @@ def named_tables(hashtables: Any) -> Mapping[str, Table]:
             )
         if id(table) in names:
             raise UsageError(f"hashtables {names[id(table)]!r} and {name!r} are the same table")
+        if name in tables:
+            raise UsageError(f"two hashtables have the name {name!r}, one of them as companion of another table")
         names[id(table)] = name
-    return hashtables
+        tables[name] = table
+    return tables
+
+
+def _with_companions(hashtables: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for name, table in hashtables.items():
+        yield name, table
+        if isinstance(table, HasCompanions):
+            for suffix, companion in table.companions().items():
+                yield f"{name}.{suffix}", companion

@@ -3,7 +3,9 @@
 1. Gather (source, target, bytes) of every contiguous dense leaf and every run of rows of every table.
 2. One `core.copy` over all of them, on all cores, without the GIL.
 3. What has no plain address (other devices, strided views, conjugated tensors) is copied by torch into its place.
+4. The rows that cache levels hold are laid over those of their storage.
 
+Of a table that is left open only the cache level is copied, and the table is told to keep what changes from now on.
 After `capture` returns the live state may change: the fence.
 """
 
@@ -17,13 +19,16 @@ from numpy.typing import NDArray
 
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.source import ByteSource
+from asyncckpt.model.table import CacheCopy, OpenCut, TableCut
 from asyncckpt.native import U8, core
 from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
+from asyncckpt.plan.open_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
-from asyncckpt.snapshot.row_runs import spans, window
-from asyncckpt.snapshot.source import column_source, tensor_source
+from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
+from asyncckpt.snapshot.source import column_source, plain, tensor_source
 
 Segments = NDArray[np.uint64]
 
@@ -34,11 +39,19 @@ def capture(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], *, addres
     segments = [_dense_segments(plan, flat, address)]
     for number, (table, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[table], column, number, address=address, image=image))
+    copies = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.open.tables]
+    for item, copy in zip(plan.open.tables, copies, strict=True):
+        segments.append(_cache_segments(cuts[item.table].cut, copy))
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
+    _lay_over(plan, cuts, image)
     for number in plan.foreign:
         spec = plan.image.blocks[number].spec
         assert spec.leaf is not None
         block_tensor(plan, number, image).copy_(_rows_of(flat.tensors[spec.leaf].detach(), spec))
+    for item, copy in zip(plan.open.tables, copies, strict=True):
+        cut = cuts[item.table].cut
+        assert isinstance(cut, OpenCut)
+        cut.stay_open(copy, window_rows=item.window_rows)
 
 
 def check_storages(plan: SavePlan, flat: FlatState) -> None:
@@ -57,15 +70,26 @@ def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> l
     """A source per block over the live state, for a save that goes without an arena."""
     check_storages(plan, flat)
     sources: list[ByteSource] = []
+    overlays = [Overlay.of(item.cut) for item in cuts]
     for number, placed in enumerate(plan.image.blocks):
         spec = placed.spec
         if spec.leaf is not None:
             sources.append(tensor_source(_rows_of(flat.tensors[spec.leaf], spec)))
         else:
             table, column = plan.columns[number]
-            runs = window(cuts[table].cut.runs, spec.row_begin, spec.row_begin + spec.shape[0])
-            sources.append(column_source(cuts[table].cut.column(column), runs, row_bytes=_row_bytes(spec)))
+            begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
+            sources.append(column_source(cuts[table].cut, overlays[table], column, begin=begin, end=end))
     return sources
+
+
+def live_block(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], number: int) -> torch.Tensor:
+    """A copy of one block of the live state, on the CPU."""
+    spec = plan.image.blocks[number].spec
+    if spec.leaf is not None:
+        return plain(_rows_of(flat.tensors[spec.leaf], spec)).clone()
+    table, column = plan.columns[number]
+    cut = cuts[table].cut
+    return rows_of_cut(cut, Overlay.of(cut), column, spec.row_begin, spec.row_begin + spec.shape[0])
 
 
 def block_tensor(plan: SavePlan, number: int, image: U8) -> torch.Tensor:
@@ -109,6 +133,43 @@ def _column_segments(plan: SavePlan, item: CutTable, column: str, number: int, *
     segments[:, 1] = ends - found[:, 1] + np.uint64(address + int(plan.image.offsets[number]))
     segments[:, 2] = found[:, 1]
     return segments
+
+
+def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8) -> None:
+    overlays: dict[int, Overlay | None] = {}
+    for number, (table, column) in plan.columns.items():
+        if table not in overlays:
+            overlays[table] = Overlay.of(cuts[table].cut)
+        overlay = overlays[table]
+        if overlay is not None:
+            begin = plan.image.blocks[number].spec.row_begin
+            overlay.lay_over(column, block_tensor(plan, number, image), begin=begin)
+
+
+def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
+    """The places of a cache level's arrays in the arena, as arrays."""
+    assert isinstance(item.cut, OpenCut)
+    columns = {}
+    for name, (begin, length) in area.columns.items():
+        cached = item.cut.cached_column(name)
+        assert cached is not None
+        columns[name] = torch.from_numpy(image[begin : begin + length]).view(cached.dtype).reshape(cached.shape)
+    end = area.map_offset + area.map_rows * MAP_ITEM_BYTES
+    return CacheCopy(map=image[area.map_offset : end].view(np.int64), columns=columns)
+
+
+def _cache_segments(cut: TableCut, copy: CacheCopy) -> Segments:
+    """What one native copy brings over of a cache level; what lies on another device is copied here and now."""
+    assert isinstance(cut, OpenCut)
+    segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
+    for name, target in copy.columns.items():
+        cached = cut.cached_column(name)
+        assert cached is not None
+        if cached.is_cpu and cached.is_contiguous():
+            segments.append((cached.data_ptr(), target.data_ptr(), target.nbytes))
+        else:
+            target.copy_(cached)
+    return np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
 
 
 def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tensor) -> None:

@@ -1,8 +1,10 @@
 """Restore tables and tensors from shard files: as much as possible is read straight into place.
 
-1. Ids of all tables are read and checked, then every table gives them rows.
-2. One batch of reads fills every dense leaf and every column whose rows lie in one piece.
-3. What does not (resharding, merging, other devices, strides) is read by windows and scattered.
+1. Ids of all tables are read and checked, then every table gives them rows. Building id maps takes as long as reading
+   rows, so it goes on in threads beside step 2.
+2. One batch of reads fills every dense leaf, and every column of a table that knows its rows beforehand.
+3. A second one fills the other columns whose rows lie in one piece.
+4. What does not (resharding, merging, other devices, strides) is read by windows and scattered.
 
 Digests are taken on the way. The id columns are verified before any table is touched; a damaged block found later
 leaves all tables of the load empty and raises.
@@ -23,7 +25,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.table import ID_COLUMN, TableLoad
+from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, OwnsIds, TableLoad
 from asyncckpt.native import core
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, StoredTable, TableLoadPlan
 
@@ -52,13 +54,17 @@ class BlockReader(Protocol):
 
 @dataclass
 class SourceRows:
-    """One source of one table: which of its rows are ours, and which rows of the table they became."""
+    """One source of one table: which of its rows are ours, and which rows of the table they became.
+
+    `first_row`: known before the rows are, when all of the source goes to consecutive ones.
+    """
 
     stored: StoredTable
     columns: tuple[str, ...]
     ids: NDArray[np.int64]
     mine: NDArray[np.int64] | None  # Positions in the source; None: all of them.
     rows: torch.Tensor | None = None
+    first_row: int | None = None
 
 
 @dataclass
@@ -79,9 +85,16 @@ class OpenLoads:
     rows: dict[str, int] = field(default_factory=dict)
 
     def end(self, *, ok: bool) -> None:
+        """End all of them, whatever one of them raises; then raise that. Those behind it end as failed."""
         loads, self.loads = self.loads, []
+        failed: Exception | None = None
         for load in loads:
-            load.end(ok)
+            try:
+                load.end(ok and failed is None)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
 
 def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> list[torch.Tensor]:
@@ -91,16 +104,24 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
     rebuilt: list[torch.Tensor] = []
     scatters: list[Scatter] = []
     _choose_mine(plan, sources)
+    for item, found in zip(plan.tables, sources, strict=True):
+        if isinstance(item.table, ChecksLoad):
+            item.table.check_load(np.concatenate([source.ids for source in found]), clear=clear)
     loads = [
         _begin_load(item, found, clear=clear, opened=opened) for item, found in zip(plan.tables, sources, strict=True)
     ]
-    # Building id maps takes as long as reading the rows: all tables at once, on all cores.
     with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
+        for found, load in zip(sources, loads, strict=True):
+            if _goes_ahead(found, load):
+                scatters += _queue_columns(found, load, reader)
+        # No earlier: the storage of columns that were asked for above must not move.
         inserts = threads.map(_insert, plan.tables, sources, loads)
+        for dense in plan.dense:
+            scatters += _queue_dense(dense, reader, rebuilt)
+        reader.run()
     for _, found, load in zip(inserts, sources, loads, strict=True):
-        scatters += _queue_columns(found, load, reader)
-    for dense in plan.dense:
-        scatters += _queue_dense(dense, reader, rebuilt)
+        if found and found[0].first_row is None:
+            scatters += _queue_columns(found, load, reader)
     reader.run()
     for scatter in scatters:
         _scatter(scatter, reader)
@@ -117,14 +138,18 @@ def _read_ids(item: TableLoadPlan, reader: BlockReader) -> list[SourceRows]:
 
 
 def _choose_mine(plan: LoadPlan, sources: Sequence[list[SourceRows]]) -> None:
-    """Keep the ids that each table owns: unsigned id modulo shard count."""
+    """Keep the ids that each table owns: unsigned id modulo shard count, unless the table says otherwise."""
     for item, found in zip(plan.tables, sources, strict=True):
         index, count = item.table.shard
         for source in found:
-            if count > 1:
+            if isinstance(item.table, OwnsIds):
+                owned = item.table.owned(source.ids)
+            elif count > 1:
                 owned = source.ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
-                if not owned.all():
-                    source.mine = np.flatnonzero(owned)
+            else:
+                continue
+            if not owned.all():
+                source.mine = np.flatnonzero(owned)
 
 
 def _begin_load(item: TableLoadPlan, found: list[SourceRows], *, clear: bool, opened: OpenLoads) -> TableLoad:
@@ -136,11 +161,25 @@ def _begin_load(item: TableLoadPlan, found: list[SourceRows], *, clear: bool, op
     return load
 
 
+def _goes_ahead(found: list[SourceRows], load: TableLoad) -> bool:
+    """Whether the columns can be read before the ids are inserted: one whole source, for rows that are known."""
+    if len(found) != 1 or found[0].mine is not None or not isinstance(load, OrderedLoad):
+        return False
+    [source] = found
+    source.first_row = load.first_row()
+    columns = [load.column(name) for name in source.columns if name != ID_COLUMN]
+    if not all(column.is_cpu and column.is_contiguous() for column in columns):
+        source.first_row = None
+    return source.first_row is not None
+
+
 def _insert(item: TableLoadPlan, found: list[SourceRows], load: TableLoad) -> None:
     for source in found:
         ids = source.ids if source.mine is None else source.ids[source.mine]
         source.rows = load.insert(torch.from_numpy(ids))
         _check_distinct(source, item.name)
+        if source.first_row is not None and len(ids):
+            assert int(source.rows[0]) == source.first_row, "a table gave other rows than it had said"
 
 
 def _queue_columns(found: list[SourceRows], load: TableLoad, reader: BlockReader) -> list[Scatter]:
@@ -167,18 +206,22 @@ def _is_one_run(rows: torch.Tensor) -> bool:
 
 
 def _queue_column(source: SourceRows, column: str, target: torch.Tensor, reader: BlockReader) -> list[Scatter]:
-    rows = source.rows
-    assert rows is not None
-    direct = source.mine is None and target.is_cpu and target.is_contiguous() and _is_one_run(rows)
+    rows, first_row = source.rows, source.first_row
+    if first_row is None:
+        assert rows is not None
+        direct = source.mine is None and target.is_cpu and target.is_contiguous() and _is_one_run(rows)
+        first_row = int(rows[0]) if direct and len(rows) else None
     scatters = []
     for number in source.stored.columns[column]:
         spec = reader.block(number).placed.spec
         begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
-        if direct:
-            if spec.bytes:
-                piece = target[int(rows[0]) + begin : int(rows[0]) + end]
-                reader.add(number, piece.data_ptr(), begin=0, bytes=spec.bytes)
+        if spec.bytes == 0:
             continue
+        if first_row is not None:
+            piece = target[first_row + begin : first_row + end]
+            reader.add(number, piece.data_ptr(), begin=0, bytes=spec.bytes)
+            continue
+        assert rows is not None
         if source.mine is None:
             scatters.append(Scatter(number=number, target=target, rows=rows[begin:end], mine=None))
         else:

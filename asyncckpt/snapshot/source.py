@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.model.row_runs import I64, spans, window
 from asyncckpt.model.source import ByteSource
-from asyncckpt.snapshot.row_runs import I64, spans, window
+from asyncckpt.model.table import TableCut
+from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
 
 U64 = NDArray[np.uint64]
 
@@ -87,13 +89,14 @@ def tensor_source(tensor: torch.Tensor) -> ByteSource:
     )
 
 
-def column_source(tensor: torch.Tensor, runs: I64, *, row_bytes: int) -> ByteSource:
-    """The source of the rows `runs` of a table's column."""
-    if tensor.is_cpu and tensor.is_contiguous():
-        return RunsSource(tensor, runs, row_bytes=row_bytes)
-    rows_count = int((runs[:, 1] - runs[:, 0]).sum())
-
-    def fetch(begin: int, end: int) -> torch.Tensor:
-        return plain(torch.cat([tensor[b:e] for b, e in window(runs, begin, end).tolist()]))
-
-    return WindowSource(fetch, rows_count=rows_count, row_bytes=row_bytes)
+def column_source(cut: TableCut, overlay: Overlay | None, column: str, *, begin: int, end: int) -> ByteSource:
+    """The source of rows [begin, end) of a column of a cut before its fence."""
+    storage = cut.column(column)
+    row_bytes = max(1, storage.nbytes // max(1, len(storage)))
+    if overlay is None and storage.is_cpu and storage.is_contiguous():
+        return RunsSource(storage, window(cut.runs, begin, end), row_bytes=row_bytes)
+    return WindowSource(
+        lambda first, last: rows_of_cut(cut, overlay, column, begin + first, begin + last),
+        rows_count=end - begin,
+        row_bytes=row_bytes,
+    )

@@ -75,17 +75,22 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 
 class Directory:
-    """An open folder. Close it, or use it as a context manager."""
+    """An open folder. Close it, or use it as a context manager.
 
-    def __init__(self, fd: int, path: Path) -> None:
+    exact_modes: files and folders made here and below get FILE_MODE and FOLDER_MODE, whatever the umask takes away.
+    """
+
+    def __init__(self, fd: int, path: Path, *, exact_modes: bool = False) -> None:
         self.fd = fd
         self.path = path
+        self.exact_modes = exact_modes
 
     @staticmethod
-    def open(path: Path) -> Directory:
+    def open(path: Path, *, exact_modes: bool = False) -> Directory:
         """Open an existing folder; NotFoundError, UsageError or IOFailedError."""
         try:
-            return Directory(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return Directory(fd, path, exact_modes=exact_modes)
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(path)!r} does not exist") from error
         except NotADirectoryError as error:
@@ -99,11 +104,12 @@ class Directory:
             made = _door(f"folder {name!r} in {str(self.path)!r} cannot be made")
             with made, contextlib.suppress(FileExistsError):
                 os.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
+                self._settle_folder(name)
             # Also when it is there: the process that made it may have died before it synced.
             self.sync()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            return Directory(os.open(name, flags, dir_fd=self.fd), self.path / name)
+            return Directory(os.open(name, flags, dir_fd=self.fd), self.path / name, exact_modes=self.exact_modes)
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(self.path / name)!r} does not exist") from error
         except OSError as error:
@@ -141,6 +147,7 @@ class Directory:
         """Make a folder that must be new."""
         with _door(f"folder {str(self.path / name)!r} cannot be made"):
             os.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
+            self._settle_folder(name)
         return self.child(name)
 
     def create_file(self, name: str, *, direct: bool = False) -> tuple[int, bool]:
@@ -148,8 +155,22 @@ class Directory:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with _door(f"file {str(self.path / name)!r} cannot be created"):
             fd = os.open(name, flags, FILE_MODE, dir_fd=self.fd)
+            self.settle_file(fd)
             # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
             return fd, direct and set_direct(fd)
+
+    def settle_file(self, fd: int) -> None:
+        """Give a file that was just made its mode, with exact_modes; OSError closes it."""
+        if self.exact_modes:
+            try:
+                os.fchmod(fd, FILE_MODE)
+            except OSError:
+                os.close(fd)
+                raise
+
+    def _settle_folder(self, name: str) -> None:
+        if self.exact_modes:
+            os.chmod(name, FOLDER_MODE, dir_fd=self.fd)
 
     def open_file(self, name: str) -> int:
         """Open a regular file for reading; a link, FIFO, socket or device is a CorruptError."""

@@ -85,7 +85,10 @@ class OwnerLock:
 def _lock_file(root: Directory, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
+        is_new = not root.exists(name)
         fd = os.open(name, flags, FILE_MODE, dir_fd=root.fd)
+        if is_new:
+            root.settle_file(fd)
     except OSError as error:
         raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
     try:

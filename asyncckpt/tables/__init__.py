@@ -1,9 +1,20 @@
-"""Sparse tables: HashTable, the torch modules that read it and the optimizers that update it."""
+"""Sparse tables: HashTable, MultiLevelTable, the torch modules that read them, the optimizers that update them."""
 
 from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.initializer import Uniform
+from asyncckpt.tables.multi_level import CacheStatistics, MultiLevelTable
 from asyncckpt.tables.optim import SparseAdagrad, SparseSGD
 from asyncckpt.tables.slots import Slot
 
-__all__ = ["HashEmbedding", "HashEmbeddingBag", "HashTable", "Slot", "SparseAdagrad", "SparseSGD", "Uniform"]
+__all__ = [
+    "CacheStatistics",
+    "HashEmbedding",
+    "HashEmbeddingBag",
+    "HashTable",
+    "MultiLevelTable",
+    "Slot",
+    "SparseAdagrad",
+    "SparseSGD",
+    "Uniform",
+]

@@ -11,7 +11,6 @@ In cut and load the table's lock is held.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
 
 import numpy as np
@@ -20,21 +19,9 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.tables.ids import check_owned, flat_ids
+from asyncckpt.tables.once import Once
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.table_lock import TableLock
-
-
-class _Once:
-    """Says True to the first caller only, from whichever thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.done = False
-
-    def first(self) -> bool:
-        with self._lock:
-            is_first, self.done = not self.done, True
-            return is_first
 
 
 class HashTableCut:
@@ -44,7 +31,7 @@ class HashTableCut:
         self._table = table
         self._store = store
         self._lock = lock
-        self._fenced = _Once()
+        self._fenced = Once()
         self._runs = store.runs()
         self._rows_count = len(store)
 
@@ -84,7 +71,7 @@ class HashTableLoad:
         self._lock = lock
         self._shard = shard
         self._filled = frozenset(filled)
-        self._ended = _Once()
+        self._ended = Once()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Give every id (int64 [n]) a row and return the rows (int64 [n], CPU).
@@ -96,6 +83,11 @@ class HashTableLoad:
         flat = flat_ids(ids, table=self._table)
         check_owned(flat, shard=self._shard, table=self._table)
         return torch.from_numpy(self._store.insert(flat, filled=self._filled))
+
+    def first_row(self) -> int | None:
+        """Return the first of the consecutive rows that the next distinct ids get; None when they get others."""
+        self._check_open("rows")
+        return self._store.first_row()
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live storage of a column; fetch it again after an insert. Raises UsageError."""

@@ -1,8 +1,9 @@
-"""torch modules over a HashTable: HashEmbedding and HashEmbeddingBag.
+"""torch modules over a HashTable or a MultiLevelTable: HashEmbedding and HashEmbeddingBag.
 
-In training a forward gives unseen ids a row and stamps the step on every row it reads; in eval the table does not
-change, unseen ids read as zero rows and nothing gets a gradient. The table is no parameter: `state_dict()` does not
-hold it (a checkpoint has it as a table), `.to()` does not move it, and SparseSGD or SparseAdagrad updates it.
+In training a forward gives unseen ids a row, and stamps the step and adds up mentions on every row it reads; ids that
+the table does not admit yet read as zero rows without a gradient. In eval no id gets a row, unseen ids read as zero
+rows and nothing gets a gradient. The table is no parameter: `state_dict()` does not hold it (a checkpoint has it as a
+table), `.to()` does not move it, and SparseSGD or SparseAdagrad updates it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -21,22 +23,26 @@ from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import flat_ids
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.slots import SlotSpec
+from asyncckpt.tables.trainable import TrainableTable
 
 LAST_SEEN_COLUMN = "last_seen"
+COUNT_COLUMN = "count"
 BAG_MODES = ("sum", "mean", "max")
 
 
 class HashEmbedding(nn.Module):
-    """Rows of a HashTable by id, like nn.Embedding without a size.
+    """Rows of a table by id, like nn.Embedding without a size.
 
-    table is a HashTable, or a dim for a new one made with name, optimizer_slots and initializer. step_column names the
-    int64 metadata column, row shape (), where training forwards write `step`; None writes to `last_seen` where the
-    table has it. `step` is the caller's to set. `pending` holds gradients until an optimizer takes them.
+    table is a HashTable, a MultiLevelTable or what else has the methods of TrainableTable; or a dim for a new HashTable
+    made with name, optimizer_slots and initializer. step_column names the int64 metadata column, row shape (), where
+    training forwards write `step`; None writes to `last_seen` where the table has it. `step` is the caller's to set.
+    Where the table has an int64 metadata column `count`, row shape (), a training forward adds how often each id is
+    mentioned. `pending` holds gradients until an optimizer takes them.
     """
 
     def __init__(
         self,
-        table: HashTable | int,
+        table: TrainableTable | int,
         *,
         name: str = "embedding",
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
@@ -44,7 +50,8 @@ class HashEmbedding(nn.Module):
         step_column: str | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(table, HashTable):
+        self.table: TrainableTable
+        if isinstance(table, TrainableTable):
             if optimizer_slots is not None or initializer is not None:
                 what = f"table {table.name!r} exists already, its slots and initializer are set"
                 raise UsageError(what, hint="give them to HashTable, or a dim instead of the table")
@@ -57,6 +64,7 @@ class HashEmbedding(nn.Module):
         self.step = 0
         self.pending = PendingGradients()
         self._step_column = _checked_step_column(self.table, step_column)
+        self._count_column = _scalar_column(self.table, COUNT_COLUMN)
 
     def extra_repr(self) -> str:
         return repr(self.table)
@@ -76,18 +84,34 @@ class HashEmbedding(nn.Module):
         """
         if not isinstance(ids, torch.Tensor):
             raise UsageError(f"ids for table {self.table.name!r} are wrong", found=type(ids), expected=torch.Tensor)
-        distinct, inverse = np.unique(flat_ids(ids, table=self.table.name), return_inverse=True)
+        flat = flat_ids(ids, table=self.table.name)
+        distinct, inverse, mentions = np.unique(flat, return_inverse=True, return_counts=True)
         index = self.table.lookup(distinct, insert=self.training)
         places = torch.from_numpy(inverse).view(ids.shape).to(self.table.device)
-        with torch.no_grad():
-            if not self.training:
+        if not self.training:
+            with torch.no_grad():
                 return places, _rows_or_zeros(self.table.embedding, index)
+        found = (index >= 0).cpu()
+        if bool(found.all()):
+            return places, self._trained_rows(index, distinct, mentions)
+        # Ids that the table does not admit yet: they are left out of what gets a gradient, and zeros stand for them.
+        kept = torch.nonzero(found).flatten()
+        device, mask = index.device, found.numpy()
+        rows = self._trained_rows(index[kept.to(device)], distinct[mask], mentions[mask])
+        zeros = torch.zeros((distinct.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
+        return places, zeros.index_copy(0, kept.to(device), rows)
+
+    def _trained_rows(self, index: torch.Tensor, ids: NDArray[np.int64], mentions: NDArray[np.int64]) -> torch.Tensor:
+        """Return rows, `[n, dim]`, of ids (distinct, in the table's rows index), stamped, counted and watched."""
+        with torch.no_grad():
             if self._step_column is not None:
                 self.table.slot(self._step_column).index_fill_(0, index, self.step)
+            if self._count_column is not None:
+                self.table.slot(self._count_column).index_add_(0, index, torch.from_numpy(mentions).to(index.device))
             rows = self.table.embedding.index_select(0, index)
         if torch.is_grad_enabled():
-            self.pending.watch(rows, distinct)
-        return places, rows
+            self.pending.watch(rows, ids)
+        return rows
 
 
 class HashEmbeddingBag(HashEmbedding):
@@ -98,7 +122,7 @@ class HashEmbeddingBag(HashEmbedding):
 
     def __init__(
         self,
-        table: HashTable | int,
+        table: TrainableTable | int,
         *,
         mode: str = "mean",
         include_last_offset: bool = False,
@@ -165,14 +189,17 @@ def _rows_or_zeros(embedding: torch.Tensor, index: torch.Tensor) -> torch.Tensor
     return rows
 
 
-def _checked_step_column(table: HashTable, name: str | None) -> str | None:
-    column = table.schema().column(LAST_SEEN_COLUMN if name is None else name)
-    is_step = (
-        column is not None and column.role is Role.METADATA and column.dtype is torch.int64 and column.row_shape == ()
-    )
-    if column is not None and is_step:
-        return column.name
-    if name is None:
-        return None
-    expected = "an int64 metadata column of row shape ()"
+def _checked_step_column(table: TrainableTable, name: str | None) -> str | None:
+    found = _scalar_column(table, LAST_SEEN_COLUMN if name is None else name)
+    if found is not None or name is None:
+        return found
+    column, expected = table.schema().column(name), "an int64 metadata column of row shape ()"
     raise UsageError(f"step column {name!r} of table {table.name!r} is wrong", found=column, expected=expected)
+
+
+def _scalar_column(table: TrainableTable, name: str) -> str | None:
+    """Return name if the table has an int64 metadata column of row shape () of this name."""
+    column = table.schema().column(name)
+    if column is None or column.role is not Role.METADATA or column.dtype is not torch.int64:
+        return None
+    return name if column.row_shape == () else None

@@ -13,17 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from asyncckpt.errors import UsageError
-from asyncckpt.model.table import Role, TableSchema
+from asyncckpt.model.table import TableSchema
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
+from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.ids import IdsLike, check_owned, flat_ids, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
+from asyncckpt.tables.table_arguments import (
+    check_eviction,
+    check_slot,
+    checked_count,
+    checked_device,
+    checked_name,
+    checked_shard,
+    checked_values,
+    last_mentions,
+)
 from asyncckpt.tables.table_lock import TableLock
 
 
@@ -49,17 +57,14 @@ class HashTable:
         capacity: int = 1024,
         initializer: Initializer = None,
     ) -> None:
-        if not isinstance(name, str) or not name:
-            raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
+        self._name = checked_name(name)
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
-        if not _is_int(capacity) or capacity < 1:
-            raise UsageError(f"capacity of table {name!r} is wrong", found=capacity, expected="an int >= 1")
+        checked_count("capacity", capacity, table=name)
         check_initializer(initializer, table=name)
-        self._name = name
-        self._shard = _checked_shard(name, shard)
+        self._shard = checked_shard(name, shard)
         self._schema = layout.schema
         self._lock = TableLock(name)
-        self._store = RowStore(layout, device=_checked_device(name, device), capacity=capacity, initializer=initializer)
+        self._store = RowStore(layout, device=checked_device(name, device), capacity=capacity, initializer=initializer)
 
     @property
     def name(self) -> str:
@@ -96,10 +101,7 @@ class HashTable:
 
         Raises UsageError.
         """
-        column = self._schema.column(name)
-        if column is None or column.role not in (Role.OPTIMIZER, Role.METADATA):
-            known = [c.name for c in self._schema.columns if c.role in (Role.OPTIMIZER, Role.METADATA)]
-            raise UsageError(f"table {self._name!r} has no such slot", found=name, expected=known)
+        check_slot(self._schema, name, table=self._name)
         return self._store.column(name)
 
     def schema(self) -> TableSchema:
@@ -140,27 +142,30 @@ class HashTable:
         """
         flat = flat_ids(ids, table=self._name)
         check_owned(flat, shard=self._shard, table=self._name)
-        values = {EMBEDDING_COLUMN: rows}
-        for name, value in slots.items():
-            self.slot(name)
-            values[name] = value
-        for name, value in values.items():
-            self._check_values(name, value, ids_shape=tuple(ids.shape))
-        with self._lock.hold("insert"), torch.no_grad():
+        values = checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name)
+        with self._lock.hold("insert"):
             found = self._store.insert(flat)
-            order = _last_mentions(found)
-            index = torch.from_numpy(found[order]).to(self.device)
+            order = last_mentions(found)
             source = torch.from_numpy(order)
-            for name, value in values.items():
-                column = self._store.column(name)
-                per_id = value.detach().reshape(flat.size, *column.shape[1:])
-                column.index_copy_(0, index, per_id[source.to(value.device)].to(column.device))
+            self._store.write(found[order], {name: value[source.to(value.device)] for name, value in values.items()})
 
     def remove(self, ids: IdsLike) -> int:
         """Forget ids (int64, any shape) and return how many of them were there; their rows are free for others."""
         flat = flat_ids(ids, table=self._name)
         with self._lock.hold("removal"):
             return self._store.remove(flat)
+
+    def evict(self, column: str, *, below: float) -> int:
+        """Forget the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
+
+        Age and frequency: `evict("last_seen", below=step - 1000)`, `evict("count", below=3)` on the columns that
+        HashEmbedding keeps. Raises UsageError.
+        """
+        check_eviction(self._schema, column, below, table=self._name)
+        with self._lock.hold("eviction"):
+            rows = self._store.rows()
+            values = self._store.column(column)[torch.from_numpy(rows).to(self.device)]
+            return self._store.remove(self._store.ids_of(rows[is_below(values, below)]))
 
     def clear(self) -> None:
         """Forget all ids; the capacity stays."""
@@ -197,9 +202,7 @@ class HashTable:
 
         Columns named in `filled` get no initial values: the load writes them for every row it inserts.
         """
-        if not _is_int(rows_count) or rows_count < 0:
-            what = f"rows_count of a load of table {self._name!r} is wrong"
-            raise UsageError(what, found=rows_count, expected="an int >= 0")
+        checked_count("rows_count of a load", rows_count, table=self._name, at_least=0)
         self._lock.acquire("load")
         try:
             if clear:
@@ -209,43 +212,3 @@ class HashTable:
         except BaseException:
             self._lock.release()
             raise
-
-    def _check_values(self, name: str, values: object, *, ids_shape: tuple[int, ...]) -> None:
-        what = f"values for column {name!r} of table {self._name!r}"
-        column = self._store.column(name)
-        if not isinstance(values, torch.Tensor):
-            raise UsageError(f"{what} are wrong", found=type(values), expected=torch.Tensor)
-        if values.dtype is not column.dtype:
-            hint = f"use values.to({column.dtype})"
-            raise UsageError(f"{what} have the wrong dtype", found=values.dtype, expected=column.dtype, hint=hint)
-        shape = (*ids_shape, *column.shape[1:])
-        if tuple(values.shape) != shape:
-            raise UsageError(f"{what} have the wrong shape", found=tuple(values.shape), expected=shape)
-
-
-def _last_mentions(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each row is mentioned last, ordered by row: index_copy_ promises no order among equal rows."""
-    _, first_from_end = np.unique(rows[::-1], return_index=True)
-    return np.asarray(rows.size - 1 - first_from_end, dtype=np.int64)
-
-
-def _checked_shard(name: str, shard: object) -> tuple[int, int]:
-    if isinstance(shard, tuple) and len(shard) == 2 and all(_is_int(part) for part in shard):
-        index, count = shard
-        if 0 <= index < count:
-            return index, count
-    raise UsageError(f"shard of table {name!r} is wrong", found=shard, expected="(index, count), 0 <= index < count")
-
-
-def _checked_device(name: str, device: torch.device | str) -> torch.device:
-    try:
-        checked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device of table {name!r} is wrong", found=device) from error
-    if checked.type == "meta":
-        raise UsageError(f"device of table {name!r} is wrong", found=device, hint="rows need memory")
-    return checked
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -17,7 +17,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
 from asyncckpt.tables.embedding import HashEmbedding
 from asyncckpt.tables.gradients import sum_per_id
-from asyncckpt.tables.hash_table import HashTable
+from asyncckpt.tables.trainable import TrainableTable
 
 
 class _SparseOptimizer:
@@ -64,12 +64,12 @@ class _SparseOptimizer:
         for name, value in checked.items():
             setattr(self, name, value)
 
-    def _update(self, table: HashTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """Update distinct rows, int64 [n], by their gradient, `[n, dim]` in the table's dtype."""
         raise NotImplementedError
 
-    def _modules_by_table(self) -> list[tuple[HashTable, list[HashEmbedding]]]:
-        groups: dict[int, tuple[HashTable, list[HashEmbedding]]] = {}
+    def _modules_by_table(self) -> list[tuple[TrainableTable, list[HashEmbedding]]]:
+        groups: dict[int, tuple[TrainableTable, list[HashEmbedding]]] = {}
         for module in self._modules:
             groups.setdefault(id(module.table), (module.table, []))[1].append(module)
         return list(groups.values())
@@ -81,7 +81,7 @@ class SparseSGD(_SparseOptimizer):
     modules: a module, or several, that hold HashEmbedding or HashEmbeddingBag somewhere. Raises UsageError.
     """
 
-    def _update(self, table: HashTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         embedding = table.embedding
         values = embedding.index_select(0, rows).add_(gradient, alpha=-self.lr)
         embedding.index_copy_(0, rows, values)
@@ -107,7 +107,7 @@ class SparseAdagrad(_SparseOptimizer):
     def state_dict(self) -> dict[str, float]:
         return {"lr": self.lr, "eps": self.eps}
 
-    def _update(self, table: HashTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         embedding, sums = table.embedding, table.slot(self._slot)
         dtype = torch.promote_types(torch.promote_types(embedding.dtype, sums.dtype), torch.float32)
         values, row_sums = embedding.index_select(0, rows).to(dtype), sums.index_select(0, rows).to(dtype)
@@ -139,7 +139,7 @@ def _hash_modules(modules: object) -> list[HashEmbedding]:
     return list(found.values())
 
 
-def _check_sum_slot(table: HashTable, name: str) -> None:
+def _check_sum_slot(table: TrainableTable, name: str) -> None:
     column = table.schema().column(name)
     is_slot = column is not None and column.role is Role.OPTIMIZER and column.dtype.is_floating_point
     if column is None or not is_slot or column.row_shape not in ((), (table.dim,)):

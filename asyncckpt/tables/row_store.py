@@ -4,11 +4,12 @@ Callers hold the table's lock; nothing here does. The invariants:
 1. Every row below the map's rows_end lies inside every column tensor.
 2. A row that an id got by `insert` holds initial values in every column, whatever the row held for an earlier id.
 3. An insert that fails (no memory, a faulty initializer) leaves no id behind that was not there before.
+4. `watchers` are told before a used row changes in any column, and before any column moves, the map's ids included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import cast
 
 import numpy as np
@@ -19,6 +20,8 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import core
 from asyncckpt.tables.initializer import Initializer, Uniform
+from asyncckpt.tables.row_copy import move_rows
+from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 
 I64 = NDArray[np.int64]
@@ -32,6 +35,7 @@ class RowStore:
     """Ids and columns of one table on one device."""
 
     def __init__(self, layout: Layout, *, device: torch.device, capacity: int, initializer: Initializer) -> None:
+        self.watchers = RowWatchers()
         self._layout = layout
         self._device = device
         self._initializer = initializer
@@ -40,7 +44,7 @@ class RowStore:
         self._rows_count = 0
         self._capacity = capacity
         self._tensors = {
-            column.name: _new_tensor((capacity, *column.row_shape), dtype=column.dtype, device=device)
+            column.name: new_column((capacity, *column.row_shape), dtype=column.dtype, device=device)
             for column in layout.schema.columns
             if column.name != ID_COLUMN
         }
@@ -62,36 +66,72 @@ class RowStore:
             raise UsageError("there is no such column", found=name, expected=[ID_COLUMN, *self._tensors])
         return tensor
 
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """Return the live storage of all columns but `id`."""
+        return self._tensors
+
     def find(self, ids: I64) -> I64:
         """Return the row of every id, -1 for an absent one."""
         return self._ids.find(ids)
 
     def insert(self, ids: I64, *, filled: Collection[str] = ()) -> I64:
         """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`."""
-        rows, new_rows = self._ids.insert(ids)
+        rows, new_rows = self._ids.insert(ids) if not self.watchers else self._insert_watched(ids)
         if new_rows.size:
             self._begin_rows(new_rows, filled)
         return rows
 
+    def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
+        """Set rows (distinct) of the columns named to their values, `[n, *row_shape]` on any device."""
+        self.watchers.rows_change(rows)
+        index = torch.from_numpy(rows).to(self._device)
+        with torch.no_grad():
+            for name, value in values.items():
+                self._tensors[name].index_copy_(0, index, value.to(self._device))
+
+    def take_over(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
+        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on any device."""
+        self.watchers.rows_change(rows)
+        move_rows(columns, source_rows, self._tensors, rows)
+
+    def read(self, rows: I64) -> dict[str, torch.Tensor]:
+        """Return rows of every column but `id`, each a new tensor `[n, *row_shape]`."""
+        index = torch.from_numpy(rows).to(self._device)
+        with torch.no_grad():
+            return {name: column.index_select(0, index) for name, column in self._tensors.items()}
+
     def remove(self, ids: I64) -> int:
         """Free the rows of ids and return how many of them were there."""
+        if self.watchers:
+            # A later insert takes the row and writes its id in one go: now is the last time to tell.
+            rows = self._ids.find(ids)
+            self.watchers.rows_change(np.unique(rows[rows >= 0]))
         removed_count = int(np.count_nonzero(self._ids.remove(ids) >= 0))
         self._rows_count -= removed_count
         return removed_count
 
     def clear(self) -> None:
         """Free all rows; the capacity stays."""
+        self.watchers.storage_moves()
         self._ids.clear()
         self._rows_count = 0
 
     def reserve(self, rows_count: int) -> None:
         """Make room for rows_count rows in all, so that inserts up to there do not grow."""
-        self._ids.reserve(rows_count)
-        self._grow(rows_count)
+        if rows_count > self._capacity:
+            self.watchers.storage_moves()
+            self._grow(rows_count)
 
     def runs(self) -> I64:
         """Return the used rows as ascending ranges, int64 [k, 2]."""
         return self._ids.runs()
+
+    def first_row(self) -> int | None:
+        """Return the row that the next new id gets when all further ones follow it; None when free rows are mixed in.
+
+        Only an empty store can say so: to another one an id may be known already.
+        """
+        return 0 if self._ids.rows_end == 0 else None
 
     def rows(self) -> I64:
         """Return the used rows, ascending, int64 [n]."""
@@ -103,7 +143,29 @@ class RowStore:
 
     def ids(self) -> I64:
         """Return a copy of the ids in the order of `rows`, int64 [n]."""
-        return self._ids.ids_by_row()[self.rows()]
+        return self.ids_of(self.rows())
+
+    def ids_of(self, rows: I64) -> I64:
+        """Return a copy of the ids of used rows."""
+        return self._ids.ids_by_row()[rows]
+
+    def _insert_watched(self, ids: I64) -> tuple[I64, I64]:
+        """Do what the map's insert does, but let watchers know before the map moves its ids.
+
+        The map makes room for every id it is given, known or not, so it is given the absent ones only; up to the
+        capacity it has room. New ids get the rows that they would get unwatched: the order is the same.
+        """
+        rows = self._ids.find(ids)
+        missing = rows < 0
+        absent = _first_mentions(ids[missing])
+        if not absent.size:
+            return rows, absent
+        if max(self._ids.rows_end, len(self._ids) + absent.size) > self._capacity:
+            self.watchers.storage_moves()
+            return self._ids.insert(ids)
+        _, new_rows = self._ids.insert(absent)
+        rows[missing] = self._ids.find(ids[missing])
+        return rows, new_rows
 
     def _begin_rows(self, new_rows: I64, filled: Collection[str]) -> None:
         """Bring rows that the map has just given out to life, or take their ids out of the map again."""
@@ -123,7 +185,7 @@ class RowStore:
             for name, fill in self._layout.fills.items():
                 if name not in filled:
                     _fill_rows(self._tensors[name], index, fill)
-            if EMBEDDING_COLUMN in filled:
+            if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:
                 return
             match self._initializer:
                 case None:
@@ -150,17 +212,19 @@ class RowStore:
         if capacity <= self._capacity:
             return
         rows_used_count = min(self._capacity, self._ids.rows_end)
+        # So that inserts up to the capacity move the ids as little as the columns.
+        self._ids.reserve(capacity)
         with torch.no_grad():
             # One column after the other, so that old and new storage of only one of them are alive at once. Should
             # memory end halfway, some columns are longer than the capacity says, which breaks no invariant.
             for name, old in self._tensors.items():
-                new = _new_tensor((capacity, *old.shape[1:]), dtype=old.dtype, device=self._device)
+                new = new_column((capacity, *old.shape[1:]), dtype=old.dtype, device=self._device)
                 new[:rows_used_count].copy_(old[:rows_used_count])
                 self._tensors[name] = new
         self._capacity = capacity
 
 
-def _new_tensor(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def new_column(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory for a column.
 
     Not zeroed: pages that no row has reached yet cost nothing. Never an inference tensor, also when a lookup under
@@ -168,6 +232,12 @@ def _new_tensor(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.dev
     """
     with torch.inference_mode(mode=False):
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _first_mentions(ids: I64) -> I64:
+    """Return the distinct ids in the order of their first mention."""
+    distinct, first = np.unique(ids, return_index=True)
+    return distinct[np.argsort(first)]
 
 
 def _fill_index(rows: I64, *, device: torch.device) -> slice | torch.Tensor:

@@ -68,3 +68,13 @@ def test_load_bench_gives_figures_and_exact_loads(tmp_path: Path) -> None:
     assert loads["safetensors"]["exact"]
     for load in loads.values():
         assert_is_figure(load["seconds"])
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_multi_level_bench_gives_figures(tmp_path: Path) -> None:
+    result = run_bench("multi-level", tmp_path / "multi-level")
+    assert sorted(one["way"] for one in result["rounds"]) == ["copy", "first_touch"]
+    for one in result["rounds"]:
+        for save in one["saves"]:
+            assert_is_figure(save["stall_seconds"])
+            assert_is_figure(save["lost_seconds"])

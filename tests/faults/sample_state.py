@@ -16,6 +16,7 @@ import asyncckpt
 
 SEED = 20250117
 IDS_COUNT = 90
+CACHE_ROWS = 20
 
 
 class SampleState:
@@ -32,6 +33,7 @@ class SampleState:
             ),
             "item": asyncckpt.HashTable("item", 3, dtype=torch.bfloat16, capacity=IDS_COUNT),
         }
+        self.levels: dict[str, asyncckpt.MultiLevelTable] = {}
         self.tensors: dict[str, Any] = {
             "model": {"weight": torch.zeros(33, 50), "bias": torch.zeros(50, dtype=torch.bfloat16)},
             "counts": torch.zeros(70, dtype=torch.int64),
@@ -39,6 +41,33 @@ class SampleState:
             "loss": torch.zeros((), dtype=torch.float64),
             "progress": {"epoch": -1},
         }
+
+    def with_levels(self) -> dict[str, asyncckpt.MultiLevelTable]:
+        """Multi-level tables that hold the same as `tables` from the next `fill` on, some rows in their cache only."""
+        self.levels = {
+            "user": asyncckpt.MultiLevelTable(
+                "user",
+                6,
+                cache_rows=CACHE_ROWS,
+                optimizer_slots={"sum": torch.float32},
+                metadata={"step_filter": torch.int64},
+                capacity=2 * IDS_COUNT,
+            ),
+            "item": asyncckpt.MultiLevelTable(
+                "item", 3, cache_rows=CACHE_ROWS, dtype=torch.bfloat16, capacity=2 * IDS_COUNT
+            ),
+        }
+        return self.levels
+
+    def _fill_levels(self) -> None:
+        for name, levelled in self.levels.items():
+            table = self.tables[name]
+            ids, rows = table.ids(), table.rows()
+            values = {slot: table.slot(slot)[rows] for slot in (("sum", "step_filter") if name == "user" else ())}
+            levelled.remove(levelled.ids())
+            levelled.insert(ids, torch.zeros_like(table.embedding[rows]))
+            levelled.lookup(ids[:CACHE_ROWS])
+            levelled.insert(ids, table.embedding[rows], **values)
 
     def fill(self, step: int) -> None:
         """Change the state in place to that of a step."""
@@ -56,6 +85,7 @@ class SampleState:
         for tensor in self._dense():
             tensor.copy_(_random(rng, tuple(tensor.shape), tensor.dtype))
         self.tensors["progress"]["epoch"] = step
+        self._fill_levels()
 
     def digest(self) -> str:
         """Equal for equal states: ids with their rows whatever their order, every dense byte, every value."""

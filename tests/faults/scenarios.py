@@ -14,7 +14,7 @@ from asyncckpt import Saver, SaveResult, WriteBlock
 from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan import image
+from asyncckpt.plan import image, open_tables
 from asyncckpt.shard import drain, stream
 from asyncckpt.storage import directory
 
@@ -28,7 +28,7 @@ RESULT_SECONDS_MAX = 60.0
 @dataclass(frozen=True)
 class Scenario:
     """One kind of save. `before` are steps that are committed already; `leftovers`: a killed save lies there too;
-    `linked`: the system has no renameat2."""
+    `linked`: the system has no renameat2; `left_open`: multi-level tables are exported behind the fence."""
 
     name: str
     staged: bool = True
@@ -37,6 +37,7 @@ class Scenario:
     before: tuple[int, ...] = (1,)
     leftovers: bool = False
     linked: bool = False
+    left_open: bool = False
 
     def open(self, root: Path, state: SampleState) -> Saver:
         if self.linked:
@@ -44,8 +45,9 @@ class Scenario:
             directory._libc = without_renameat2
         return Saver(
             path=root,
-            hashtables=state.tables,
+            hashtables=state.with_levels() if self.left_open else state.tables,
             tensors=state.tensors,
+            host_level="first_touch",
             filter_func=rewrite_all if self.filtered else identity,
             keep_latest=self.keep_latest,
         )
@@ -70,6 +72,7 @@ SCENARIOS = {
         Scenario("first", before=()),
         Scenario("after-crash", leftovers=True),
         Scenario("linked", linked=True),
+        Scenario("left-open", left_open=True),
     )
 }
 
@@ -89,6 +92,7 @@ def make_saves_small() -> None:
     for module, name, small in (
         (image, "FILE_TARGET_BYTES", FILE_BYTES),
         (stream, "CHUNK_BYTES", WRITE_BYTES),
+        (open_tables, "CHUNK_BYTES", WRITE_BYTES),
         (drain, "drain_options", in_small_writes),
     ):
         assert hasattr(module, name)

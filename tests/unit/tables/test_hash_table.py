@@ -254,7 +254,7 @@ def test_failed_growth_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatc
     table = new_table(capacity=2)
     rows = table.lookup(batch([1, 2]))
     table.embedding[rows] = 5.0
-    allocate, calls = row_store._new_tensor, []
+    allocate, calls = row_store.new_column, []
 
     def allocate_twice(shape: tuple[int, ...], **where: Any) -> torch.Tensor:
         calls.append(shape)
@@ -263,7 +263,7 @@ def test_failed_growth_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatc
         return allocate(shape, **where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(row_store, "_new_tensor", allocate_twice)
+        patch.setattr(row_store, "new_column", allocate_twice)
         with pytest.raises(MemoryError):
             table.lookup(batch([2, 3, 4]))
     assert table.ids().tolist() == [1, 2]

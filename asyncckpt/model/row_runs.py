@@ -30,3 +30,14 @@ def spans(runs: I64, *, address: int, row_bytes: int) -> NDArray[np.uint64]:
     result[:, 0] = address + runs[:, 0] * row_bytes
     result[:, 1] = (runs[:, 1] - runs[:, 0]) * row_bytes
     return result
+
+
+def positions(runs: I64, rows: I64) -> I64:
+    """The place of each storage row, int64 [n], among the rows of the runs, which all of them lie in."""
+    if not len(rows):
+        return np.empty(0, dtype=np.int64)
+    index = np.searchsorted(runs[:, 0], rows, side="right") - 1
+    lengths = runs[:, 1] - runs[:, 0]
+    before = np.cumsum(lengths) - lengths
+    found: I64 = rows - runs[index, 0] + before[index]
+    return found

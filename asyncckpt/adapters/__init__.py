@@ -1,0 +1,14 @@
+"""Tables of other libraries: found in a module, saved and loaded like asyncckpt's own.
+
+tables = tables_of(model)
+saver = asyncckpt.Saver(path="ckpt", hashtables=tables, tensors={"model": dense_state_of(model), "optim": optimizer})
+"""
+
+# Importing an adapter registers it.
+from asyncckpt.adapters import dynamicemb, embeddings, fbgemm, hkv, torchrec  # noqa: F401
+from asyncckpt.adapters.dense_state import DenseState, dense_state_of
+from asyncckpt.adapters.fixed_table import FixedTable
+from asyncckpt.adapters.registry import register_adapter
+from asyncckpt.adapters.walk import tables_of
+
+__all__ = ["DenseState", "FixedTable", "dense_state_of", "register_adapter", "tables_of"]

@@ -1,0 +1,315 @@
+"""dynamicemb (NVIDIA recsys-examples): `BatchedDynamicEmbeddingTablesV2`, tables on a GPU with or without a cache.
+
+Source of the interface: dynamicemb's `batched_dynamicemb_tables.py` and `key_value_table.py`. A module holds several
+logical tables over shared levels: a cache (a write-back set) if there is one, then a storage of one level, or of two
+(HybridStorage: on the device and on the host). What a cut reads, and does not call:
+
+1. Levels are read one by one, newest first; the first one that holds a key wins. `flush()` would write every cached row
+   into the storage, which can grow and evict; `export_keys_values` of a HybridStorage erases keys from its host level;
+   `split_embedding_weights()` returns dummies.
+2. Values are read by `load_from_flat_single_table` in the table's own dtype. Its rows are the slots of the keys, but in
+   tables that never evict the rows are the scores, so that the score is no state there and is not saved.
+3. Timestamps are those of a device's clock since it was started: they are saved as age, as dynamicemb's own files do.
+4. Optimizer states are saved in the width of dynamicemb's own files, without padding.
+
+A load empties the logical table in every level and writes its rows with `_load_key_values` (a HybridStorage: `insert`).
+The cache can only be reset whole: rows of the module's other tables are flushed before, which keeps their values.
+
+Not saved: the counts of an admission counter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
+from asyncckpt.adapters.registry import register_adapter
+from asyncckpt.adapters.walk import joined
+from asyncckpt.errors import IncompatibleError, UnsupportedError
+from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.native import core
+from asyncckpt.tables.slots import EMBEDDING_COLUMN
+
+MODULE_KIND = "dynamicemb.batched_dynamicemb_tables.BatchedDynamicEmbeddingTablesV2"
+OPTIMIZER_COLUMN = "optimizer_state"
+AGE_COLUMN = "age"
+BATCH_ROWS = 1 << 16
+
+# Name of a score policy -> the columns of its score words, in the order they have in memory.
+SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "timestamp": (AGE_COLUMN,),
+    "frequency": ("frequency",),
+    "step": ("score",),
+    "customized": ("score",),
+    "lru_lfu": (AGE_COLUMN, "frequency"),
+    "index": (),
+}
+
+
+class DynamicEmbTable(ExportOnlyTable):
+    """One logical table of a `BatchedDynamicEmbeddingTablesV2`. Implements `Table` and `OwnsIds`.
+
+    Cuts and loads are made on the thread and the current stream that train, between two steps. Raises UnsupportedError
+    for a storage or a score policy that is not known.
+    """
+
+    def __init__(self, name: str, module: Any, table_id: int, *, shard: tuple[int, int] = (0, 1)) -> None:
+        self._module = module
+        self._table_id = table_id
+        self._tiers = _tiers(module.tables, name)
+        state = self._tiers[-1]
+        self._score_columns = _score_columns(self._tiers, module.cache, name)
+        self._dim = int(state.table_emb_dims_cpu[table_id])
+        super().__init__(name, self._make_schema(state), shard=shard)
+
+    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of ids (int64 [n]) this rank holds: dynamicemb's own rule, by the signed remainder."""
+        index, count = self.shard
+        return np.asarray(ids % count == index)
+
+    def _make_schema(self, state: Any) -> TableSchema:
+        dtype = state.emb_dtype
+        columns = [
+            Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
+            Column(name=EMBEDDING_COLUMN, dtype=dtype, row_shape=(self._dim,), role=Role.WEIGHT),
+        ]
+        width = self._optimizer_width(state)
+        if width:
+            columns.append(Column(name=OPTIMIZER_COLUMN, dtype=dtype, row_shape=(width,), role=Role.OPTIMIZER))
+        for name in self._score_columns:
+            columns.append(Column(name=name, dtype=torch.int64, row_shape=(), role=Role.METADATA))
+        return TableSchema(columns=tuple(columns))
+
+    def _optimizer_width(self, state: Any) -> int:
+        """How many elements of optimizer state of a row are saved."""
+        width = int(state.table_value_dims_cpu[self._table_id]) - self._dim
+        ckpt_width = getattr(state.optimizer, "get_ckpt_state_dim", None)
+        # Zero says that nothing is cut off.
+        return min(width, int(ckpt_width(self._dim)) or width) if ckpt_width is not None else width
+
+    # -- export --------------------------------------------------------------------------------------------------------
+
+    def _export(self) -> Rows:
+        self._wait_for_prefetch()
+        now = self._clock() if AGE_COLUMN in self._score_columns else 0
+        levels = [self._module.cache._state] if self._module.cache is not None else []
+        parts: list[dict[str, torch.Tensor]] = []
+        for level in [*levels, *self._tiers]:
+            rows = self._export_level(level, now)
+            parts.append(_without_ids_of(parts, rows))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _export_level(self, state: Any, now: int) -> dict[str, torch.Tensor]:
+        """Copies of the rows that a level holds of the table."""
+        batches = [self._empty_batch()]
+        policy = state.score_policy.name
+        exported = state.key_index_map._batched_export_keys_scores(
+            [policy], state.device, table_id=self._table_id, batch_size=BATCH_ROWS, return_index=True
+        )
+        for keys, scores_by_name, slots in exported:
+            scores = scores_by_name[policy]
+            never_evicts = getattr(state, "no_eviction_next_index", None) is not None
+            rows = (scores if never_evicts else slots).to(device=state.device, dtype=torch.int64)
+            values = _library(state).load_from_flat_single_table(state, rows, self._table_id)
+            saved = values[:, : self._dim + self._optimizer_width(state)]
+            batch = split_columns(saved, self.schema(), (EMBEDDING_COLUMN, OPTIMIZER_COLUMN))
+            batch |= self._score_batch(state, scores, slots, now)
+            batches.append({ID_COLUMN: keys.to("cpu", torch.int64, copy=True), **batch})
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def _empty_batch(self) -> dict[str, torch.Tensor]:
+        return {c.name: torch.empty((0, *c.row_shape), dtype=c.dtype) for c in self.schema().columns}
+
+    def _score_batch(self, state: Any, scores: torch.Tensor, slots: torch.Tensor, now: int) -> dict[str, torch.Tensor]:
+        if not self._score_columns:
+            return {}
+        words = scores.view(-1, 1)
+        if len(self._score_columns) > 1:  # Only the first word is exported with the keys.
+            words = state.key_index_map.gather_score_blocks(self._table_id, slots)
+        found = {}
+        for index, name in enumerate(self._score_columns):
+            word = words[:, index].to("cpu", torch.int64, copy=True)
+            found[name] = (now - word).clamp_(min=0) if name == AGE_COLUMN else word
+        return found
+
+    def _wait_for_prefetch(self) -> None:
+        """Let the current stream wait until a prefetch has moved all its rows."""
+        stream = getattr(self._module, "prefetch_stream", None)
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _clock(self) -> int:
+        library = _library(self._tiers[-1])
+        clock = getattr(library, "device_timestamp", None) or import_module("dynamicemb_extensions").device_timestamp
+        return int(clock())
+
+    # -- write back ----------------------------------------------------------------------------------------------------
+
+    def _first_value(self, column: str) -> float:
+        return float(self._tiers[-1].initial_optim_state) if column == OPTIMIZER_COLUMN else 0.0
+
+    def _replace(self, rows: Rows) -> None:
+        self._wait_for_prefetch()
+        self._drop_cache()
+        self._clear()
+        try:
+            self._write(rows)
+        except BaseException:
+            self._clear()
+            raise
+
+    def _drop_cache(self) -> None:
+        """Forget all cached rows; those of other tables get into the storage before."""
+        cache = self._module.cache
+        if cache is None:
+            return
+        others = [number for number in range(len(self._module.table_names)) if number != self._table_id]
+        if any(int(cache._state.key_index_map.size(number)) for number in others):
+            self._module.flush()
+        self._module.reset_cache_states()
+
+    def _clear(self) -> None:
+        """Erase the table's keys from every level of the storage."""
+        for state in self._tiers:
+            exported = state.key_index_map._batched_export_keys_scores(
+                [state.score_policy.name], state.device, table_id=self._table_id, batch_size=BATCH_ROWS
+            )
+            # All keys first: an export must not run over a map that changes.
+            for keys in [batch[0] for batch in exported]:
+                state.key_index_map.erase(keys, self._table_ids(keys))
+            for next_row in ("no_eviction_next_index", "no_eviction_next_index_dev"):
+                tensor = getattr(state, next_row, None)
+                if tensor is not None:
+                    tensor[self._table_id] = 0
+
+    def _write(self, rows: Rows) -> None:
+        count = len(rows[ID_COLUMN])
+        storage = self._module.tables
+        counts = torch.zeros(len(self._module.table_names), dtype=torch.int64)
+        counts[self._table_id] = count
+        if hasattr(storage, "collect_table_sizes"):
+            storage.collect_table_sizes(non_blocking=False)
+        storage.expand_if_need(counts)
+        now = self._clock() if AGE_COLUMN in self._score_columns else 0
+        for begin in range(0, count, BATCH_ROWS):
+            self._write_batch({name: column[begin : begin + BATCH_ROWS] for name, column in rows.items()}, now)
+        kept = sum(int(state.key_index_map.size(self._table_id)) for state in self._tiers)
+        if kept != count:
+            what = f"dynamicemb table {self.name!r} is too small for the checkpoint and evicted rows of it"
+            raise IncompatibleError(what, found=kept, expected=count, hint="give it a larger max_capacity")
+        self._go_on_with_steps(rows)
+
+    def _write_batch(self, rows: Rows, now: int) -> None:
+        state = self._tiers[0]
+        keys = rows[ID_COLUMN].to(state.device)
+        embeddings = rows[EMBEDDING_COLUMN].to(state.device)
+        states = rows[OPTIMIZER_COLUMN].to(state.device) if OPTIMIZER_COLUMN in rows else None
+        scores = self._scores(rows, now)
+        scores = None if scores is None else scores.to(state.device)
+        library = _library(state)
+        if len(self._tiers) == 1:
+            library._load_key_values(state, keys, embeddings, scores, states, self._table_id)
+            return
+        values = embeddings
+        if states is not None:
+            pad = library.pad_optimizer_states_from_checkpoint
+            first = state.initial_optim_state
+            padded = pad(state.optimizer, self._dim, states, first, state.emb_dtype, state.device)
+            values = torch.cat([embeddings, padded], dim=1)
+        # Into the device level; what does not fit there goes on to the host level.
+        self._module.tables.insert(keys, self._table_ids(keys), values, scores)
+
+    def _scores(self, rows: Rows, now: int) -> torch.Tensor | None:
+        words = [(now - rows[name]).clamp(min=0) if name == AGE_COLUMN else rows[name] for name in self._score_columns]
+        if not words:
+            return None
+        return words[0] if len(words) == 1 else torch.stack(words, dim=1)
+
+    def _go_on_with_steps(self, rows: Rows) -> None:
+        """Let the module count steps on from the newest one of the rows: new rows must not be the first to go."""
+        scores = getattr(self._module, "_scores", None)
+        name = self._module.table_names[self._table_id]
+        if self._tiers[-1].score_policy.name == "step" and scores is not None and len(rows["score"]):
+            scores[name] = max(int(scores.get(name, 0)), int(rows["score"].max()) + 1)
+
+    def _table_ids(self, keys: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(keys),), self._table_id, dtype=torch.int64, device=keys.device)
+
+
+def dynamicemb_tables(module: Any, name: str) -> Mapping[str, DynamicEmbTable]:
+    """Make the tables of a `BatchedDynamicEmbeddingTablesV2`: the factory for `register_adapter`.
+
+    Each rank's module holds the ids whose remainder by the number of ranks is the rank. Raises UnsupportedError for
+    another distribution of ids over several ranks.
+    """
+    index, count = _ranks(module)
+    tables = {}
+    for table_id, table_name in enumerate(module.table_names):
+        whole = joined(name, table_name)
+        spread = getattr(module._dynamicemb_options[table_id], "dist_type", "roundrobin")
+        if count > 1 and spread != "roundrobin":
+            what = f"dynamicemb table {whole!r} spreads its ids over ranks in a way that is not known"
+            raise UnsupportedError(what, found=spread, expected="roundrobin")
+        tables[whole] = DynamicEmbTable(whole, module, table_id, shard=(index, count))
+    return tables
+
+
+def _ranks(module: Any) -> tuple[int, int]:
+    """(rank, number of ranks) over which a module's rows are spread; older modules do not say, all ranks are meant."""
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    everyone = torch.distributed.get_world_size() if is_initialized else 1
+    count = int(getattr(module, "_shard_world_size", everyone))
+    return (torch.distributed.get_rank() if count > 1 else 0), count
+
+
+def _tiers(storage: Any, table: str) -> list[Any]:
+    """The states of a storage, newest first."""
+    if hasattr(storage, "_hbm") and hasattr(storage, "_host"):
+        return [storage._hbm, storage._host]
+    if hasattr(storage, "_state"):
+        return [storage._state]
+    what = f"storage of dynamicemb table {table!r} is not known"
+    raise UnsupportedError(what, found=type(storage).__name__, expected="DynamicEmbStorage or HybridStorage")
+
+
+def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:
+    """The columns of the scores, which all levels must have in common."""
+    policies = [state.score_policy.name for state in tiers]
+    known = SCORE_COLUMNS.get(policies[-1])
+    if known == ():
+        return ()
+    levels = [*policies, *([cache._state.score_policy.name] if cache is not None else [])]
+    if known is None or len(set(levels)) > 1:
+        what = f"scores of dynamicemb table {table!r} cannot be saved"
+        raise UnsupportedError(what, found=levels, expected=f"one of {[*SCORE_COLUMNS]} in all levels")
+    if len(known) > 1 and len(tiers) > 1:
+        raise UnsupportedError(f"dynamicemb table {table!r} has several score words in a HybridStorage")
+    return known
+
+
+def _without_ids_of(newer: list[dict[str, torch.Tensor]], rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows whose ids no newer level holds."""
+    ids = [part[ID_COLUMN].numpy() for part in newer]
+    count = sum(len(part) for part in ids)
+    if not count:
+        return rows
+    held = core.id_map(count)
+    for part in ids:
+        held.insert(part)
+    kept = torch.from_numpy(held.find(rows[ID_COLUMN].numpy()) < 0)
+    return {name: column[kept] for name, column in rows.items()}
+
+
+def _library(state: Any) -> Any:
+    """The module of dynamicemb that the state's class is of: its functions, without an import of the library."""
+    return sys.modules[type(state).__module__]
+
+
+register_adapter(MODULE_KIND, dynamicemb_tables)

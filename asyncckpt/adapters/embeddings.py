@@ -1,0 +1,87 @@
+"""Adapters for torch.nn.Embedding and nn.EmbeddingBag, and for asyncckpt's own modules.
+
+Of an nn.Embedding the table holds the weight. Optimizer states of it are in a torch optimizer, which is saved as one:
+`tensors={"optim": optimizer}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from asyncckpt.adapters.fixed_table import FixedTable
+from asyncckpt.adapters.registry import register_adapter
+from asyncckpt.adapters.walk import joined
+from asyncckpt.errors import UnsupportedError
+from asyncckpt.model.table import Table
+from asyncckpt.tables.emb_cache_modules import EmbCacheCollection
+from asyncckpt.tables.embedding import HashEmbedding
+from asyncckpt.tables.slots import EMBEDDING_COLUMN
+
+WEIGHT = "weight"
+ROOT_NAME = "embedding"  # Of a module that is no part of another one.
+
+
+def embedding_tables(module: torch.nn.Module, name: str) -> Mapping[str, Table]:
+    """One table, the weight; none where the weight is computed from other parameters (parametrizations)."""
+    if not has_own_weight(module):
+        return {}
+    name = name or ROOT_NAME
+    return {name: FixedTable(name, lambda: {EMBEDDING_COLUMN: own_weight(module)})}
+
+
+def embedding_rest(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """What else there is in a subclass of nn.Embedding."""
+    return rest_besides(module, [own_weight(module)] if has_own_weight(module) else [])
+
+
+def hash_embedding_tables(module: HashEmbedding, name: str) -> Mapping[str, Table]:
+    """The table behind a HashEmbedding; one that several modules share is found under each."""
+    table = module.table
+    if not isinstance(table, Table):
+        what = f"the table {table.name!r} behind module {name!r} cannot be saved"
+        raise UnsupportedError(what, found=type(table).__name__, expected="an object with the Table protocol")
+    return {name or table.name: table}
+
+
+def collection_tables(module: EmbCacheCollection, name: str) -> Mapping[str, Table]:
+    """The tables of a collection by their own names."""
+    return {joined(name, table_name): table for table_name, table in module.tables().items()}
+
+
+def no_tensors_held(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """What else there is in a subclass of a module of ours: tables are no parameters, so all it has."""
+    return rest_besides(module, [])
+
+
+def has_own_weight(module: torch.nn.Module) -> bool:
+    """Whether the weight is a parameter of the module, and not computed at every use."""
+    return module._parameters.get(WEIGHT) is not None
+
+
+def own_weight(module: torch.nn.Module) -> torch.Tensor:
+    """The weight as it is now: torch may put a new tensor there, for example when a module moves."""
+    weight = module._parameters[WEIGHT]
+    assert weight is not None
+    return weight
+
+
+def rest_besides(module: torch.nn.Module, held: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a module's state dict besides those held by tables. UnsupportedError for state of other types."""
+    held_ids = {id(tensor) for tensor in held}
+    rest: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            what = f"state {name!r} of a {type(module).__name__} is no tensor"
+            hint = "register an adapter for this class, or one that returns no tables"
+            raise UnsupportedError(what, found=type(value).__name__, hint=hint)
+        if id(value) not in held_ids:
+            rest[name] = value
+    return rest
+
+
+register_adapter(torch.nn.Embedding, embedding_tables, rest=embedding_rest)
+register_adapter(torch.nn.EmbeddingBag, embedding_tables, rest=embedding_rest)
+register_adapter(HashEmbedding, hash_embedding_tables, rest=no_tensors_held)
+register_adapter(EmbCacheCollection, collection_tables, rest=no_tensors_held)

@@ -1,0 +1,211 @@
+"""A table whose memory nobody else may touch: its rows can only be exported, and be written back as a whole.
+
+For libraries that keep their rows behind an API. A cut is a copy, made in one pause; a load gathers all rows beside the
+table and writes them when it has them all.
+
+    from   to     done by            the table
+    free   cut    begin_cut          was copied into host memory; it may change at once
+    cut    free   fence, or end      the copy is dropped
+    free   load   begin_load         is as before; the rows that are to be lie in host memory
+    load   free   end(True)          holds these rows; when writing them fails, none
+    load   free   end(False)         is as before the load
+
+So a cut and a load both need the table's size in host memory. Nothing here waits for training: whoever makes a cut
+makes it on the thread (and stream) that trains.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import ID_COLUMN, TableSchema
+from asyncckpt.native import core
+from asyncckpt.tables.ids import flat_ids
+
+Rows: TypeAlias = Mapping[str, torch.Tensor]
+"""Column name -> contiguous CPU tensor `[n, *row_shape]`; ids are distinct, all columns are in one row order."""
+
+
+class ExportOnlyTable:
+    """Base of such tables. Implements `asyncckpt.model.table.Table`; what is below `-- to override --` is theirs."""
+
+    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int] = (0, 1)) -> None:
+        self._name = name
+        self._schema = schema
+        self._shard = shard
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self._shard
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r}, shard={self._shard})"
+
+    def schema(self) -> TableSchema:
+        """Return the columns in their order: id, weights, optimizer states, scores."""
+        return self._schema
+
+    def begin_cut(self) -> ExportOnlyCut:
+        """Copy the table, on the thread and stream that train it. Raises what `_export` raises."""
+        with torch.no_grad():
+            return ExportOnlyCut(self._name, self._export())
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> ExportOnlyLoad:
+        """Begin to gather about rows_count rows, on top of those that are there unless clear.
+
+        Columns outside of `filled` start from the table's first values. Nothing changes before `end`.
+        """
+        with torch.no_grad():
+            present = None if clear else self._export()
+            return ExportOnlyLoad(self, present, rows_count=rows_count, filled=filled)
+
+    # -- to override --
+
+    def _export(self) -> Rows:
+        """Copy every row, in one pause."""
+        raise NotImplementedError
+
+    def _replace(self, rows: Rows) -> None:
+        """Make the table hold these rows and no others. When that fails it holds none."""
+        raise NotImplementedError
+
+    def _first_value(self, column: str) -> float:
+        """What every element of a column is in a row that a load does not fill."""
+        return 0.0
+
+    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+        """Raise UnsupportedError for ids (int64 [n]) that the table cannot hold."""
+
+
+class ExportOnlyCut:
+    """A TableCut over a copy, which lives until the fence."""
+
+    def __init__(self, table: str, rows: Rows) -> None:
+        self._table = table
+        self._rows = rows
+        self._rows_count = len(rows[ID_COLUMN])
+        self._is_fenced = False
+
+    @property
+    def rows_count(self) -> int:
+        return self._rows_count
+
+    @property
+    def runs(self) -> NDArray[np.int64]:
+        """One run of all rows, int64 [1, 2]; none when there are no rows."""
+        return np.array([[0, self._rows_count]] if self._rows_count else [], dtype=np.int64).reshape(-1, 2)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the copy of a column, `[n, *row_shape]` on the CPU. Raises UsageError."""
+        rows = self._rows
+        if self._is_fenced:
+            raise UsageError(f"column {name!r} of a cut of table {self._table!r} was asked for after its fence")
+        if name not in rows:
+            raise UsageError(f"table {self._table!r} has no such column", found=name, expected=[*rows])
+        return rows[name]
+
+    def fence(self) -> None:
+        """Drop the copy. A second call does nothing."""
+        self._is_fenced = True
+        self._rows = {}
+
+    def end(self, ok: bool) -> None:
+        """Take note that the save has committed or failed."""
+        self.fence()
+
+
+class ExportOnlyLoad:
+    """A TableLoad that gathers rows in host memory. `end` may come from any thread."""
+
+    def __init__(
+        self, table: ExportOnlyTable, present: Rows | None, *, rows_count: int, filled: Collection[str]
+    ) -> None:
+        present_count = 0 if present is None else len(present[ID_COLUMN])
+        self._table = table
+        self._ids = core.id_map(max(1, present_count + rows_count))
+        self._filled = frozenset(filled)
+        self._first_end = threading.Lock()  # Taken once.
+        self._rows_count = 0
+        self._columns = {
+            column.name: torch.empty((0, *column.row_shape), dtype=column.dtype)
+            for column in table.schema().columns
+            if column.name != ID_COLUMN
+        }
+        self._reserve(present_count + rows_count)
+        if present is not None:
+            rows = self.insert(present[ID_COLUMN])
+            for name, tensor in self._columns.items():
+                tensor[rows] = present[name]
+
+    def insert(self, ids: torch.Tensor) -> torch.Tensor:
+        """Give every id (int64 [n]) a row and return the rows (int64 [n], CPU). Raises UnsupportedError, UsageError."""
+        self._check_open("insert")
+        flat = flat_ids(ids, table=self._table.name)
+        self._table._check_ids(flat)
+        rows, new_rows = self._ids.insert(flat)
+        self._reserve(self._ids.rows_end)
+        # Rows are never freed here, so new ones come behind the old ones.
+        for name, tensor in self._columns.items():
+            if name not in self._filled:
+                tensor[self._rows_count : self._ids.rows_end] = self._table._first_value(name)
+        self._rows_count += len(new_rows)
+        return torch.from_numpy(rows)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the gathered rows of a column; fetch it again after an insert. Raises UsageError."""
+        self._check_open(f"column {name!r}")
+        if name == ID_COLUMN:
+            return torch.from_numpy(self._ids.ids_by_row())
+        if name not in self._columns:
+            what = f"table {self._table.name!r} has no such column"
+            raise UsageError(what, found=name, expected=[ID_COLUMN, *self._columns])
+        return self._columns[name]
+
+    def end(self, ok: bool) -> None:
+        """Write the rows to the table when ok, else drop them; raises what writing does. A second call does nothing."""
+        if not self._first_end.acquire(blocking=False):
+            return
+        columns, self._columns = self._columns, {}
+        if not ok:
+            return
+        rows = {ID_COLUMN: torch.from_numpy(self._ids.ids_by_row()[: self._rows_count].copy())}
+        rows |= {name: tensor[: self._rows_count] for name, tensor in columns.items()}
+        with torch.no_grad():
+            self._table._replace(rows)
+
+    def _reserve(self, rows_count: int) -> None:
+        for name, old in self._columns.items():
+            if rows_count > len(old):
+                new = torch.empty((max(rows_count, len(old) * 3 // 2), *old.shape[1:]), dtype=old.dtype)
+                new[: self._rows_count] = old[: self._rows_count]
+                self._columns[name] = new
+
+    def _check_open(self, use: str) -> None:
+        if self._first_end.locked():
+            raise UsageError(f"{use} of a load of table {self._table.name!r} was asked for after its end")
+
+
+def split_columns(values: torch.Tensor, schema: TableSchema, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Cut value rows, `[n, width]`, into the named columns of a schema, one behind the other; copies on the CPU."""
+    found = {}
+    at = 0
+    for column in schema.columns:
+        if column.name in names:
+            width = math.prod(column.row_shape)
+            part = values[:, at : at + width].to("cpu", copy=True, memory_format=torch.contiguous_format)
+            found[column.name] = part.reshape(len(values), *column.row_shape)
+            at += width
+    assert at == values.shape[1]
+    return found

@@ -1,0 +1,182 @@
+"""Tables of a TBE behind its device cache (MANAGED_CACHING): the cached rows are laid over the managed ones.
+
+FBGEMM's own way is to flush before it saves. That writes to the live table, and where the cache has another dtype than
+the table it rounds with random numbers of the training's generator. Here nothing is written: the cut shows the managed
+rows, and for each cached row its number and its values.
+
+- The cache's slots hold linear row numbers over all tables. A table's begin in them is kept per *feature*, and features
+  may share a table: the begin of its first feature counts, and its end is that plus its rows.
+- A prefetch moves weights and slots together, in kernels of its own stream, which a cut waits for. So the cut is that
+  of the step of the weights, however far the prefetch is ahead.
+- Optimizer states are not cached.
+- A cache in another dtype than its table is rounded to the nearest value: such a save is deterministic, but a row that
+  was in the cache comes back as the table can hold it. Quantized tables with a cache are refused.
+
+A load writes the managed rows. Before it begins, cached rows of all tables of the TBE are written back and the cache is
+emptied: a stale cached row would win over a loaded one, and columns or rows that are not loaded must keep their newest
+values. After it the cache is empty.
+
+Attributes used, per fbgemm_gpu 1.8.0: lxu_cache_weights `[slots, widest D]`, lxu_cache_state (int64, linear row or -1),
+cache_hash_size_cumsum, feature_table_map, prefetch_stream, timesteps_prefetched, reset_cache_states().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns
+from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.table_lock import TableLock
+
+
+class TbeCache:
+    """The device cache of one TBE, shared by its tables."""
+
+    def __init__(self, tbe: Any, *, weights: Sequence[torch.Tensor], begins: dict[int, int]) -> None:
+        self._tbe = tbe
+        self._weights = weights
+        self._begins = begins  # Table -> its first linear row number; only tables with a cache.
+
+    @staticmethod
+    def of(tbe: Any, *, weights: Sequence[torch.Tensor]) -> TbeCache:
+        """The cache of a TBE; one without a cache holds no table. Raises UnsupportedError for quantized tables."""
+        slots = getattr(tbe, "lxu_cache_weights", None)
+        if slots is None or not slots.numel():
+            return TbeCache(tbe, weights=weights, begins={})
+        by_feature = tbe.cache_hash_size_cumsum.tolist()
+        features = list(tbe.feature_table_map)
+        begins = {}
+        for index, rows in enumerate(weights):
+            begin = int(by_feature[features.index(index)])
+            if begin < 0:
+                continue  # Not behind the cache.
+            if not rows.dtype.is_floating_point:
+                raise UnsupportedError("a cached table of a TBE is quantized", found=rows.dtype)
+            begins[index] = begin
+        return TbeCache(tbe, weights=weights, begins=begins)
+
+    def holds(self, index: int) -> bool:
+        """Whether a table is behind the cache."""
+        return index in self._begins
+
+    def cached_rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (rows, values) of a table: int64 [k] on the CPU and `[k, D]` in its dtype on the cache's device.
+
+        Copies: as much as the cache holds of this table.
+        """
+        self._wait_for_prefetch()
+        table, begin = self._weights[index], self._begins[index]
+        linear = self._tbe.lxu_cache_state.reshape(-1)
+        slots = torch.nonzero((linear >= begin) & (linear < begin + len(table))).reshape(-1)
+        values = self._tbe.lxu_cache_weights.index_select(0, slots)[:, : table.shape[1]].to(table.dtype).contiguous()
+        return (linear.index_select(0, slots) - begin).cpu(), values
+
+    def check_idle(self) -> None:
+        """UsageError when a batch was prefetched and not used yet: its places in the cache would be wrong."""
+        waiting = len(getattr(self._tbe, "timesteps_prefetched", ()))
+        if waiting:
+            what = "a load into a TBE while prefetched batches wait for their forward"
+            raise UsageError(what, found=waiting, expected=0, hint="load before the first prefetch")
+
+    def write_back(self) -> None:
+        """Write the cached rows of every table to its managed rows, and empty the cache."""
+        with torch.no_grad():
+            for index in self._begins:
+                rows, values = self.cached_rows(index)
+                table = self._weights[index]
+                table.index_copy_(0, rows.to(table.device), values.to(table.device))
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty the cache without writing anything."""
+        self._tbe.reset_cache_states()
+
+    def _wait_for_prefetch(self) -> None:
+        stream = getattr(self._tbe, "prefetch_stream", None)
+        if stream is not None:
+            stream.synchronize()
+
+
+class CachedTable(FixedTable):
+    """A table of a TBE behind its cache. Its cut is an OverlaidCut."""
+
+    def __init__(
+        self, name: str, live: LiveColumns, *, first_id: int, ids_end: int | None, cache: TbeCache, index: int
+    ) -> None:
+        super().__init__(name, live, first_id=first_id, ids_end=ids_end)
+        self._cache = cache
+        self._index = index
+
+    def begin_cut(self) -> CachedCut:
+        """Show the live columns and copy the cached rows. Raises UsageError as FixedTable does."""
+        self._lock.acquire("cut")
+        try:
+            rows, values = self._cache.cached_rows(self._index)
+            return CachedCut(self, columns=self._checked_live(), lock=self._lock, rows=rows, values=values)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> CachedLoad:
+        """Take the table for a load, with an empty cache. Raises UsageError while prefetched batches wait."""
+        self._cache.check_idle()
+        self._lock.acquire("load")
+        try:
+            columns = self._checked_live()
+            self._cache.write_back()
+            return CachedLoad(self, columns=columns, lock=self._lock, cache=self._cache)
+        except BaseException:
+            self._lock.release()
+            raise
+
+
+class CachedCut(FixedCut):
+    """An OverlaidCut of a CachedTable."""
+
+    def __init__(
+        self,
+        table: FixedTable,
+        *,
+        columns: dict[str, torch.Tensor],
+        lock: TableLock,
+        rows: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        super().__init__(table, columns=columns, lock=lock)
+        self._rows = rows
+        self._values: torch.Tensor | None = values
+
+    @property
+    def cache_map(self) -> torch.Tensor:
+        """The row that each cached row holds: int64 [k] on the CPU; no row twice and no -1."""
+        return self._rows
+
+    def cached_column(self, name: str) -> torch.Tensor | None:
+        """The cached values of `embedding`, `[k, D]` on the cache's device; the other columns have no cache."""
+        self._check_open(f"cached column {name!r}")
+        return self._values if name == EMBEDDING_COLUMN else None
+
+    def fence(self) -> None:
+        """Let the table be used again, and drop the copy of the cached rows. A second call does nothing."""
+        self._values = None
+        super().fence()
+
+
+class CachedLoad(FixedLoad):
+    """A TableLoad of a CachedTable."""
+
+    def __init__(
+        self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock, cache: TbeCache
+    ) -> None:
+        super().__init__(table, columns=columns, lock=lock)
+        self._cache = cache
+
+    def end(self, ok: bool) -> None:
+        """Give the table back; the cache is empty, so that no stale row is read. A second call does nothing."""
+        if not self._ended.done:
+            self._cache.reset()
+        super().end(ok)

@@ -1,0 +1,255 @@
+"""A table of fixed rows over live tensors: row i has the id first_id + i.
+
+For embeddings whose ids are row numbers: nn.Embedding, FBGEMM, a row-wise shard of TorchRec. Nothing is copied to make
+one; its columns are the module's own memory.
+
+    from   to     done by                   the table
+    free   cut    FixedTable.begin_cut      whoever trains must not change the tensors
+    cut    free   fence, or end             everything may change again
+    free   load   FixedTable.begin_load     the load alone writes the tensors
+    load   free   end                       filled on end(True)
+
+A fixed table cannot be emptied: it has no other place for its rows. What a load that fails leaves is undefined, as for
+dense tensors: each row is from before or from the checkpoint. In cut and load the table's lock is held, so that a save
+and a load exclude each other; training does not know the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.tables.ids import flat_ids
+from asyncckpt.tables.once import Once
+from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.table_lock import TableLock
+
+LiveColumns: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
+
+
+class FixedTable:
+    """Rows [first_id, first_id + n) of a module. Implements `asyncckpt.model.table.Table`, `OwnsIds` and `ChecksLoad`.
+
+    live returns the columns as they are now, `[n, *row_shape]` each: `embedding`, then optimizer states. It is asked at
+    every cut and load, because a module may put new memory behind a name; rows, shapes and dtypes must stay.
+
+    A checkpoint's rows outside of the range are not the table's, up to ids_end: how many rows all parts of the table
+    have together (None: this is the only part). A load that empties first (no merge) has to bring all rows of the range
+    and none behind ids_end. Raises UsageError for wrong arguments and UnsupportedError for tensors that cannot be read
+    by row.
+    """
+
+    def __init__(self, name: str, live: LiveColumns, *, first_id: int = 0, ids_end: int | None = None) -> None:
+        columns = _checked_columns(name, live)
+        self._name = name
+        self._live = live
+        self._first_id = first_id
+        self._rows_count = len(columns[EMBEDDING_COLUMN])
+        self._ids_end = first_id + self._rows_count if ids_end is None else ids_end
+        self._schema = TableSchema(
+            columns=(
+                Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
+                *(_column(column, tensor) for column, tensor in columns.items()),
+            )
+        )
+        self._lock = TableLock(name)
+        self._ids: torch.Tensor | None = None
+        self._checked_live()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Always (0, 1): ids belong to the table by range, see `owned`."""
+        return (0, 1)
+
+    @property
+    def first_id(self) -> int:
+        return self._first_id
+
+    def __len__(self) -> int:
+        return self._rows_count
+
+    def __repr__(self) -> str:
+        return f"FixedTable({self._name!r}, ids [{self._first_id}, {self._first_id + self._rows_count}))"
+
+    def schema(self) -> TableSchema:
+        """Return the columns in their order: id, embedding, optimizer states."""
+        return self._schema
+
+    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of ids (int64 [n]) lie in the table's range: bool [n]."""
+        return (ids >= self._first_id) & (ids < self._first_id + self._rows_count)
+
+    def begin_cut(self) -> FixedCut:
+        """Show the live columns to a save. Raises UsageError when rows, shapes or dtypes are others now."""
+        self._lock.acquire("cut")
+        try:
+            return FixedCut(self, columns=self._checked_live(), lock=self._lock)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def check_load(self, ids: NDArray[np.int64], *, clear: bool) -> None:
+        """Raise IncompatibleError for a checkpoint of a smaller or larger table, when clear is asked for.
+
+        A smaller one would leave rows of another step, a larger one would lose rows without a word.
+        """
+        if not clear:
+            return
+        found = int(np.count_nonzero(self.owned(ids)))
+        hint = "load with merge=True to take the rows that both have"
+        if found < self._rows_count:
+            what = f"the checkpoint holds too few of the rows of table {self._name!r}, which cannot be emptied"
+            raise IncompatibleError(what, found=found, expected=self._rows_count, hint=hint)
+        foreign = (ids < 0) | (ids >= self._ids_end)
+        if foreign.any():
+            what = f"the checkpoint holds rows that table {self._name!r} does not have"
+            expected = f"ids below {self._ids_end}"
+            raise IncompatibleError(what, found=int(ids[int(np.argmax(foreign))]), expected=expected, hint=hint)
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> FixedLoad:
+        """Take the table for a load until its end; nothing is emptied, columns outside of `filled` stay.
+
+        Raises UsageError when rows, shapes or dtypes of the module are others now.
+        """
+        self._lock.acquire("load")
+        try:
+            return FixedLoad(self, columns=self._checked_live(), lock=self._lock)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def ids(self) -> torch.Tensor:
+        """Return the ids, int64 [n] on the CPU, ordered by row. Made once, when first needed: eight bytes a row."""
+        if self._ids is None:
+            self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64)
+        return self._ids
+
+    def _checked_live(self) -> dict[str, torch.Tensor]:
+        live = {name: tensor.detach() for name, tensor in self._live().items()}
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
+        expected = {
+            column.name: ((self._rows_count, *column.row_shape), column.dtype) for column in self._schema.columns[1:]
+        }
+        if found != expected:
+            what = f"the columns of table {self._name!r} are others than when it was made"
+            raise UsageError(what, found=found, expected=expected, hint="call tables_of again")
+        return live
+
+
+class FixedCut:
+    """A TableCut of a FixedTable. It is made holding the lock, which `fence` gives back, from any thread."""
+
+    def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
+        self._table = table
+        self._columns = columns
+        self._lock = lock
+        self._fenced = Once()
+
+    @property
+    def rows_count(self) -> int:
+        return len(self._table)
+
+    @property
+    def runs(self) -> NDArray[np.int64]:
+        """One run of all rows, int64 [1, 2]; none when there are no rows."""
+        return np.array([[0, self.rows_count]] if self.rows_count else [], dtype=np.int64).reshape(-1, 2)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live memory of a column, on the module's device. Raises UsageError."""
+        self._check_open(f"column {name!r}")
+        return _named_column(self._table, self._columns, name)
+
+    def fence(self) -> None:
+        """Let the table be used again. A second call does nothing."""
+        if self._fenced.first():
+            self._columns = {}
+            self._lock.release()
+
+    def end(self, ok: bool) -> None:
+        """Take note that the save has committed or failed; a cut that never came to its fence is past it now."""
+        self.fence()
+
+    def _check_open(self, use: str) -> None:
+        if self._fenced.done:
+            raise UsageError(f"{use} of a cut of table {self._table.name!r} was asked for after its fence")
+
+
+class FixedLoad:
+    """A TableLoad of a FixedTable. It is made holding the lock, which `end` gives back, from any thread."""
+
+    def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
+        self._table = table
+        self._columns = columns
+        self._lock = lock
+        self._ended = Once()
+
+    def insert(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""
+        self._check_open("insert")
+        flat = flat_ids(ids, table=self._table.name)
+        owned = self._table.owned(flat)
+        if not owned.all():
+            what = f"id {int(flat[int(np.argmin(owned))])} does not belong to table {self._table.name!r}"
+            raise UsageError(what, expected=f"an id of {self._table!r}")
+        return torch.from_numpy(flat - self._table.first_id)
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live memory of a column. Raises UsageError."""
+        self._check_open(f"column {name!r}")
+        return _named_column(self._table, self._columns, name)
+
+    def end(self, ok: bool) -> None:
+        """Give the table back, as far as it was filled. A second call does nothing."""
+        if self._ended.first():
+            self._columns = {}
+            self._lock.release()
+
+    def _check_open(self, use: str) -> None:
+        if self._ended.done:
+            raise UsageError(f"{use} of a load of table {self._table.name!r} was asked for after its end")
+
+
+def _named_column(table: FixedTable, columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if name == ID_COLUMN:
+        return table.ids()
+    if name not in columns:
+        raise UsageError(f"table {table.name!r} has no such column", found=name, expected=[ID_COLUMN, *columns])
+    return columns[name]
+
+
+def _checked_columns(name: str, live: LiveColumns) -> Mapping[str, torch.Tensor]:
+    if not isinstance(name, str) or not name:
+        raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
+    columns = live()
+    if EMBEDDING_COLUMN not in columns or ID_COLUMN in columns:
+        what = f"columns of table {name!r} are wrong"
+        raise UsageError(what, found=list(columns), expected=f"{EMBEDDING_COLUMN!r} among them, not {ID_COLUMN!r}")
+    for column, tensor in columns.items():
+        _check_plain(tensor, f"column {column!r} of table {name!r}")
+    return columns
+
+
+def _column(name: str, tensor: torch.Tensor) -> Column:
+    role = Role.WEIGHT if name == EMBEDDING_COLUMN else Role.OPTIMIZER
+    return Column(name=name, dtype=tensor.dtype, row_shape=tuple(tensor.shape[1:]), role=role)
+
+
+def _check_plain(tensor: torch.Tensor, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{what} is wrong", found=type(tensor).__name__, expected="a torch.Tensor")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        hint = "give the rows of this rank as a plain tensor, by an adapter of your own"
+        raise UnsupportedError(f"{what} is no plain tensor", found=type(tensor).__name__, hint=hint)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dim() == 0:
+        found = (tensor.layout, str(tensor.device), tuple(tensor.shape))
+        raise UnsupportedError(f"{what} has no rows in memory", found=found, expected="a strided tensor with rows")

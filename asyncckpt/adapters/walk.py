@@ -1,0 +1,121 @@
+"""Walk a module: which of its submodules adapters take, and which are left.
+
+Every module is visited once, also where it is shared or contains itself, under the path that comes first. Nobody looks
+below a module that an adapter takes. Wrappers that only hold another module are not part of a path, so that a
+checkpoint of a wrapped module fits an unwrapped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from asyncckpt.adapters.registry import Adapter, adapter_of, qualified_name
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Table
+
+DEPTH_MAX = 500
+
+# Qualified name of a wrapper -> the attribute that holds what it wraps.
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torchrec.distributed.model_parallel.DistributedModelParallel": "_dmp_wrapped_module",
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A module that an adapter takes."""
+
+    path: str
+    module: torch.nn.Module
+    adapter: Adapter
+
+
+@dataclass(frozen=True)
+class Walked:
+    """A module taken apart, in the order of its children. `others` are (path, module) without their children."""
+
+    claims: tuple[Claim, ...]
+    others: tuple[tuple[str, torch.nn.Module], ...]
+
+
+def walk(module: torch.nn.Module) -> Walked:
+    """Take a module apart. Raises UsageError for something else, or for modules nested deeper than DEPTH_MAX."""
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError("there is no module to walk", found=type(module).__name__, expected="a torch.nn.Module")
+    claims: list[Claim] = []
+    others: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+    taken: set[int] = set()
+    waiting = [("", module, 0)]
+    while waiting:
+        path, current, depth = waiting.pop()
+        if id(current) in seen:
+            continue
+        if depth > DEPTH_MAX:
+            what = f"modules are nested too deeply: {path[:80]!r}..."
+            raise UsageError(what, found=depth, expected=f"at most {DEPTH_MAX} levels")
+        seen.add(id(current))
+        adapter = adapter_of(current)
+        parameters = {id(parameter) for parameter in current._parameters.values() if parameter is not None}
+        # Parameters that are tied to those of an earlier claim are saved with that one already.
+        if adapter is not None and not (parameters and parameters <= taken):
+            claims.append(Claim(path=path, module=current, adapter=adapter))
+            taken |= parameters
+            continue
+        others.append((path, current))
+        waiting += [(below, child, depth + 1) for below, child in reversed(list(_children(path, current)))]
+    return Walked(claims=tuple(claims), others=tuple(others))
+
+
+def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
+    """Find the tables of a module by name: the module's path and, where it holds several, the table's own name.
+
+    prefix is put before every name, with a dot. The tables stand for the live memory of the module: one call serves all
+    saves and loads as long as the module is neither rebuilt nor moved to another device. Raises UsageError for two
+    tables of one name, UnsupportedError for a module whose state cannot be had.
+    """
+    tables: dict[str, Table] = {}
+    paths: dict[str, str] = {}
+    known: set[int] = set()
+    for claim in walk(module).claims:
+        for name, table in claim.adapter.tables(claim.module, joined(prefix, claim.path)).items():
+            if id(table) in known:
+                continue  # Shared by two modules: it is saved under the first name.
+            if name in tables:
+                what = f"modules {paths[name]!r} and {claim.path!r} both hold a table {name!r}"
+                raise UsageError(what, hint="rename one of them")
+            known.add(id(table))
+            tables[name], paths[name] = table, claim.path
+    return tables
+
+
+def joined(*parts: str) -> str:
+    """A path of the parts that are not empty."""
+    return ".".join(part for part in parts if part)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of wrappers."""
+    for _ in range(DEPTH_MAX):
+        attribute = _wrapped_attribute(module)
+        if attribute is None:
+            break
+        module = getattr(module, attribute)
+    return module
+
+
+def _children(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    transparent = _wrapped_attribute(module)
+    for name, child in module.named_children():
+        yield (path if name == transparent else joined(path, name)), child
+
+
+def _wrapped_attribute(module: torch.nn.Module) -> str | None:
+    names = (qualified_name(cls) for cls in type(module).__mro__)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)

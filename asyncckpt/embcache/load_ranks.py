@@ -1,0 +1,149 @@
+"""Load a complete save of any number of ranks into the tables of this rank.
+
+1. Check: every rank's manifest and file sizes, and its tables against ours. Until all of them fit, no table is touched.
+2. Empty the companions that the checkpoint lacks.
+3. Load the folders one after the other, the first into empty tables, the others on top. A table takes just the ids it
+   owns, so the number of ranks that saved does not matter.
+4. Check that no id came twice. What fails from 2 on leaves all tables empty, and the error says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncckpt.commit.discover import check_files, read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.embcache.find_collections import SavedTables, empty_tables
+from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
+from asyncckpt.embcache.report import SparseLoadReport
+from asyncckpt.engine.load import LoadRequest, run_load
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
+from asyncckpt.model.table import Table
+from asyncckpt.native import Progress
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.load_plan import Contents, contents_of, make_load_plan
+from asyncckpt.plan.load_targets import DenseTargets
+
+READ_THREADS = 4
+_NO_DENSE = DenseTargets(in_place=(), rebuilt=(), values=())
+
+
+@dataclass(frozen=True)
+class RanksLoad:
+    """A load that has passed its checks. `run` changes the tables."""
+
+    path: Path
+    save: CompleteSave
+    saved: SavedTables
+    wanted: Mapping[str, Table]
+    ignored: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        return self.save.step
+
+    def run(self) -> SparseLoadReport:
+        """Fill the tables. Raises what reading raises; then all of them are empty."""
+        begun = time.perf_counter()
+        rows: Counter[str] = Counter()
+        bytes_read = 0
+        with emptied_on_error(self.saved):
+            empty_tables(table for name, table in self.saved.all.items() if name not in self.wanted)
+            for index, folder in enumerate(self.save.folders):
+                with CheckpointRoot.for_reading(folder) as root:
+                    report = run_load(self._request(root, merge=index > 0), Progress())
+                rows.update(report.rows)
+                bytes_read += report.bytes_read
+            self._check_distinct(rows)
+        return SparseLoadReport(
+            path=self.path,
+            layout="asyncckpt",
+            step=self.save.step,
+            world_size=len(self.save.folders),
+            save_id=self.save.save_id,
+            rows=dict(rows),
+            passed_over=self.save.passed_over,
+            ignored=self.ignored,
+            bytes_read=bytes_read,
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _request(self, root: CheckpointRoot, *, merge: bool) -> LoadRequest:
+        return LoadRequest(
+            root=root,
+            tables=self.wanted,
+            state={},
+            filter_func=identity,
+            step=self.save.step,
+            strict=True,
+            verify=True,
+            merge=merge,
+            fallback=False,
+            threads=READ_THREADS,
+        )
+
+    def _check_distinct(self, rows: Mapping[str, int]) -> None:
+        for name, table in self.saved.tables.items():
+            count = len(table)  # type: ignore[arg-type]  # MultiLevelTable has a length; the protocol asks for none.
+            if count != rows[name]:
+                what = f"table {name!r} of step {self.save.step} holds an id in the folders of two ranks"
+                raise CorruptError(what, found=f"{rows[name]} rows, {count} ids")
+
+
+def prepare_ranks_load(path: Path, saved: SavedTables, *, step: int | None) -> RanksLoad:
+    """Find the save and check all of it against the tables. Changes nothing.
+
+    Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, ConflictError, IOFailedError.
+    """
+    save = find_complete(path, step=step)
+    kept: set[str] | None = None
+    ignored: set[str] = set()
+    for folder in save.folders:
+        with CheckpointRoot.for_reading(folder) as root:
+            contents, wanted = _checked(root, save, saved)
+        if kept is not None and wanted.keys() != kept:
+            raise CorruptError(f"ranks of step {save.step} hold different tables", found=sorted(wanted.keys() ^ kept))
+        kept = set(wanted)
+        ignored |= contents.tables.keys() - wanted.keys()
+    return RanksLoad(path=path, save=save, saved=saved, wanted=wanted, ignored=tuple(sorted(ignored)))
+
+
+@contextmanager
+def emptied_on_error(saved: SavedTables) -> Iterator[None]:
+    """When the block fails, take all rows out of the tables, half filled as they may be; the error then says so."""
+    try:
+        yield
+    except BaseException as error:
+        empty_tables(saved.all.values())
+        if isinstance(error, CheckpointError):
+            error.args = (f"{error}; all multi-level tables of the module are empty now",)
+        raise
+
+
+def _checked(root: CheckpointRoot, save: CompleteSave, saved: SavedTables) -> tuple[Contents, dict[str, Table]]:
+    """Check one rank's part and return it, and the tables to load from it."""
+    manifest = read_manifest(root, save.step)
+    check_files(root, manifest.head)
+    contents = contents_of(manifest)
+    check_names(contents.tables.keys() - save.companions, saved, owner=f"step {save.step} in {str(root.path)!r}")
+    wanted = {name: table for name, table in saved.all.items() if name in contents.tables}
+    make_load_plan(manifest, contents, _NO_DENSE, wanted, filter_func=identity, strict=True)
+    return contents, wanted
+
+
+def check_names(stored: set[str], saved: SavedTables, *, owner: str) -> None:
+    """Raise IncompatibleError unless a checkpoint and a module have the same tables. Companions may come and go."""
+    missing = sorted(saved.tables.keys() - stored)
+    unknown = sorted(stored - saved.tables.keys())
+    if missing or unknown:
+        raise IncompatibleError(
+            f"{owner} does not hold the tables of the module: missing {missing}, unknown {unknown}",
+            hint="nothing was changed; a renamed table can be loaded with asyncckpt.Loader and its filter_func"
+            if missing and unknown
+            else "nothing was changed",
+        )

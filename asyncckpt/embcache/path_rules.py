@@ -1,0 +1,192 @@
+"""Which paths a checkpoint of sparse tables may have: RecSDK's rules, each of which can be relaxed.
+
+Source of the rules: RecSDK `Saver`, "length [1, 1024], no soft links, no sensitive words, no special paths, permission
+not above 750, local file systems only". Two are stricter to the letter than RecSDK's code: prefixes are compared by
+parts ("/etcetera" is not below "/etc"), and permissions by bits (0707 is not below 0750).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.storage.directory import FOLDER_MODE, Directory, check_path
+
+MOUNTS_FILE = "/proc/self/mountinfo"
+FORBIDDEN_PREFIXES = ("/usr/bin", "/usr/sbin", "/etc", "/usr/lib", "/usr/lib64", "/usr/local")
+SENSITIVE_WORDS = ("Key", "password", "privatekey")
+REMOTE_FILE_SYSTEMS = (
+    "nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "fuse", "fuseblk", "afs", "coda", "ceph", "glusterfs",
+    "lustre", "gpfs", "beegfs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "vboxsf",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PathRules:
+    """The rules for a path to save to or to load from; the default is strict.
+
+    length_max            most bytes of the absolute path; None: as long as the system takes
+    symlinks_allowed      whether a part of the path may be a symbolic link
+    forbidden_prefixes    folders that the path must not be or lie below
+    sensitive_words       texts that the path must not hold, in this spelling
+    permission_max        permission bits that the folder, and the nearest one above it, may have; None: any
+    owner_checked         whether both must belong to the user or the group of this process
+    remote_file_systems   types of file systems, as in /proc/self/mountinfo, that are refused; "fuse" also means
+                          "fuse.<anything>". Empty: any is taken
+    """
+
+    length_max: int | None = 1024
+    symlinks_allowed: bool = False
+    forbidden_prefixes: tuple[str, ...] = FORBIDDEN_PREFIXES
+    sensitive_words: tuple[str, ...] = SENSITIVE_WORDS
+    permission_max: int | None = FOLDER_MODE
+    owner_checked: bool = True
+    remote_file_systems: tuple[str, ...] = REMOTE_FILE_SYSTEMS
+
+    def __post_init__(self) -> None:
+        for name in ("forbidden_prefixes", "sensitive_words", "remote_file_systems"):
+            texts = getattr(self, name)
+            if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
+                # A bare str would be taken letter by letter, and "" is in every path.
+                raise UsageError(f"{name} of PathRules are wrong", found=texts, expected="a tuple of non-empty str")
+        for name in ("length_max", "permission_max"):
+            number = getattr(self, name)
+            if number is not None and (type(number) is not int or number < 0):
+                raise UsageError(f"{name} of PathRules is wrong", found=number, expected="an int, or None")
+
+    def check_target(self, path: str | os.PathLike[str]) -> Path:
+        """Return the absolute path of a folder to save to, which may be missing. Raises UsageError; makes nothing."""
+        absolute = self._check_text(path)
+        self._check_folders(absolute)
+        folder = nearest_folder(absolute)
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise UsageError(f"folder {str(folder)!r} is not writable", hint="check owner and permission")
+        return absolute
+
+    def check_source(self, path: str | os.PathLike[str]) -> Path:
+        """Return the absolute path of a folder to load from. Raises UsageError."""
+        absolute = self._check_text(path)
+        if not os.path.isdir(absolute):
+            raise UsageError("path to load from is not a folder", found=str(absolute))
+        self._check_folders(absolute)
+        return absolute
+
+    def check_links(self, path: Path) -> None:
+        """Raise UsageError when a part of an absolute path is a symbolic link."""
+        if self.symlinks_allowed:
+            return
+        for part in (*reversed(path.parents), path):
+            if os.path.islink(part):
+                raise UsageError(f"path {str(path)!r} holds a symbolic link", found=str(part))
+
+    def _check_text(self, path: str | os.PathLike[str]) -> Path:
+        absolute = check_path(path)
+        length = len(os.fsencode(absolute))
+        if self.length_max is not None and length > self.length_max:
+            raise UsageError("path is too long", found=length, expected=f"1 to {self.length_max} bytes")
+        for word in self.sensitive_words:
+            # Also as it was given: "x/password/.." is gone from the absolute path.
+            if word in os.fspath(path) or word in str(absolute):
+                what = f"path {str(absolute)!r} holds a sensitive word"
+                raise UsageError(what, found=word, hint="PathRules(sensitive_words=...) chooses the words")
+        real = Path(os.path.realpath(absolute))
+        for prefix in self.forbidden_prefixes:
+            if any(Path(prefix) in (place, *place.parents) for place in (absolute, real)):
+                raise UsageError(f"path {str(absolute)!r} is a special one", found=f"below {prefix!r}")
+        self.check_links(absolute)
+        return absolute
+
+    def _check_folders(self, absolute: Path) -> None:
+        """Check the nearest folder above the path, and the path where it exists."""
+        if os.path.lexists(absolute) and not os.path.isdir(absolute):
+            raise UsageError("path is not a folder", found=str(absolute))
+        above = nearest_folder(absolute.parent)
+        if not os.path.isdir(above):
+            raise UsageError("path lies below what is not a folder", found=str(above))
+        for folder in (above, absolute) if os.path.isdir(absolute) else (above,):
+            self._check_owner_and_mode(folder)
+        self._check_file_system(nearest_folder(absolute))
+
+    def _check_owner_and_mode(self, folder: Path) -> None:
+        try:
+            status = os.stat(folder)
+        except OSError as error:
+            raise UsageError(f"folder {str(folder)!r} cannot be looked at: {error.strerror}") from error
+        mode = stat.S_IMODE(status.st_mode) & 0o777
+        if self.permission_max is not None and mode & ~self.permission_max:
+            raise UsageError(
+                f"permission of folder {str(folder)!r} is too wide",
+                found=oct(mode),
+                expected=f"no bits beyond {oct(self.permission_max)}",
+                hint="chmod 750, or PathRules(permission_max=...)",
+            )
+        if self.owner_checked and status.st_uid != os.geteuid() and status.st_gid != os.getegid():
+            raise UsageError(
+                f"folder {str(folder)!r} belongs to somebody else",
+                found=f"user {status.st_uid}, group {status.st_gid}",
+                expected=f"user {os.geteuid()} or group {os.getegid()}",
+            )
+
+    def _check_file_system(self, folder: Path) -> None:
+        if not self.remote_file_systems:
+            return
+        found = file_system_of(Path(os.path.realpath(folder)))
+        if found in self.remote_file_systems or found.split(".")[0] in self.remote_file_systems:
+            raise UsageError(
+                f"folder {str(folder)!r} is not on a local file system",
+                found=found,
+                hint="PathRules(remote_file_systems=()) takes any",
+            )
+
+
+STRICT = PathRules()
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return path, or the nearest one above it that exists."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and what is missing above it, each durable and with mode 0750 whatever the umask.
+
+    Raises CorruptError for what is no folder, IOFailedError.
+    """
+    above = nearest_folder(path)
+    folder = Directory.open(above, exact_modes=True)
+    for name in path.relative_to(above).parts:
+        with folder:
+            below = folder.child(name, create=True)
+        folder = below
+    folder.close()
+
+
+def file_system_of(path: Path) -> str:
+    """Return the type of the file system that a path, absolute and without links, lies on. Raises IOFailedError.
+
+    By the mount points and not by device numbers, which btrfs and overlays give to each of their volumes.
+    """
+    try:
+        lines = Path(MOUNTS_FILE).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError as error:
+        hint = "PathRules(remote_file_systems=()) does without"
+        raise IOFailedError(f"{MOUNTS_FILE} cannot be read: {error.strerror}", errno=error.errno, hint=hint) from error
+    best, found = -1, "unknown"
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount_point = Path(_unescaped(fields.split(" ")[4]))
+        # A later mount on the same point hides the earlier one.
+        if (mount_point == path or mount_point in path.parents) and len(mount_point.parts) >= best:
+            best, found = len(mount_point.parts), rest.split(" ")[0]
+    return found
+
+
+def _unescaped(text: str) -> str:
+    """Return a mount point as it is: the kernel writes blanks and backslashes as \\ooo."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text)

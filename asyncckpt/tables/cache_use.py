@@ -1,0 +1,126 @@
+"""How much the rows of a cache level are used, and which of them go when others need room.
+
+    lru   the row whose last lookup is longest ago goes first
+    lfu   the row with the fewest lookups since it came goes first; of equal ones the lru
+
+Time is counted in lookups. Victims are found in advance: once in a while the oldest eighth of the cache is put in a
+queue, and whoever needs room takes from it, passing over rows that were used since. So a batch costs what it evicts,
+not what the cache holds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+POLICIES = ("lru", "lfu")
+# A refill queues this part of the cache, or what is needed if that is more.
+QUEUE_SHARE = 8
+# How many queued rows are looked at in one go.
+QUEUE_SLICE_ROWS = 1024
+# For lfu one number orders rows by lookups and then by time; 2**40 lookups take longer than any training.
+TICK_BITS = 40
+HITS_MAX = (1 << (63 - TICK_BITS)) - 1
+
+
+class CacheUse:
+    """Use of `rows` cache rows. Callers hold the table's lock.
+
+    `ticks` is the lookup that used a row last, `hits` how many lookups did since it came, `awaited` whether a prefetch
+    brought or found it for a lookup that has not come yet.
+    """
+
+    def __init__(self, rows: int, *, policy: str) -> None:
+        assert policy in POLICIES
+        self._policy = policy
+        self.tick = 0
+        self.ticks: I64 = np.zeros(rows, dtype=np.int64)
+        self.hits: I64 = np.zeros(rows, dtype=np.int64)
+        self.awaited: Mask = np.zeros(rows, dtype=np.bool_)
+        self._empty_queue()
+
+    def begin_lookup(self) -> None:
+        """Begin a lookup: rows that it touches are no victims until the next one begins."""
+        self.tick += 1
+
+    def touch(self, rows: I64) -> None:
+        """Count rows as used by this lookup, each once, however often it is mentioned."""
+        self.ticks[rows] = self.tick
+        self.hits[rows] += 1
+        self.awaited[rows] = False
+
+    def begin_rows(self, rows: I64, *, awaited: bool) -> None:
+        """Begin to count for rows that have just come."""
+        self.ticks[rows] = self.tick
+        self.hits[rows] = 0
+        self.awaited[rows] = awaited
+
+    def grow(self, rows: int) -> None:
+        """Make room for rows in all."""
+        more = rows - len(self.ticks)
+        self.ticks = np.concatenate([self.ticks, np.zeros(more, dtype=np.int64)])
+        self.hits = np.concatenate([self.hits, np.zeros(more, dtype=np.int64)])
+        self.awaited = np.concatenate([self.awaited, np.zeros(more, dtype=np.bool_)])
+
+    def clear(self) -> None:
+        """Forget all use."""
+        self.awaited[:] = False
+        self._empty_queue()
+
+    def victims(self, count: int, *, used: I64, awaited_too: bool) -> I64:
+        """Return up to count rows to evict; they must go before the next call. None: no row may go.
+
+        used is what every cache row holds, -1 nothing. Rows of the latest lookup never go, rows that a prefetch is
+        waited for only with awaited_too.
+        """
+        rows = self._from_queue(count, used=used, awaited_too=awaited_too)
+        if not rows.size:
+            self._refill(count, used=used, awaited_too=awaited_too)
+            rows = self._from_queue(count, used=used, awaited_too=awaited_too)
+        return rows
+
+    def _from_queue(self, count: int, *, used: I64, awaited_too: bool) -> I64:
+        found: list[I64] = []
+        while count and self._queue_at < self._queue.size:
+            part = slice(self._queue_at, self._queue_at + max(count, QUEUE_SLICE_ROWS))
+            rows = self._queue[part]
+            # A row that left and came back, or was looked up, has another tick than when it was queued.
+            good = (used[rows] >= 0) & (self.ticks[rows] == self._queue_ticks[part])
+            if not awaited_too:
+                good &= ~self.awaited[rows]
+            taken = np.flatnonzero(good)[:count]
+            # Behind the last one that is taken the slice may hold more for the next call.
+            self._queue_at += int(taken[-1]) + 1 if taken.size == count else rows.size
+            count -= taken.size
+            found.append(rows[taken])
+        return np.concatenate(found) if found else _no_rows()
+
+    def _refill(self, count: int, *, used: I64, awaited_too: bool) -> None:
+        free_to_go = (used >= 0) & (self.ticks != self.tick)
+        if not awaited_too:
+            free_to_go &= ~self.awaited
+        rows = np.flatnonzero(free_to_go)
+        keys = self._keys(rows)
+        wanted = max(count, used.size // QUEUE_SHARE)
+        if wanted < rows.size:
+            oldest = np.argpartition(keys, wanted)[:wanted]
+            rows, keys = rows[oldest], keys[oldest]
+        self._queue = rows[np.argsort(keys)]
+        self._queue_ticks = self.ticks[self._queue]
+        self._queue_at = 0
+
+    def _keys(self, rows: I64) -> I64:
+        ticks = self.ticks[rows]
+        if self._policy == "lru":
+            return ticks
+        return (np.minimum(self.hits[rows], HITS_MAX) << TICK_BITS) + ticks
+
+    def _empty_queue(self) -> None:
+        self._queue, self._queue_ticks, self._queue_at = _no_rows(), _no_rows(), 0
+
+
+def _no_rows() -> I64:
+    return np.empty(0, dtype=np.int64)

@@ -1,0 +1,96 @@
+"""Batches of features with any number of ids per sample, taken apart and checked.
+
+A batch is a KeyedJaggedTensor of TorchRec, known by its shape (`keys()`, and items with `values()`, `lengths()` and
+`weights_or_none()`), or a mapping of feature name to (values, offsets):
+
+    values   int64 [n], the ids of all samples, one after the other
+    offsets  int64 or int32 [batch + 1], where each sample begins; the first is 0, the last n
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UsageError
+
+OFFSET_DTYPES = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """The ids of one feature: values int64 [n], offsets int64 [batch + 1] on the CPU, weights [n] where asked for."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+
+
+def feature_of(batch: Any, name: str, *, weighted: bool) -> Feature:
+    """Take one feature out of a batch and check it."""
+    if not callable(getattr(batch, "keys", None)) or not hasattr(batch, "__getitem__"):
+        expected = "a KeyedJaggedTensor, or a mapping of feature to (values, offsets)"
+        raise UsageError("batch of a collection is wrong", found=type(batch), expected=expected)
+    known = list(batch.keys())
+    if name not in known:
+        raise UsageError(f"batch lacks feature {name!r}", found=known)
+    item = batch[name]
+    if callable(getattr(item, "lengths", None)) and callable(getattr(item, "values", None)):
+        return _from_jagged_tensor(item, name, weighted=weighted)
+    if weighted:
+        raise UsageError(f"feature {name!r} has no weights", expected="a KeyedJaggedTensor with weights")
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise UsageError(f"feature {name!r} is wrong", found=type(item), expected="(values, offsets)")
+    values, offsets = item
+    return Feature(values=_checked_values(values, name), offsets=_checked_offsets(offsets, values, name), weights=None)
+
+
+def _from_jagged_tensor(item: Any, name: str, *, weighted: bool) -> Feature:
+    """Take over a JaggedTensor. By its lengths: the offsets of a view into a larger one need not begin at 0."""
+    values = _checked_values(item.values(), name)
+    offsets = torch.zeros(len(item.lengths()) + 1, dtype=torch.int64)
+    offsets[1:] = item.lengths().cpu().to(torch.int64).cumsum(0)
+    weights = item.weights_or_none() if weighted else None
+    if weighted and weights is None:
+        raise UsageError(f"feature {name!r} has no weights", expected="a KeyedJaggedTensor with weights")
+    return Feature(values=values, offsets=_checked_offsets(offsets, values, name), weights=weights)
+
+
+def _checked_values(values: object, name: str) -> torch.Tensor:
+    if not isinstance(values, torch.Tensor) or values.dim() != 1:
+        found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
+        raise UsageError(f"values of feature {name!r} are wrong", found=found, expected="an int64 tensor [n]")
+    if values.dtype is not torch.int64:
+        # Features of a table are put together, which would turn other dtypes into int64 without a word.
+        what = f"values of feature {name!r} have the wrong dtype"
+        raise UsageError(what, found=values.dtype, expected=torch.int64, hint="use values.long() if they are ids")
+    return values
+
+
+def _checked_offsets(offsets: object, values: torch.Tensor, name: str) -> torch.Tensor:
+    what = f"offsets of feature {name!r} are wrong"
+    if not isinstance(offsets, torch.Tensor) or offsets.dtype not in OFFSET_DTYPES or offsets.dim() != 1:
+        found = (offsets.dtype, tuple(offsets.shape)) if isinstance(offsets, torch.Tensor) else type(offsets)
+        raise UsageError(what, found=found, expected="an int64 or int32 tensor [batch + 1]")
+    offsets = offsets.detach().cpu().to(torch.int64)
+    ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else None
+    if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
+        expected = f"ascending from 0 to {len(values)}, the number of values"
+        raise UsageError(what, found=offsets[:16].tolist(), expected=expected, hint="one more than samples are wanted")
+    return offsets
+
+
+def joined_offsets(parts: list[Feature]) -> torch.Tensor:
+    """Return the offsets of several features one after the other, int64 [all samples + 1]."""
+    joined = [torch.zeros(1, dtype=torch.int64)]
+    begin = 0
+    for part in parts:
+        joined.append(part.offsets[1:] + begin)
+        begin += len(part.values)
+    return torch.cat(joined)
+
+
+def joined_weights(parts: list[Feature]) -> torch.Tensor:
+    return torch.cat([part.weights for part in parts if part.weights is not None])

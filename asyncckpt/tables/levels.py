@@ -1,0 +1,187 @@
+"""Both levels of a multi-level table, and the moves of rows between them. Callers hold the table's lock.
+
+    host    RowStore on the CPU: every id has a row here
+    cache   CacheLevel on any device: the newest values of the ids that are in it; their host rows are out of date
+
+Training writes cache rows in place and tells nobody, so every row that leaves the cache is written back, all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.tables.cache_level import CacheLevel
+from asyncckpt.tables.expiry import is_below
+from asyncckpt.tables.row_store import RowStore
+
+I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+# A cache that is too small for a batch grows by this part more than the batch needs: the next may be a little larger.
+GROWTH_SHARE = 8
+
+
+@dataclass
+class LevelCounts:
+    """What has happened so far, in ids or rows."""
+
+    hits: int = 0
+    misses: int = 0
+    inserted: int = 0
+    evictions: int = 0
+    written_back: int = 0
+    prefetched: int = 0
+
+
+class Levels:
+    """A host level and the cache over it."""
+
+    def __init__(self, store: RowStore, cache: CacheLevel) -> None:
+        self.store = store
+        self.cache = cache
+        self.counts = LevelCounts()
+
+    def lookup(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
+        """Bring ids into the cache and return their cache rows, -1 for absent ids that get no row.
+
+        insert: absent ids get a row; with admitted, distinct ids, only these.
+        """
+        cache = self.cache
+        cache.use.begin_lookup()
+        rows = cache.find(ids)
+        missed = rows < 0
+        hits = rows[~missed] if missed.any() else rows
+        self.counts.hits += hits.size
+        self.counts.misses += ids.size - hits.size
+        cache.use.touch(hits)
+        if hits.size < ids.size:
+            self._bring_missed(np.unique(ids[missed]), hits, insert=insert, admitted=admitted)
+            rows[missed] = cache.find(ids[missed])
+            brought = rows[missed]
+            cache.use.touch(brought[brought >= 0])
+        return rows
+
+    def prefetch(self, ids: I64) -> int:
+        """Bring known ids into the cache, as far as there is room, and return how many came."""
+        rows = self.cache.find(ids)
+        cached = rows >= 0
+        self.cache.use.awaited[rows[cached]] = True
+        missing = np.unique(ids[~cached])
+        host_rows = self.store.find(missing)
+        missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
+        room = self._make_room(missing.size, awaited_too=False)
+        self._bring(missing[:room], host_rows[:room], awaited=True)
+        brought_count = min(room, missing.size)
+        self.counts.prefetched += brought_count
+        return brought_count
+
+    def insert(self, ids: I64, values: Mapping[str, torch.Tensor]) -> None:
+        """Set columns of ids (distinct), wherever each of them is; absent ids get a host row."""
+        rows = self.cache.find(ids)
+        outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
+        if outside.size:
+            self.store.write(self._new_rows(ids[outside]), _part(values, outside))
+        if inside.size:
+            self.cache.write(rows[inside], _part(values, inside))
+
+    def remove(self, ids: I64) -> int:
+        """Forget ids and return how many of them were there."""
+        rows = self.cache.find(ids)
+        removed_count = self.store.remove(ids)
+        self.cache.drop(np.unique(rows[rows >= 0]))
+        return removed_count
+
+    def read(self, ids: I64) -> dict[str, torch.Tensor]:
+        """Return the newest rows, on the CPU, of known ids; nothing moves."""
+        values = self.store.read(self.store.find(ids))
+        rows = self.cache.find(ids)
+        inside = np.flatnonzero(rows >= 0)
+        if inside.size:
+            for name, cached in self.cache.read(rows[inside]).items():
+                values[name].index_copy_(0, torch.from_numpy(inside), cached.cpu())
+        return values
+
+    def known(self, ids: I64) -> Mask:
+        """Return which of ids have a row."""
+        known: Mask = self.cache.find(ids) >= 0
+        outside = ~known
+        known[outside] = self.store.find(ids[outside]) >= 0
+        return known
+
+    def expired(self, column: str, below: float) -> I64:
+        """Return the ids whose newest number in a column is below a bound."""
+        rows = self.store.rows()
+        values = self.store.column(column)[torch.from_numpy(rows)]
+        cached = self.cache.used_rows()
+        if cached.size:
+            newest = self.cache.column(column)[torch.from_numpy(cached).to(self.cache.device)].cpu()
+            # Every cached id has a host row, so it is found among them.
+            values[torch.from_numpy(np.searchsorted(rows, self.cache.host_rows[cached]))] = newest
+        return self.store.ids_of(rows[is_below(values, below)])
+
+    def empty_cache(self, *, write_back: bool) -> None:
+        """Free all cache rows, written back to their host rows or forgotten."""
+        if write_back:
+            self._write_back(self.cache.used_rows())
+        self.cache.clear()
+
+    def _bring_missed(self, missing: I64, hits: I64, *, insert: bool, admitted: I64 | None) -> None:
+        host_rows = self.store.find(missing)
+        if insert:
+            absent = host_rows < 0
+            if admitted is not None:
+                absent &= np.isin(missing, admitted)
+            if absent.any():
+                host_rows[absent] = self._new_rows(missing[absent])
+        missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
+        # A hit may be mentioned often, so counting distinct ones is left for when it matters.
+        if missing.size + hits.size > self.cache.rows_count:
+            needed = missing.size + np.unique(hits).size
+            if needed > self.cache.rows_count:
+                self.cache.grow(needed + needed // GROWTH_SHARE)
+        room = self._make_room(missing.size, awaited_too=True)
+        assert room >= missing.size
+        self._bring(missing, host_rows, awaited=False)
+
+    def _new_rows(self, ids: I64) -> I64:
+        rows_before = len(self.store)
+        rows = self.store.insert(ids)
+        self.counts.inserted += len(self.store) - rows_before
+        return rows
+
+    def _bring(self, ids: I64, host_rows: I64, *, awaited: bool) -> None:
+        if ids.size:
+            self.cache.put(ids, host_rows, self.store.columns(), awaited=awaited)
+
+    def _make_room(self, count: int, *, awaited_too: bool) -> int:
+        """Evict until count rows are free, or nothing may go; return how many are free."""
+        while self.cache.free_count < count:
+            short = count - self.cache.free_count
+            victims = self._victims(short, awaited_too=awaited_too)
+            if not victims.size:
+                break
+            self._write_back(victims)
+            self.cache.drop(victims)
+            self.counts.evictions += victims.size
+        return self.cache.free_count
+
+    def _victims(self, count: int, *, awaited_too: bool) -> I64:
+        use, used = self.cache.use, self.cache.host_rows
+        victims = use.victims(count, used=used, awaited_too=False)
+        if awaited_too and not victims.size:
+            victims = use.victims(count, used=used, awaited_too=True)
+        return victims
+
+    def _write_back(self, rows: I64) -> None:
+        self.store.take_over(self.cache.host_rows[rows], self.cache.columns(), rows)
+        self.counts.written_back += rows.size
+
+
+def _part(values: Mapping[str, torch.Tensor], positions: I64) -> dict[str, torch.Tensor]:
+    index = torch.from_numpy(positions)
+    return {name: value.index_select(0, index.to(value.device)) for name, value in values.items()}

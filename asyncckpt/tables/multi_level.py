@@ -1,0 +1,364 @@
+"""MultiLevelTable: a small cache level on any device over a host level that holds every id.
+
+Training sees the cache: `lookup` brings the rows of a batch into it and returns cache rows, which index `embedding`
+and `slot(name)`. Rows that have to go are written back to the host level, all columns. What a lookup returned is valid
+until the next lookup, insert, remove, evict, clear or load on the table; a prefetch never moves the rows of the latest
+lookup. So modules and optimizers look their ids up again whenever they need rows.
+
+    lookup     ids -> cache rows; absent ids get a row (host row too), if they are admitted
+    prefetch   a hint: rows of known ids come into the cache ahead of their lookup. It changes no value, gives no id a
+               row, counts nothing, and stops where it finds no room
+    evict      forgets ids by age or count; not to be mixed up with rows leaving the cache
+
+Threads: any method may be called from any thread; one lock is held during a call, by a cut until its fence and by a
+load until its end. Cache map and cache rows change together under it, so a cut reads the map of the step of its
+weights, even when prefetches for later steps have moved rows: nothing like a history of maps is needed (compare RecSDK,
+whose map runs ahead of the weights). In-place updates of rows are the caller's to keep apart from a cut: the training
+thread makes the cut, or stands still while another does. While a cut is open behind its fence, growth of the host
+level, `clear` and loads wait until its rows are exported.
+
+Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admission), HierarchicalKV (policies).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Table, TableSchema
+from asyncckpt.tables.cache_level import CacheLevel
+from asyncckpt.tables.cache_use import POLICIES
+from asyncckpt.tables.candidates import CandidateTable
+from asyncckpt.tables.cut import HashTableLoad
+from asyncckpt.tables.ids import IdsLike, check_owned, flat_ids, one_id, owned_mask
+from asyncckpt.tables.initializer import Initializer, check_initializer
+from asyncckpt.tables.levels import Levels
+from asyncckpt.tables.multi_level_cut import MultiLevelCut
+from asyncckpt.tables.row_store import RowStore
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
+from asyncckpt.tables.table_arguments import (
+    check_eviction,
+    check_slot,
+    checked_count,
+    checked_device,
+    checked_name,
+    checked_shard,
+    checked_values,
+    last_mentions,
+)
+from asyncckpt.tables.table_lock import TableLock
+
+CANDIDATES = "candidates"
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What a MultiLevelTable has done so far, in ids or rows; `paused_seconds` is what open cuts made training wait."""
+
+    hits_count: int
+    misses_count: int
+    inserted_count: int
+    evictions_count: int
+    written_back_count: int
+    prefetched_count: int
+    cached_count: int
+    paused_seconds: float
+
+
+class MultiLevelTable:
+    """A table that need not fit its device, and that a Saver can save while training goes on. Implements `Table`.
+
+    cache_rows      rows of the cache level, on `device`. A batch with more distinct ids makes it grow, with one warning
+    policy          which rows leave the cache: "lru" (longest unused) or "lfu" (least often used since they came)
+    admit_after     an id gets a row at its n-th lookup; until then lookups give -1 (see `companions`)
+    capacity        rows of the host level to begin with; it grows
+    undo_bytes_max  bound of the memory that one open cut takes for old values of rows; training waits beyond it
+
+    The rest is as in HashTable. Raises UsageError for wrong arguments and UnsupportedError for a dtype that tables
+    cannot hold.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        cache_rows: int,
+        dtype: torch.dtype = torch.float32,
+        optimizer_slots: Mapping[str, SlotSpec] | None = None,
+        metadata: Mapping[str, SlotSpec] | None = None,
+        shard: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cpu",
+        capacity: int = 1024,
+        initializer: Initializer = None,
+        policy: Literal["lru", "lfu"] = "lru",
+        admit_after: int = 1,
+        undo_bytes_max: int = 256 << 20,
+    ) -> None:
+        self._name = checked_name(name)
+        layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
+        checked_count("cache_rows", cache_rows, table=name)
+        checked_count("capacity", capacity, table=name)
+        if policy not in POLICIES:
+            raise UsageError(f"policy of table {name!r} is wrong", found=policy, expected=POLICIES)
+        check_initializer(initializer, table=name)
+        self._admit_after = checked_count("admit_after", admit_after, table=name)
+        self._undo_bytes_max = checked_count("undo_bytes_max", undo_bytes_max, table=name)
+        self._shard = checked_shard(name, shard)
+        self._device = checked_device(name, device)
+        self._dim, self._dtype = dim, dtype
+        self._schema = layout.schema
+        self._lock = TableLock(name)
+        self._store = RowStore(layout, device=torch.device("cpu"), capacity=capacity, initializer=initializer)
+        self._cache = CacheLevel(layout.schema, rows=cache_rows, device=self._device, policy=policy)
+        self._levels = Levels(self._store, self._cache)
+        self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
+        self._cache_rows_wished = cache_rows
+        self._growth_warned = False
+        self._paused_seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def dim(self) -> int:
+        return self._dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the cache level; the host level is on the CPU."""
+        return self._device
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self._shard
+
+    @property
+    def capacity(self) -> int:
+        """How many rows the host level has room for now."""
+        return self._store.capacity
+
+    @property
+    def cache_rows(self) -> int:
+        """How many rows the cache level has room for now; what a lookup returns is below it."""
+        return self._cache.rows_count
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The live cache level of the embedding, `[cache_rows, dim]`; fetch it anew after a lookup."""
+        return self._cache.column(EMBEDDING_COLUMN)
+
+    def slot(self, name: str) -> torch.Tensor:
+        """Return the live cache level, `[cache_rows, *row_shape]`, of an optimizer slot or metadata column.
+
+        Raises UsageError.
+        """
+        check_slot(self._schema, name, table=self._name)
+        return self._cache.column(name)
+
+    def schema(self) -> TableSchema:
+        """Return the columns in their order: id, embedding, optimizer slots, metadata."""
+        return self._schema
+
+    def companions(self) -> Mapping[str, Table]:
+        """Return the tables that belong to this one and are saved beside it, by suffix.
+
+        `candidates`, where admit_after is above 1: counts of ids that have no row yet.
+        """
+        return {} if self._candidates is None else {CANDIDATES: self._candidates}
+
+    def __len__(self) -> int:
+        """How many ids there are, without waiting for the lock; ids that are not admitted yet do not count."""
+        return len(self._store)
+
+    def __contains__(self, id: object) -> bool:
+        flat = one_id(id, table=self._name)
+        with self._lock.hold("lookup"):
+            return bool(self._levels.known(flat)[0])
+
+    def __repr__(self) -> str:
+        where = f"cache_rows={self.cache_rows}, device={str(self._device)!r}"
+        return f"MultiLevelTable({self._name!r}, dim={self.dim}, rows={len(self)}, {where}, shard={self._shard})"
+
+    def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
+        """Bring the rows of ids (int64, any shape) into the cache; return their cache rows in the shape of ids.
+
+        An absent id gets a new row at its admit_after-th lookup with insert; else it gives -1. Of one call an id counts
+        once. Raises UsageError, before any change, when ids are not int64 or one that would be inserted belongs to
+        another shard. Warns once per table when the cache had to grow.
+        """
+        flat = flat_ids(ids, table=self._name)
+        if insert:
+            check_owned(flat, shard=self._shard, table=self._name)
+        admitted = self._admitted(flat) if insert and self._candidates is not None else None
+        with self._lock.hold("lookup"):
+            rows = self._levels.lookup(flat, insert=insert, admitted=admitted)
+        self._warn_of_growth()
+        return torch.from_numpy(rows).view(ids.shape).to(self._device)
+
+    def prefetch(self, ids: IdsLike) -> int:
+        """Bring rows of known ids (int64, any shape) into the cache for a coming batch; return how many came.
+
+        Rows that an earlier prefetch brought stay until a lookup has used them, so several batches may be ahead; it
+        stops when nothing else may go. It may run on another thread than training, beside the use of looked-up rows.
+        Raises UsageError.
+        """
+        flat = flat_ids(ids, table=self._name)
+        with self._lock.hold("prefetch"):
+            return self._levels.prefetch(flat)
+
+    def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
+        """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
+
+        As HashTable.insert. Each id is set where its newest row is, and absent ids get a row whether admitted or not.
+        Raises UsageError before any change.
+        """
+        flat = flat_ids(ids, table=self._name)
+        check_owned(flat, shard=self._shard, table=self._name)
+        values = checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name)
+        order = last_mentions(flat)
+        source = torch.from_numpy(order)
+        distinct = {name: value[source.to(value.device)] for name, value in values.items()}
+        with self._lock.hold("insert"):
+            self._levels.insert(flat[order], distinct)
+        if self._candidates is not None:
+            self._candidates.forget(flat[order])
+
+    def remove(self, ids: IdsLike) -> int:
+        """Forget ids (int64, any shape) and return how many of them were there; their rows are free for others."""
+        flat = flat_ids(ids, table=self._name)
+        with self._lock.hold("removal"):
+            return self._levels.remove(flat)
+
+    def evict(self, column: str, *, below: float) -> int:
+        """Forget the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
+
+        As HashTable.evict, by the newest number of every id, cached or not. Raises UsageError.
+        """
+        check_eviction(self._schema, column, below, table=self._name)
+        with self._lock.hold("eviction"):
+            return self._levels.remove(self._levels.expired(column, below))
+
+    def clear(self) -> None:
+        """Forget all ids, also those on trial; the room of both levels stays."""
+        with self._lock.hold("clear"):
+            self._store.clear()
+            self._levels.empty_cache(write_back=False)
+        if self._candidates is not None:
+            self._candidates.clear()
+
+    def reserve(self, rows: int) -> None:
+        """Make room in the host level for rows in all: inserts up to there do not grow it. Raises UsageError."""
+        checked_count("rows of a reservation", rows, table=self._name, at_least=0)
+        with self._lock.hold("reservation"):
+            self._store.reserve(rows)
+
+    def read(self, ids: IdsLike) -> dict[str, torch.Tensor]:
+        """Return the newest values of ids (int64, any shape) in every column but `id`; nothing moves.
+
+        Each is a new CPU tensor `[*ids.shape, *row_shape]`. Raises UsageError for an id without a row.
+        """
+        flat = flat_ids(ids, table=self._name)
+        with self._lock.hold("reading"):
+            known = self._levels.known(flat)
+            if not known.all():
+                first = int(flat[int(np.argmin(known))])
+                what = f"id to read from table {self._name!r} has no row"
+                raise UsageError(what, found=first, hint="lookup(ids, insert=False) gives -1 for such ids")
+            values = self._levels.read(flat)
+        return {name: value.reshape((*ids.shape, *value.shape[1:])) for name, value in values.items()}
+
+    def ids(self) -> torch.Tensor:
+        """Return the ids, int64 [n] on the CPU, ordered by host row; a copy."""
+        with self._lock.hold("listing"):
+            return torch.from_numpy(self._store.ids())
+
+    def owns(self, ids: IdsLike) -> torch.Tensor:
+        """Return which of ids (int64, any shape) belong to this shard: bool, in the shape and on the device of ids."""
+        flat = flat_ids(ids, table=self._name)
+        mask = torch.from_numpy(owned_mask(flat, shard=self._shard)).view(ids.shape)
+        return mask.to(ids.device) if isinstance(ids, torch.Tensor) else mask
+
+    def statistics(self) -> CacheStatistics:
+        """Return what has happened so far."""
+        with self._lock.hold("listing"):
+            counts = self._levels.counts
+            return CacheStatistics(
+                hits_count=counts.hits,
+                misses_count=counts.misses,
+                inserted_count=counts.inserted,
+                evictions_count=counts.evictions,
+                written_back_count=counts.written_back,
+                prefetched_count=counts.prefetched,
+                cached_count=self._cache.rows_count - self._cache.free_count,
+                paused_seconds=self._paused_seconds,
+            )
+
+    def begin_cut(self) -> MultiLevelCut:
+        """Hold the table still until the cut's fence. Raises DeadlineError when another use of it does not end."""
+        self._lock.acquire("cut")
+        try:
+            return MultiLevelCut(
+                self._name,
+                store=self._store,
+                cache=self._cache,
+                lock=self._lock,
+                undo_bytes_max=self._undo_bytes_max,
+                on_pause=self._add_pause,
+            )
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> HashTableLoad:
+        """Take the table for a load until its end, emptied first when clear, with room for rows_count more rows.
+
+        The load fills the host level; the cache is empty when it begins. Columns named in `filled` get no initial
+        values: the load writes them for every row it inserts.
+        """
+        checked_count("rows_count of a load", rows_count, table=self._name, at_least=0)
+        self._lock.acquire("load")
+        try:
+            # The load writes host rows without a word to watchers.
+            self._store.watchers.storage_moves()
+            self._levels.empty_cache(write_back=not clear)
+            if clear:
+                self._store.clear()
+            self._store.reserve(len(self._store) + rows_count)
+            return HashTableLoad(self._name, store=self._store, lock=self._lock, shard=self._shard, filled=filled)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _admitted(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count a lookup of the absent ones of ids and return those that get a row now, distinct.
+
+        Between the steps no lock is held: a cut holds the locks of both tables, in whatever order it took them.
+        """
+        assert self._candidates is not None
+        with self._lock.hold("lookup"):
+            absent = np.unique(ids[~self._levels.known(ids)])
+        return self._candidates.add(absent, admit_at=self._admit_after) if absent.size else absent
+
+    def _warn_of_growth(self) -> None:
+        # Outside the lock, after the work is done: a program may have made warnings errors.
+        if self._growth_warned or self._cache.rows_count == self._cache_rows_wished:
+            return
+        self._growth_warned = True
+        what = f"cache of table {self._name!r} grew from {self._cache_rows_wished} to {self._cache.rows_count} rows"
+        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=3)
+
+    def _add_pause(self, seconds: float) -> None:
+        self._paused_seconds += seconds

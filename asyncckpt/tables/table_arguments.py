@@ -1,0 +1,104 @@
+"""Arguments of tables, checked. Every function raises UsageError before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Role, TableSchema
+from asyncckpt.tables.slots import EMBEDDING_COLUMN
+
+
+def checked_name(name: object) -> str:
+    """Return the name of a table."""
+    if not isinstance(name, str) or not name:
+        raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
+    return name
+
+
+def checked_count(what: str, value: object, *, table: str, at_least: int = 1) -> int:
+    """Return a number of rows, bytes or times; `what` names it."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise UsageError(f"{what} of table {table!r} is wrong", found=value, expected=f"an int >= {at_least}")
+    return value
+
+
+def checked_shard(name: str, shard: object) -> tuple[int, int]:
+    """Return (index, count) of a table."""
+    if isinstance(shard, tuple) and len(shard) == 2 and all(_is_int(part) for part in shard):
+        index, count = shard
+        if 0 <= index < count:
+            return index, count
+    raise UsageError(f"shard of table {name!r} is wrong", found=shard, expected="(index, count), 0 <= index < count")
+
+
+def checked_device(name: str, device: torch.device | str) -> torch.device:
+    """Return the device of a table's rows."""
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device of table {name!r} is wrong", found=device) from error
+    if checked.type == "meta":
+        raise UsageError(f"device of table {name!r} is wrong", found=device, hint="rows need memory")
+    return checked
+
+
+def check_slot(schema: TableSchema, name: object, *, table: str) -> None:
+    """Check that name is an optimizer slot or a metadata column."""
+    slots = [column.name for column in schema.columns if column.role in (Role.OPTIMIZER, Role.METADATA)]
+    if name not in slots:
+        raise UsageError(f"table {table!r} has no such slot", found=name, expected=slots)
+
+
+def checked_values(
+    schema: TableSchema,
+    rows: object,
+    slots: Mapping[str, object],
+    *,
+    ids_shape: tuple[int, ...],
+    table: str,
+) -> dict[str, torch.Tensor]:
+    """Return values per column as `[n, *row_shape]`, from embedding rows and slots in the shape of their ids."""
+    for name in slots:
+        check_slot(schema, name, table=table)
+    values: dict[str, torch.Tensor] = {}
+    for name, value in {EMBEDDING_COLUMN: rows, **slots}.items():
+        what = f"values for column {name!r} of table {table!r}"
+        column = schema.column(name)
+        assert column is not None
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"{what} are wrong", found=type(value), expected=torch.Tensor)
+        if value.dtype is not column.dtype:
+            hint = f"use values.to({column.dtype})"
+            raise UsageError(f"{what} have the wrong dtype", found=value.dtype, expected=column.dtype, hint=hint)
+        shape = (*ids_shape, *column.row_shape)
+        if tuple(value.shape) != shape:
+            raise UsageError(f"{what} have the wrong shape", found=tuple(value.shape), expected=shape)
+        values[name] = value.detach().reshape(math.prod(ids_shape), *column.row_shape)
+    return values
+
+
+def check_eviction(schema: TableSchema, column: object, below: object, *, table: str) -> None:
+    """Check the arguments of `evict`: a metadata column of one number a row, and a number."""
+    found = schema.column(column) if isinstance(column, str) else None
+    if found is None or found.role is not Role.METADATA or found.row_shape != ():
+        known = [c.name for c in schema.columns if c.role is Role.METADATA and c.row_shape == ()]
+        what = f"column for an eviction from table {table!r} is wrong"
+        raise UsageError(what, found=column, expected=f"a metadata column of row shape (), one of {known}")
+    if isinstance(below, bool) or not isinstance(below, (int, float)) or math.isnan(below):
+        raise UsageError(f"bound of an eviction from table {table!r} is wrong", found=below, expected="a number")
+
+
+def last_mentions(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each value is mentioned last, ordered by value: index_copy_ promises no order among equal rows."""
+    _, first_from_end = np.unique(values[::-1], return_index=True)
+    return np.asarray(values.size - 1 - first_from_end, dtype=np.int64)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,171 @@
+"""What the author of a suite says about his table, and the tools that the tests share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.checkpoints import describe
+from asyncckpt.loader import Loader
+from asyncckpt.model.result import LoadReport
+from asyncckpt.model.table import Role, Table
+from asyncckpt.saver import Saver
+from asyncckpt.testing.image import Contents, Image, raw_rows
+
+CutKind: TypeAlias = Literal["waits", "copies", "caller"]
+FailedLoad: TypeAlias = Literal["empty", "unchanged", "undefined"]
+
+NAME = "table"
+STEPS = 4  # Training steps that give a table something to save.
+THREAD_S_MAX = 60.0  # A use of a table that takes longer hangs.
+HELD_S = 0.1  # How long a thread is given to run into a table that should hold still.
+
+
+class TableCase:
+    """The hooks of a TableSuite. Override the first three, and what else is different about the table.
+
+    cut_kind     what keeps a table still between `begin_cut` and `fence`:
+                 "waits"   every use of it from another thread waits until the fence
+                 "copies"  the cut is a copy, the table may change at once
+                 "caller"  nothing; whoever makes the cut keeps training away
+    failed_load  what a load leaves that ends with `end(False)`: "empty", "unchanged" (as before the load), or
+                 "undefined" for tables that have no other place for their rows
+    fixed_ids    the ids are part of what the table is: none can be inserted or removed
+    """
+
+    cut_kind: CutKind = "waits"
+    failed_load: FailedLoad = "empty"
+    fixed_ids: bool = False
+
+    def make_table(self) -> Table:
+        """Return a new table; all of them have one schema and start from the same values."""
+        raise NotImplementedError("a TableSuite needs make_table(self) -> Table")
+
+    def train(self, table: Table, step: int, seed: int) -> None:
+        """Change rows of every column, insert and remove as the table can; depends on table, step and seed alone.
+
+        Called from the test's thread, or from one other thread at a time.
+        """
+        raise NotImplementedError("a TableSuite needs train(self, table, step, seed)")
+
+    def contents(self, table: Table) -> Contents:
+        """Return all rows by column name, in any one row order, without changing the table and not through a cut."""
+        raise NotImplementedError("a TableSuite needs contents(self, table)")
+
+    def make_shard(self, index: int, count: int) -> Table | None:
+        """Return a new table that holds the ids whose unsigned value modulo count is index; None: it cannot."""
+        return None
+
+    def internals(self, table: Table) -> Contents:
+        """Return what a save must leave as it is beside the contents: levels, cache map, counters; of any shapes."""
+        return {}
+
+    # -- tools ---------------------------------------------------------------------------------------------------------
+
+    def trained(self, seed: int = 1, *, steps: int = STEPS) -> Table:
+        """A table after some training."""
+        table = self.make_table()
+        self.train_steps(table, range(steps), seed)
+        return table
+
+    def train_steps(self, table: Table, steps: range, seed: int = 1) -> None:
+        for step in steps:
+            self.train(table, step, seed)
+
+    def image(self, table: Table) -> Image:
+        """A copy of the contents."""
+        return Image.of(self.contents(table))
+
+    def inside(self, table: Table) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+        """A copy of the internals, comparable with ==."""
+        return {name: _bits(values) for name, values in self.internals(table).items()}
+
+    def assert_holds(self, table: Table, expected: Image, *, what: str) -> None:
+        difference = self.image(table).difference(expected)
+        assert difference is None, f"{what}: {difference}"
+
+    def assert_loads(self, path: Path, expected: Image, *, step: int | None = None) -> None:
+        """A new table must come to hold the expected rows."""
+        table = self.make_table()
+        load(table, path, step=step)
+        self.assert_holds(table, expected, what=f"the table loaded from step {step or 'newest'}")
+
+    def assert_usable(self, table: Table, path: Path) -> None:
+        """Training, saving into a new directory and loading must work, and not wait for anything."""
+        in_thread(lambda: self.train_steps(table, range(50, 52), seed=50))
+        expected = self.image(table)
+        with saver(table, path) as saving:
+            saving.save_async(1).result(THREAD_S_MAX)
+        self.assert_loads(path, expected)
+
+    def weight_column(self, table: Table) -> str:
+        """The name of the first column that is a weight, else of the first one behind the ids."""
+        columns = table.schema().columns[1:]
+        return next((column.name for column in columns if column.role is Role.WEIGHT), columns[0].name)
+
+
+def saver(table: Table, path: Path, **options: Any) -> Saver:
+    """A Saver of one table. Without syncing: power does not fail here."""
+    return Saver(path=path, hashtables={NAME: table}, durability="none", **options)
+
+
+def load(table: Table, path: Path, **options: Any) -> LoadReport:
+    return Loader(path, {NAME: table}, **options).load()
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run work in a thread of its own, so that a table that was never given back fails a test and does not hang it."""
+    thread, failures = start_thread(work)
+    thread.join(THREAD_S_MAX)
+    assert not thread.is_alive(), f"a use of the table did not end within {THREAD_S_MAX} s: who holds it?"
+    if failures:
+        raise failures[0]
+
+
+def start_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """Start a thread; what work raises is in the list once the thread has ended."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    # A daemon: one that hangs must not keep the interpreter from ending.
+    thread = threading.Thread(target=run, name="table-suite", daemon=True)
+    thread.start()
+    return thread, failures
+
+
+def damage(path: Path, block: str) -> None:
+    """Flip one bit in the middle of a block of the newest step."""
+    info = describe(path)
+    found = next(item for item in info.blocks if item.name == block and item.bytes)
+    file = next(path / name for name in info.files if name.endswith(found.file))
+    with file.open("r+b") as handle:
+        handle.seek(found.offset + found.bytes // 2)
+        byte = handle.read(1)[0]
+        handle.seek(-1, 1)
+        handle.write(bytes([byte ^ 1]))
+
+
+def skip(reason: str) -> NoReturn:
+    """Leave out a test for what the suite's hooks say of the table."""
+    pytest.skip(reason)
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """The numbers below count in an order that the seed gives."""
+    return [int(index) for index in np.random.default_rng(seed).permutation(count)]
+
+
+def _bits(values: torch.Tensor | NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
+    return str(values.dtype), tuple(values.shape), raw_rows(values.reshape(-1)).tobytes()

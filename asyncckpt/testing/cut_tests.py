@@ -1,0 +1,216 @@
+"""Tests of the schema and of the cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.model.table import ID_COLUMN, HasCompanions, OwnsIds, Role, Table
+from asyncckpt.testing.case import HELD_S, THREAD_S_MAX, TableCase, in_thread, skip, start_thread
+from asyncckpt.testing.cuts import cut_image
+
+
+class SchemaTests(TableCase):
+    """What the table says about itself."""
+
+    def test_table_has_the_protocol(self) -> None:
+        table = self.make_table()
+        assert isinstance(table, Table), f"{type(table).__name__} lacks a member of asyncckpt.Table"
+        assert isinstance(table.name, str)
+        assert table.name
+        index, count = table.shard
+        assert 0 <= index < count
+
+    def test_schema_is_sound(self) -> None:
+        columns = self.make_table().schema().columns
+        assert len(columns) >= 2
+        first = columns[0]
+        assert (first.name, first.dtype, first.row_shape, first.role) == (ID_COLUMN, torch.int64, (), Role.ID)
+        names = [column.name for column in columns]
+        assert len(set(names)) == len(names), f"column names are not distinct: {names}"
+        for column in columns:
+            assert column.name
+            assert "@" not in column.name, "'@' parts table and column in block names"
+            assert isinstance(column.row_shape, tuple)
+            assert all(type(size) is int and size >= 1 for size in column.row_shape), column
+            assert (column.role is Role.ID) == (column is first)
+            assert column.role is not Role.DENSE
+            stored_dtype(column.dtype, owner=column.name)
+
+    def test_schema_stays_the_same(self) -> None:
+        table = self.make_table()
+        before = table.schema()
+        self.train_steps(table, range(2))
+        assert table.schema() == before
+        assert self.make_table().schema() == before
+
+    def test_ids_belong_to_the_table(self) -> None:
+        """By its own rule where it has one, else by their unsigned value modulo the number of shards."""
+        table = self.trained()
+        ids = self.image(table).ids
+        if isinstance(table, OwnsIds):
+            owned = table.owned(ids)
+            assert owned.dtype == np.bool_
+            assert owned.shape == ids.shape
+        else:
+            index, count = table.shard
+            owned = ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
+        assert bool(owned.all()), f"the table holds ids of others: {ids[~owned].tolist()}"
+
+    def test_companions_are_tables(self) -> None:
+        table = self.make_table()
+        if not isinstance(table, HasCompanions):
+            skip("the table has no companions (it is no HasCompanions)")
+        companions = table.companions()
+        assert table.companions().keys() == companions.keys()
+        for suffix, companion in companions.items():
+            assert suffix
+            assert "@" not in suffix
+            assert isinstance(companion, Table)
+            assert companion is table.companions()[suffix], "a companion is another object at every call"
+
+    def test_contents_have_the_columns_of_the_schema(self) -> None:
+        """A test of the suite's own hooks: what they leave out, no other test looks at."""
+        table = self.trained()
+        assert sorted(self.contents(table)) == sorted(column.name for column in table.schema().columns)
+        image = self.image(table)
+        assert len(image), "training leaves no rows"
+        again = self.image(self.trained())
+        assert again.difference(image) is None, "train depends on more than table, step and seed"
+        self.train_steps(table, range(4, 6))
+        for name, rows in self.image(table).columns.items():
+            untouched = rows.shape == image.columns[name].shape and bool((rows == image.columns[name]).all())
+            assert not untouched, f"training never changes column {name!r}: no test would see it lost"
+
+
+class CutTests(TableCase):
+    """A table held still."""
+
+    def test_cut_describes_its_rows(self) -> None:
+        table = self.trained()
+        count = len(self.image(table))
+        cut = table.begin_cut()
+        try:
+            runs = cut.runs
+            assert cut.rows_count == count
+            assert runs.dtype == np.int64
+            assert runs.ndim == 2
+            assert runs.shape[1] == 2
+            assert bool((runs[:, 0] < runs[:, 1]).all()), "a run is empty"
+            assert bool((runs[1:, 0] >= runs[:-1, 1]).all()), "runs are not ascending"
+            assert int((runs[:, 1] - runs[:, 0]).sum()) == count
+            for column in table.schema().columns:
+                storage = cut.column(column.name)
+                assert storage.dtype is column.dtype
+                assert tuple(storage.shape[1:]) == column.row_shape
+                assert storage.is_contiguous()
+                assert len(storage) >= (int(runs[-1, 1]) if len(runs) else 0)
+        finally:
+            cut.end(True)
+
+    def test_cut_holds_the_contents(self) -> None:
+        """Every column, all of them in the row order of the ids."""
+        table = self.trained()
+        for step in range(4, 8):
+            expected = self.image(table)
+            cut = table.begin_cut()
+            try:
+                difference = cut_image(cut, table.schema()).difference(expected)
+            finally:
+                cut.end(True)
+            assert difference is None, difference
+            self.train(table, step, 1)
+
+    def test_cut_of_a_new_table(self) -> None:
+        table = self.make_table()
+        expected = self.image(table)
+        cut = table.begin_cut()
+        try:
+            assert cut.rows_count == len(expected)
+            assert cut_image(cut, table.schema()).difference(expected) is None
+        finally:
+            cut.end(True)
+
+    @pytest.mark.parametrize("ok", [True, False])
+    def test_a_cut_changes_nothing(self, ok: bool) -> None:
+        """Not the rows, and not where they lie: a level that is flushed for the cut shows in `internals`."""
+        table = self.trained()
+        expected, inside = self.image(table), self.inside(table)
+        cut = table.begin_cut()
+        cut.fence()
+        cut.end(ok)
+        self.assert_holds(table, expected, what="the table after a cut")
+        assert self.inside(table) == inside, "the internals changed in a cut"
+
+    def test_cut_holds_still_until_the_fence(self) -> None:
+        table = self.trained()
+        expected, schema = self.image(table), table.schema()
+        match self.cut_kind:
+            case "caller":
+                skip("whoever makes a cut of this table keeps training away (cut_kind)")
+            case "copies":
+                cut = table.begin_cut()
+                try:
+                    self.train_steps(table, range(4, 7))
+                    difference = cut_image(cut, schema).difference(expected)
+                finally:
+                    cut.end(True)
+                assert difference is None, f"the cut changed with the table: {difference}"
+            case "waits":
+                cut = table.begin_cut()
+                try:
+                    thread, failures = start_thread(lambda: self.train_steps(table, range(4, 7)))
+                    thread.join(HELD_S)
+                    assert thread.is_alive(), "training went on between begin_cut and fence"
+                    difference = cut_image(cut, schema).difference(expected)
+                finally:
+                    cut.end(True)
+                assert difference is None, f"the table changed in its cut: {difference}"
+                thread.join(THREAD_S_MAX)
+                assert not thread.is_alive(), "training did not go on after the fence"
+                assert not failures, failures
+
+    def test_fence_lets_go(self) -> None:
+        table = self.trained()
+        expected = self.trained(steps=6)
+        cut = table.begin_cut()
+        cut.fence()
+        in_thread(lambda: self.train_steps(table, range(4, 6)))
+        cut.end(True)
+        self.assert_holds(table, self.image(expected), what="a table trained between fence and end")
+
+    def test_fence_and_end_may_come_from_another_thread(self) -> None:
+        table = self.trained()
+        cut = table.begin_cut()
+        in_thread(cut.fence)
+        in_thread(lambda: cut.end(True))
+        in_thread(lambda: self.train(table, 4, 1))
+
+    @pytest.mark.parametrize("ok", [True, False])
+    def test_end_without_fence(self, ok: bool) -> None:
+        table = self.trained()
+        expected = self.image(table)
+        table.begin_cut().end(ok)
+        self.assert_holds(table, expected, what="the table after a cut that ended before its fence")
+        in_thread(lambda: self.train(table, 4, 1))
+
+    def test_fence_and_end_do_nothing_the_second_time(self) -> None:
+        table = self.trained()
+        first = table.begin_cut()
+        first.fence()
+        first.fence()
+        first.end(True)
+        second = table.begin_cut()
+        first.fence()
+        first.end(False)
+        thread, failures = start_thread(lambda: self.train(table, 4, 1))
+        if self.cut_kind == "waits":
+            thread.join(HELD_S)
+            assert thread.is_alive(), "an old cut gave the table back that a new one holds"
+        second.end(True)
+        thread.join(THREAD_S_MAX)
+        assert not thread.is_alive()
+        assert not failures, failures
+        self.assert_holds(table, self.image(self.trained(steps=5)), what="a table trained behind two cuts")

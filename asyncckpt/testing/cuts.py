@@ -1,0 +1,83 @@
+"""Read a table through its cut, as a save does, but slowly and plainly: an oracle beside the snapshot stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, OpenCut, OverlaidCut, TableCut, TableSchema
+from asyncckpt.testing.image import Image, raw_rows
+
+
+def cut_image(cut: TableCut, schema: TableSchema, *, overlay: bool = True) -> Image:
+    """The rows of a cut, before its fence: the storage's, with cached ones laid over them if there are any."""
+    rows = run_rows(cut.runs)
+    columns = {}
+    for column in schema.columns:
+        stored = raw_rows(cut.column(column.name))
+        if overlay and isinstance(cut, OverlaidCut):
+            cached = cut.cached_column(column.name)
+            if cached is not None:
+                held = cut.cache_map.numpy() >= 0
+                stored[cut.cache_map.numpy()[held]] = raw_rows(cached[: len(held)])[held]
+        columns[column.name] = stored[rows]
+    ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)
+    return Image.of({ID_COLUMN: ids, **columns})
+
+
+def run_rows(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The storage rows that runs name, one after the other, int64 [n]."""
+    parts = [np.arange(begin, end, dtype=np.int64) for begin, end in runs.tolist()]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def cache_copy(cut: OverlaidCut, schema: TableSchema) -> CacheCopy:
+    """The copy of the cache level that a save makes before the fence."""
+    cache_map = cut.cache_map.numpy().copy()
+    columns: dict[str, torch.Tensor] = {}
+    for column in schema.columns:
+        cached = cut.cached_column(column.name)
+        if cached is not None:
+            columns[column.name] = cached[: len(cache_map)].detach().cpu().clone()
+    return CacheCopy(map=cache_map, columns=columns)
+
+
+class Windows:
+    """The windows of an open cut, exported one by one into memory of their own."""
+
+    def __init__(self, cut: OpenCut, schema: TableSchema, *, window_rows: int) -> None:
+        self._cut = cut
+        self._window_rows = window_rows
+        self._rows_count = cut.rows_count
+        self._buffers = {
+            column.name: np.zeros((cut.rows_count, _row_bytes(column)), dtype=np.uint8) for column in schema.columns
+        }
+        self.left = list(range(-(-cut.rows_count // window_rows)))
+
+    def export(self, index: int) -> None:
+        """Export one window that is left."""
+        self.left.remove(index)
+        begin = index * self._window_rows
+        targets = {
+            name: int(buffer.ctypes.data) + begin * int(buffer.shape[1]) for name, buffer in self._buffers.items()
+        }
+        self._cut.export(index, targets)
+
+    def export_all(self, order: Iterable[int]) -> None:
+        for index in order:
+            self.export(index)
+
+    def image(self) -> Image:
+        """What was exported; all windows must have been."""
+        assert not self.left, f"windows {self.left} were not exported"
+        columns = dict(self._buffers)
+        ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)
+        return Image.of({ID_COLUMN: ids, **columns})
+
+
+def _row_bytes(column: Column) -> int:
+    return column.dtype.itemsize * math.prod(column.row_shape)

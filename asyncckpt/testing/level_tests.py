@@ -1,0 +1,206 @@
+"""Tests of tables with a cache level: overlays, and cuts that stay open. Other tables skip them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import pytest
+import torch
+
+from asyncckpt.model.table import ID_COLUMN, OpenCut, OverlaidCut, Table, TableCut
+from asyncckpt.testing.case import HELD_S, STEPS, THREAD_S_MAX, TableCase, shuffled, skip
+from asyncckpt.testing.cuts import Windows, cache_copy, cut_image
+from asyncckpt.testing.image import Image
+
+STEPS_MAX = 40
+
+
+class LevelTests(TableCase):
+    """Cached rows win over the storage's, also when training goes on while the storage is exported."""
+
+    def test_cache_map_names_rows_of_the_storage(self) -> None:
+        table = self._trained()
+        with overlaid(table) as cut:
+            cache_map = cut.cache_map
+            assert cache_map.dtype is torch.int64
+            assert cache_map.is_cpu
+            assert cache_map.dim() == 1
+            held = cache_map[cache_map != -1].numpy()
+            assert len(set(held.tolist())) == len(held), "a row of the storage is in the cache twice"
+            assert set(held.tolist()) <= set(_rows(cut)), "the cache map names rows that the cut does not have"
+            assert cut.cached_column(ID_COLUMN) is None
+            for column in table.schema().columns[1:]:
+                cached = cut.cached_column(column.name)
+                if cached is not None:
+                    assert cached.dtype is column.dtype
+                    assert tuple(cached.shape[1:]) == column.row_shape
+                    assert cached.is_contiguous()
+                    assert len(cached) >= len(cache_map)
+
+    def test_cached_rows_win(self) -> None:
+        """Training must come to a step where the storage alone is stale: the overlay is what makes it whole."""
+        table = self._trained()
+        stale = 0
+        for step in range(STEPS, STEPS_MAX):
+            expected, schema = self.image(table), table.schema()
+            with overlaid(table) as cut:
+                difference = cut_image(cut, schema).difference(expected)
+                assert difference is None, difference
+                stale += cut_image(cut, schema, overlay=False).difference(expected) is not None
+            if stale >= 2:
+                return
+            self.train(table, step, 1)
+        raise AssertionError(f"in {STEPS_MAX} steps no cached row was newer than the storage: is the table flushed?")
+
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("window_rows", [1, 3, 1000])
+    def test_windows_hold_the_cut_while_training_goes_on(self, window_rows: int, seed: int) -> None:
+        """Windows in any order, training steps between them."""
+        table = self._trained(stays_open=True, seed=seed)
+        expected = self.image(table)
+        with open_cut(table, window_rows=window_rows) as (cut, windows):
+            self._export_beside_training(table, cut, windows, seed=seed)
+        difference = windows.image().difference(expected)
+        assert difference is None, f"seed {seed}: {difference}"
+
+    def test_most_urgent_is_one_of_those_left(self) -> None:
+        table = self._trained(stays_open=True)
+        expected = self.image(table)
+        with open_cut(table, window_rows=2) as (cut, windows), training(self, table, seed=1):
+            while windows.left:
+                chosen = cut.most_urgent(list(windows.left))
+                assert chosen in windows.left
+                windows.export(chosen)
+            cut.end(True)
+        difference = windows.image().difference(expected)
+        assert difference is None, difference
+
+    def test_two_cuts_are_open_at_once(self) -> None:
+        """As when saves are queued: the older one is exported first, the newer one holds a later step."""
+        table = self._trained(stays_open=True)
+        first_expected = self.image(table)
+        with contextlib.ExitStack() as stack:
+            first, first_windows = stack.enter_context(open_cut(table, window_rows=2))
+            step = stack.enter_context(worker()).submit(self.train, table, STEPS, 1)
+            if not wait_a_little(step):  # The step waits for the end of the cut, which is the table's right.
+                first_windows.export_all(shuffled(len(first_windows.left), 1))
+                first.end(True)
+            step.result(THREAD_S_MAX)
+            second_expected = self.image(table)
+            second, second_windows = stack.enter_context(open_cut(table, window_rows=3))
+            with training(self, table, seed=2):
+                for cut, windows in ((first, first_windows), (second, second_windows)):
+                    windows.export_all(shuffled(len(windows.left), 2))
+                    cut.end(True)
+        for windows, expected in ((first_windows, first_expected), (second_windows, second_expected)):
+            difference = windows.image().difference(expected)
+            assert difference is None, difference
+
+    @pytest.mark.parametrize("ok", [True, False])
+    def test_a_cut_may_end_before_all_is_exported(self, ok: bool) -> None:
+        table = self._trained(stays_open=True)
+        with open_cut(table, window_rows=2) as (cut, windows):
+            windows.export(windows.left[-1])
+            cut.end(ok)
+            cut.end(ok)
+        with training(self, table, seed=1):
+            pass
+        self.assert_holds(table, self._trained_beside(seed=1), what="a table whose open cut ended early")
+
+    def test_an_open_cut_changes_nothing(self) -> None:
+        table = self._trained(stays_open=True)
+        expected, inside = self.image(table), self.inside(table)
+        with open_cut(table, window_rows=2) as (_, windows):
+            windows.export_all(shuffled(len(windows.left), 0))
+        self.assert_holds(table, expected, what="the table after an open cut")
+        assert self.inside(table) == inside
+
+    def _trained(self, *, stays_open: bool = False, seed: int = 1) -> Table:
+        """A trained table with a cache level; skips the test, before training, where there is none."""
+        table = self.make_table()
+        cut: TableCut = table.begin_cut()
+        try:
+            has_level, is_open = isinstance(cut, OverlaidCut), isinstance(cut, OpenCut)
+        finally:
+            cut.end(True)
+        if not has_level:
+            skip("the table has no cache level: its cuts are no OverlaidCut")
+        if stays_open and not is_open:
+            skip("cuts of the table cannot stay open: they are no OpenCut")
+        self.train_steps(table, range(STEPS), seed)
+        return table
+
+    def _export_beside_training(self, table: Table, cut: OpenCut, windows: Windows, *, seed: int) -> None:
+        """One step of training per window as far as it goes: a table may let its growth wait for the end of the cut."""
+        order = shuffled(len(windows.left), seed)
+        with training(self, table, seed=seed) as steps:
+            goes_on = True
+            for number, index in enumerate(order):
+                if goes_on and number < len(steps):
+                    goes_on = wait_a_little(steps[number])
+                windows.export(index)
+            cut.end(True)
+
+    def _trained_beside(self, *, seed: int) -> Image:
+        table = self.trained()
+        self.train_steps(table, range(STEPS, 2 * STEPS), seed)
+        return self.image(table)
+
+
+@contextlib.contextmanager
+def overlaid(table: Table) -> Iterator[OverlaidCut]:
+    """A cut with a cache level, ended at the end."""
+    cut: TableCut = table.begin_cut()
+    try:
+        assert isinstance(cut, OverlaidCut), "cuts of the table are not always of one kind"
+        yield cut
+    finally:
+        cut.end(True)
+
+
+@contextlib.contextmanager
+def open_cut(table: Table, *, window_rows: int) -> Iterator[tuple[OpenCut, Windows]]:
+    """A cut that is open behind its fence, ended at the end."""
+    cut: TableCut = table.begin_cut()
+    try:
+        assert isinstance(cut, OpenCut), "cuts of the table are not always of one kind"
+        windows = Windows(cut, table.schema(), window_rows=window_rows)
+        cut.stay_open(cache_copy(cut, table.schema()), window_rows=window_rows)
+        cut.fence()
+        yield cut, windows
+    finally:
+        cut.end(True)
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[ThreadPoolExecutor]:
+    """One thread. It is not waited for when a test fails: it may wait for a cut that ends only then."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="table-suite")
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def training(case: TableCase, table: Table, *, seed: int) -> Iterator[list[Future[None]]]:
+    """Training in a thread of its own; at the end all of its steps must have ended."""
+    with worker() as thread:
+        steps = [thread.submit(case.train, table, step, seed) for step in range(STEPS, 2 * STEPS)]
+        yield steps
+        for step in steps:
+            step.result(THREAD_S_MAX)
+
+
+def wait_a_little(step: Future[None]) -> bool:
+    """Whether a step has ended after a moment; raises what it raised."""
+    with contextlib.suppress(FutureTimeoutError):
+        step.result(HELD_S)
+    return step.done()
+
+
+def _rows(cut: OverlaidCut) -> list[int]:
+    return [row for begin, end in cut.runs.tolist() for row in range(begin, end)]

@@ -1,0 +1,20 @@
+"""TableSuite: the tests that every table and adapter passes.
+
+    class TestMyTable(TableSuite):
+        def make_table(self) -> Table: ...
+        def train(self, table, step, seed) -> None: ...
+        def contents(self, table) -> Contents: ...
+
+A suite in the manner of zarr's `zarr.testing.store.StoreTests`: what a table may do otherwise is declared by hooks (see
+case.py), and only what they declare is left out, with a reason.
+"""
+
+from __future__ import annotations
+
+from asyncckpt.testing.cut_tests import CutTests, SchemaTests
+from asyncckpt.testing.level_tests import LevelTests
+from asyncckpt.testing.save_tests import LoadTests, SaveTests
+
+
+class TableSuite(SchemaTests, CutTests, SaveTests, LoadTests, LevelTests):
+    """The contract of asyncckpt.Table, Saver and Loader for one kind of table; subclass it with the hooks."""

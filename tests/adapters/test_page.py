@@ -1,0 +1,22 @@
+"""The snippets of docs/adapters.md run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "adapters.md"
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 2
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for snippet in snippets:
+        exec(compile(snippet, str(PAGE), "exec"), namespace)
+    assert list(namespace["tables"]) == ["user"]

@@ -1,0 +1,98 @@
+"""Adapters are found by type and by qualified name, along the bases of a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from asyncckpt.adapters import FixedTable, register_adapter, tables_of
+from asyncckpt.adapters.registry import adapter_of
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Table
+
+pytestmark = pytest.mark.usefixtures("own_registry")
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.zeros(3, 2)
+
+
+class Derived(Base):
+    pass
+
+
+def factory(mark: str) -> Any:
+    def make(module: Base, name: str) -> dict[str, Table]:
+        return {f"{name}{mark}": FixedTable(mark, lambda: {"embedding": module.rows})}
+
+    return make
+
+
+def names(module: nn.Module) -> list[str]:
+    return list(tables_of(module))
+
+
+def test_a_type_and_its_subclasses_are_found() -> None:
+    register_adapter(Base, factory("base"))
+    assert names(Base()) == ["base"]
+    assert names(Derived()) == ["base"]
+    assert names(nn.Linear(1, 1)) == []
+
+
+def test_a_qualified_name_is_found_without_the_type() -> None:
+    register_adapter(f"{__name__}.Base", factory("base"))
+    assert names(Derived()) == ["base"]
+
+
+def test_the_nearest_class_wins() -> None:
+    register_adapter(Derived, factory("derived"))
+    register_adapter(Base, factory("base"))
+    assert names(Derived()) == ["derived"]
+    assert names(Base()) == ["base"]
+
+
+@pytest.mark.parametrize("kinds", [(Base, Base), (f"{__name__}.Base", Base), (Base, f"{__name__}.Base")], ids=str)
+def test_later_registrations_win(kinds: tuple[Any, Any]) -> None:
+    register_adapter(kinds[0], factory("first"))
+    register_adapter(kinds[1], factory("second"))
+    assert names(Base()) == ["second"]
+    assert names(Derived()) == ["second"]
+
+
+def test_a_registration_of_ours_can_be_replaced() -> None:
+    register_adapter(nn.Embedding, lambda module, name: {})
+    assert names(nn.Embedding(2, 2)) == []
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "", "a b.c", "torch..nn", "torch.nn.", 3, None, nn.Embedding(1, 1)])
+def test_a_wrong_kind_is_refused(kind: Any) -> None:
+    with pytest.raises(UsageError, match="kind of an adapter is wrong"):
+        register_adapter(kind, factory("x"))
+
+
+def test_what_is_not_callable_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"factory of the adapter for .*Base is not callable, found 'dict'"):
+        register_adapter(Base, {})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"rest of the adapter for .*Base is not callable"):
+        register_adapter(Base, factory("x"), rest=3)  # type: ignore[arg-type]
+    assert adapter_of(Base()) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "returned no mapping for module 'inner', found 'NoneType'"),
+        ([("t", 1)], "returned no mapping"),
+        ({"t": torch.zeros(2)}, r"returned something else than tables for module 'inner', found \('t', 'Tensor'\)"),
+        ({3: None}, "returned something else than tables"),
+    ],
+)
+def test_a_factory_that_returns_nonsense_is_named(answer: Any, message: str) -> None:
+    register_adapter(Base, lambda module, name: answer)
+    with pytest.raises(UsageError, match=message):
+        tables_of(nn.ModuleDict({"inner": Base()}))

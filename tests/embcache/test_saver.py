@@ -1,0 +1,430 @@
+"""Saves and loads of one rank, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncckpt
+from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
+from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX
+from asyncckpt.engine.lock import save_lock
+from tests.embcache.models import Net, config, image
+
+UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
+IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "save_dir" / "sparse"
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_flight() -> Iterator[None]:
+    yield
+    assert save_lock.in_flight() == []
+
+
+def loaded(path: Path, **options: Any) -> Any:
+    net = Net(**options)
+    with Saver(rank=0) as saver:
+        saver.load(net, path)
+    return image(net)
+
+
+def refused(net: nn.Module, path: Path, kind: type[Exception], text: str, **options: Any) -> None:
+    """A load is refused, and nothing has changed."""
+    before = image(net) if isinstance(net, Net) else None
+    with Saver(rank=0) as saver, pytest.raises(kind, match=text):
+        saver.load(net, path, **options)
+    assert before is None or image(net) == before
+
+
+# -- round trip --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("admit_after", [1, 2])
+def test_what_is_saved_comes_back(path: Path, admit_after: int) -> None:
+    net = Net(admit_after=admit_after).trained(range(8))
+    before = image(net)
+    assert all(before.values())
+    with Saver(rank=0) as saver:
+        result = saver.save(net, path)
+        assert image(net) == before
+        target = Net(admit_after=admit_after).trained(range(20, 24))
+        report = saver.load(target, path)
+    assert image(target) == before
+    assert result.step == report.step == 0
+    assert report.layout == "asyncckpt"
+    assert report.rows == {name: len(rows) for name, rows in before.items()}
+    assert (report.world_size, report.passed_over, report.ignored) == (1, (), ())
+
+
+@pytest.mark.parametrize("host_level", ["copy", "first_touch"])
+def test_training_goes_on_during_a_save(path: Path, host_level: Any) -> None:
+    net = Net().trained(range(6))
+    with Saver(rank=0, host_level=host_level) as saver:
+        future = saver.save_async(net, path)
+        at_the_cut = None
+        undisturbed = image(Net().trained(range(6)))
+        for step in range(6, 14):
+            net.train_step(step)
+        assert future.result(60).step == 0
+        at_the_cut = loaded(path)
+    assert at_the_cut == undisturbed
+    assert image(net) == image(Net().trained(range(14)))  # Nor does the save disturb the training.
+
+
+def test_training_continues_as_if_nothing_had_happened(path: Path) -> None:
+    with Saver(rank=0) as saver:
+        saver.save(Net().trained(range(5)), path)
+        net = Net()
+        saver.load(net, path)
+    assert image(net.trained(range(5, 9))) == image(Net().trained(range(9)))
+
+
+def test_only_sparse_state_is_saved(path: Path) -> None:
+    net = Net().trained(range(3))
+    with Saver(rank=0) as saver:
+        saver.save(net, path)
+        target = Net()
+        head = target.head.weight.clone()
+        saver.load(target, path)
+    assert torch.equal(target.head.weight, head)
+    info = asyncckpt.describe(path / "rank00000-of-00001")
+    assert {block.name.split("@")[0] for block in info.blocks} == {"user", "ad", "word"}
+
+
+def test_second_save_into_the_same_path(path: Path) -> None:
+    net = Net()
+    images = []
+    with Saver(rank=0) as saver:
+        for index in range(3):
+            images.append(image(net.trained(range(3 * index, 3 * index + 3))))
+            assert saver.save(net, path).step == index
+        assert len(saver._open) == 1
+    for index in range(3):
+        target = Net()
+        with Saver(rank=0) as other:
+            assert other.load(target, path, step=index).step == index
+        assert image(target) == images[index]
+    assert loaded(path) == images[-1]
+
+
+def test_step_is_the_callers_to_choose(path: Path) -> None:
+    net = Net().trained(range(2))
+    with Saver(rank=0) as saver:
+        assert saver.save(net, path, step=120).step == 120
+        with pytest.raises(asyncckpt.ConflictError, match="step 120 exists already"):
+            saver.save(net, path, step=120)
+        assert saver.save(net, path).step == 121
+        for step in (-1, True, 1.5, 10**12):
+            with pytest.raises(UsageError, match="step is wrong"):
+                saver.save(net, path, step=step)
+            with pytest.raises(UsageError, match="step is wrong"):
+                saver.load(net, path, step=step)
+        with pytest.raises(UsageError, match="save_id is not the caller's"):
+            saver.save(net, path, save_id="mine")
+    refused(net, path, NotFoundError, "step 7 in .* is not complete", step=7)
+
+
+def test_other_modules_and_paths_in_turn(path: Path) -> None:
+    one, two = Net().trained(range(2)), Net().trained(range(4))
+    with Saver(rank=0) as saver:
+        for index in range(2 * OPEN_FOLDERS_MAX):
+            net = (one, two)[index % 2]
+            saver.save(net, path)
+            saver.save(net, path.parent / f"other{index}")
+            assert len(saver._open) <= OPEN_FOLDERS_MAX
+            assert loaded(path) == image(net)
+            assert loaded(path.parent / f"other{index}") == image(net)
+
+
+def test_folder_is_free_after_close(path: Path) -> None:
+    net = Net()
+    saver = Saver(rank=0)
+    saver.save(net, path)
+    assert (path / "rank00000-of-00001" / "LOCK").exists()
+    saver.close()
+    saver.close()
+    for call in (saver.save, saver.save_async, saver.load):
+        with pytest.raises(UsageError, match="is closed"):
+            call(net, path)
+    shutil.rmtree(path)
+    with Saver(rank=0) as again:
+        assert again.save(net, path).step == 0
+
+
+def test_empty_tables_come_back_empty(path: Path) -> None:
+    with Saver(rank=0) as saver:
+        saver.save(Net(), path)
+        target = Net().trained(range(3))
+        saver.load(target, path)
+    assert not any(image(target).values())
+
+
+def test_keep_latest(path: Path) -> None:
+    net = Net()
+    with Saver(rank=0, keep_latest=2) as saver:
+        for _ in range(4):
+            saver.save(net, path)
+    assert asyncckpt.list_steps(path / "rank00000-of-00001") == [2, 3]
+    with pytest.raises(UsageError, match="keep_latest"):
+        Saver(rank=0, world_size=2, keep_latest=2)
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [0, 0o027, 0o077, 0o777])
+def test_modes_whatever_the_umask(path: Path, mask: int) -> None:
+    net = Net().trained(range(2))
+    before = os.umask(mask)
+    try:
+        with Saver(rank=0) as saver:
+            saver.save_async(net, path).result(60)
+            saver.save(net, path)
+    finally:
+        os.umask(before)
+    entries = [path.parent, path, *path.rglob("*")]
+    modes = {(entry.is_dir(), stat.S_IMODE(entry.stat().st_mode)) for entry in entries}
+    assert modes == {(True, 0o750), (False, 0o640)}
+    assert {"LOCK", "manifests", "data"} <= {entry.name for entry in entries}
+
+
+def test_umask_counts_where_exact_modes_are_not_asked_for(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with asyncckpt.Saver(path=tmp_path / "run", tensors={"w": torch.ones(2)}) as saver:
+            saver.save(1)
+    finally:
+        os.umask(before)
+    modes = {(entry.is_dir(), stat.S_IMODE(entry.stat().st_mode)) for entry in (tmp_path / "run").rglob("*")}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+# -- in flight ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_save_or_load_at_a_time(path: Path) -> None:
+    net = Net().trained(range(2))
+    with Saver(rank=0) as saver:
+        saver.save(net, path)
+        with held_background():
+            future = saver.save_async(net, path)
+            for call in (saver.save, saver.save_async, saver.load):
+                with pytest.raises(asyncckpt.SaveInProgressError):
+                    call(net, path)
+        assert future.result(60).step == 1
+        saver.load(net, path)
+
+
+def test_queued_saves_get_steps_of_their_own(path: Path) -> None:
+    net = Net().trained(range(2))
+    with Saver(rank=0, on_busy="queue") as saver:
+        with held_background():
+            futures = [saver.save_async(net, path), saver.save_async(net, path)]
+        assert [future.result(60).step for future in futures] == [0, 1]
+    assert loaded(path) == image(net)
+
+
+class held_background:
+    """Nothing gets on in the background within the block."""
+
+    def __enter__(self) -> None:
+        import threading
+
+        from asyncckpt.engine.background import Job, background
+
+        self._open, reached = threading.Event(), threading.Event()
+        gate = self._open
+
+        async def wait() -> None:
+            reached.set()
+            assert gate.wait(60)
+
+        background.submit(Job(run=wait, lose=lambda error: None))
+        assert reached.wait(60)
+
+    def __exit__(self, *_: object) -> None:
+        self._open.set()
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"rank": None}, {"rank": True}, {"rank": -1}, {"rank": 1}, {"rank": "0"},
+                                     {"rank": 0.0}, {"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 0},
+                                     {"rank": 0, "world_size": True}, {"rank": 0, "world_size": 10**6}])  # fmt: skip
+def test_rank_must_be_one(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"rank|world_size"):
+        Saver(**options)
+
+
+@pytest.mark.parametrize("options", [{"on_busy": "skip"}, {"peers_deadline": 0}, {"peers_deadline": True}])
+def test_other_arguments_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Saver(rank=0, **options)
+
+
+def test_module_without_tables_is_refused_and_nothing_made(path: Path) -> None:
+    for module in (nn.Linear(2, 2), None):
+        with Saver(rank=0) as saver:
+            for call in (saver.save, saver.save_async):
+                with pytest.raises(UsageError, match=r"asyncckpt\.Saver"):
+                    call(module, path)  # type: ignore[arg-type]
+    assert not path.parent.exists()
+
+
+def test_tables_must_belong_to_the_rank(path: Path) -> None:
+    net = Net(shard=(0, 2))
+    with Saver(rank=0) as saver, pytest.raises(UsageError, match="table 'user' does not belong to this rank"):
+        saver.save(net, path)
+    with Saver(rank=1, world_size=2) as saver, pytest.raises(UsageError, match="does not belong to this rank"):
+        saver.save(net, path, step=1, save_id="x")
+
+
+def test_several_ranks_without_torch_distributed_must_be_told_what_to_agree_on(path: Path) -> None:
+    net = Net(shard=(0, 2))
+    with Saver(rank=0, world_size=2) as saver:
+        for options in (
+            {},
+            {"step": 1},
+            {"save_id": "x"},
+            {"step": 1, "save_id": ""},
+            {"step": 1, "save_id": "x" * 33},
+        ):
+            with pytest.raises(UsageError, match=r"without torch\.distributed"):
+                saver.save(net, path, **options)  # type: ignore[arg-type]
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def saved(path: Path) -> Path:
+    with Saver(rank=0) as saver:
+        saver.save(Net().trained(range(4)), path)
+    return path
+
+
+def bags(*configs: Any) -> nn.Module:
+    return EmbCacheEmbeddingBagCollection(configs)
+
+
+def test_renamed_table_is_refused(path: Path) -> None:
+    net = Net(name="person").trained(range(2))
+    refused(net, saved(path), IncompatibleError, r"missing \['person'\], unknown \['user'\].*filter_func")
+
+
+def test_missing_and_unknown_tables_are_refused(path: Path) -> None:
+    saved(path)
+    refused(bags(config()), path, IncompatibleError, r"missing \[\], unknown \['ad', 'word'\]")
+    net = Net()
+    net.more = bags(config("tag", ["tags"]))
+    refused(net, path, IncompatibleError, r"missing \['tag'\], unknown \[\]")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dim": 5}, "rows"),
+        ({"dtype": torch.float64}, "dtype torch.float64"),
+        ({"optimizer_slots": {"sum": ()}}, "column 'sum' of table 'user' has rows"),
+        ({"optimizer_slots": {"sum": torch.float64}}, "column 'sum' of table 'user' has dtype"),
+        ({"optimizer_slots": {"sum": torch.float32, "m": torch.float32}}, r"columns \['m'\] of table 'user'"),
+        ({"metadata": {"last_seen": torch.int32}}, "column 'last_seen' of table 'user' has dtype"),
+    ],
+)
+def test_table_that_does_not_fit_is_refused(path: Path, options: dict[str, Any], text: str) -> None:
+    ad, word = config("ad", ["ads"], dim=3), config("word", ["query"])
+    module = bags(config(**options), ad, word)
+    module.tables()["user"].lookup(torch.tensor([1, 2]))  # type: ignore[operator]
+    refused(module, saved(path), IncompatibleError, text)
+    assert module.tables()["user"].ids().tolist() == [1, 2]  # type: ignore[operator]
+
+
+def test_admission_may_change_between_save_and_load(path: Path) -> None:
+    with Saver(rank=0) as saver:
+        net = Net(admit_after=2).trained(range(8))
+        assert image(net)["ad.candidates"]
+        saver.save(net, path)
+        one, other = Net(), Net(admit_after=2)
+        assert saver.load(one, path).ignored == ("ad.candidates",)
+        saver.save(one, path)
+        other.trained(range(20, 24))
+        saver.load(other, path)
+    assert image(other)["ad"] == image(net)["ad"]
+    assert image(other)["ad.candidates"] == {}
+
+
+def test_nothing_to_load(path: Path, tmp_path: Path) -> None:
+    net = Net()
+    refused(net, path, UsageError, "not a folder")
+    path.mkdir(0o750, parents=True)
+    path.parent.chmod(0o750)
+    refused(net, path, NotFoundError, "there is no checkpoint in")
+    (path / "rank00000-of-00001").mkdir()
+    refused(net, path, NotFoundError, "no step in .* is complete")
+    with asyncckpt.Saver(path=path / "rank00000-of-00001", tensors={"w": torch.ones(2)}) as foreign:
+        foreign.save(3)
+    refused(net, path, NotFoundError, r"no step in .* is complete, found \{'rank00000-of-00001': \[3\]\}")
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def shard_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("how", ["missing", "shorter", "manifest"])
+def test_damage_that_shows_before_reading_changes_nothing(path: Path, how: str) -> None:
+    file = shard_files(saved(path))[0]
+    if how == "missing":
+        file.unlink()
+    elif how == "shorter":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        manifest = next(path.rglob("*.json"))
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    refused(Net().trained(range(2)), path, CorruptError, "shard file|manifest")
+
+
+def test_damage_found_while_reading_leaves_the_tables_empty(path: Path) -> None:
+    file = shard_files(saved(path))[-1]
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    net = Net().trained(range(2))
+    with Saver(rank=0) as saver:
+        with pytest.raises(CorruptError, match="all multi-level tables of the module are empty now"):
+            saver.load(net, path)
+        assert not any(image(net).values())
+        net.trained(range(3))  # And of use again.
+        assert saver.save(net, path).step == 1
+        saver.load(net, path)
+
+
+def test_failed_save_does_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a background save that nobody asked for is raised by the next one; then all goes on."""
+    net = Net().trained(range(2))
+    with Saver(rank=0) as saver:
+        saver.save(net, path)
+        shutil.rmtree(path / "rank00000-of-00001" / "data")
+        future = saver.save_async(net, path)
+        future._inner.exception(60)
+        with pytest.raises(asyncckpt.CheckpointError) as caught:
+            saver.save(net, path)
+        assert caught.value is future._inner.exception()
+        (path / "rank00000-of-00001").rename(path / "broken")
+    with Saver(rank=0) as saver:
+        assert saver.save(net, path).step == 0

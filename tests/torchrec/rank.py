@@ -1,0 +1,41 @@
+"""One rank: `python -m tests.torchrec.rank <rank> <world> <folder>` runs every scenario and writes what went wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.torchrec import models
+from tests.torchrec.runs import run
+from tests.torchrec.scenarios import PLAIN, SHARDED
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    # Bits are compared: sums must not depend on how work was split over threads.
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    wanted = {**SHARDED, **PLAIN} if world == 1 else SHARDED
+    found: dict[str, list[str]] = {}
+    for name, (function, arguments) in wanted.items():
+        here = folder / name.replace(" ", "-")
+        here.mkdir(exist_ok=True)
+        try:
+            found[name] = run(partial(getattr(models, function), **arguments), here)
+        except Exception:
+            found[name] = [traceback.format_exc()]
+            if world > 1:
+                break  # The other rank may wait in a collective for ever: see what was found so far.
+    (folder / f"found{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

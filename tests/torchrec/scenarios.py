@@ -1,0 +1,36 @@
+"""What is run, by name: a function of models.py and its arguments. No imports of TorchRec, which take long."""
+
+from __future__ import annotations
+
+OPTIMIZERS = ("EXACT_ROWWISE_ADAGRAD", "EXACT_ADAGRAD", "EXACT_SGD")
+SHARDINGS = ("table_wise", "column_wise", "row_wise")
+POLICIES = ("lfu", "lru", "distance_lfu")
+
+Scenario = tuple[str, dict[str, object]]
+
+# On every rank of every world.
+SHARDED: dict[str, Scenario] = {
+    **{
+        f"{sharding} {optimizer}": ("sharded", {"sharding": sharding, "optimizer": optimizer})
+        for sharding in SHARDINGS
+        for optimizer in OPTIMIZERS
+    },
+    **{
+        f"embedding collection {sharding}": (
+            "sharded",
+            {"sharding": sharding, "optimizer": "EXACT_ROWWISE_ADAGRAD", "bags": False},
+        )
+        for sharding in SHARDINGS
+    },
+    "data parallel": ("sharded", {"sharding": "data_parallel", "optimizer": "EXACT_SGD"}),
+    **{f"sharded zch {policy}": ("sharded_zch", {"policy": policy}) for policy in POLICIES},
+}
+
+# On one rank.
+PLAIN: dict[str, Scenario] = {
+    "plain bags": ("plain", {}),
+    "plain embeddings": ("plain", {"bags": False}),
+    **{f"plain zch {policy}": ("plain_zch", {"policy": policy}) for policy in POLICIES},
+    "hash zch": ("hash_zch", {}),
+    **{f"tbe {optimizer}": ("bare_tbe", {"optimizer": optimizer}) for optimizer in OPTIMIZERS},
+}

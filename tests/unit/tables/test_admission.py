@@ -1,0 +1,175 @@
+"""An id gets a row at its n-th lookup; until then it counts in the table of candidates."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Role, Table
+from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, MultiLevelTable, SparseSGD
+from asyncckpt.tables.candidates import CandidateTable
+from tests.unit.tables.multi_level_world import BATCHES, DIM, batch, new_table
+
+pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
+
+
+def counts_of(table: Any) -> dict[int, int]:
+    candidates = table.companions()["candidates"]
+    assert isinstance(candidates, CandidateTable)
+    ids, counts = candidates.counts()
+    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+
+def test_an_id_gets_its_row_at_its_nth_lookup() -> None:
+    table = new_table(admit_after=3)
+    assert table.lookup(batch([1, 1, 2])).tolist() == [-1, -1, -1]
+    assert table.lookup(batch([1])).tolist() == [-1]
+    assert counts_of(table) == {1: 2, 2: 1}
+    assert len(table) == 0
+    rows = table.lookup(batch([1, 2, 1]))
+    assert (rows >= 0).tolist() == [True, False, True]
+    assert counts_of(table) == {2: 2}
+    assert table.ids().tolist() == [1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(admit_after=st.integers(1, 4), batches=st.lists(BATCHES, max_size=20))
+def test_admission_equals_a_dict(admit_after: int, batches: list[list[int]]) -> None:
+    table, counts = new_table(admit_after=admit_after), dict[int, int]()
+    for ids in batches:
+        for id in set(ids):
+            counts[id] = counts.get(id, 0) + 1
+        rows = table.lookup(batch(ids))
+        assert [row >= 0 for row in rows.tolist()] == [counts[id] >= admit_after for id in ids]
+    waiting = {id: count for id, count in counts.items() if count < admit_after}
+    assert set(table.ids().tolist()) == set(counts) - set(waiting)
+    if admit_after > 1:
+        assert counts_of(table) == waiting
+
+
+def test_neither_eval_nor_prefetch_counts() -> None:
+    table = new_table(admit_after=2)
+    table.lookup(batch([1]), insert=False)
+    table.prefetch(batch([1]))
+    assert counts_of(table) == {}
+
+
+def test_insert_admits_and_removal_begins_anew() -> None:
+    table = new_table(admit_after=2)
+    table.lookup(batch([1, 2]))
+    table.insert(batch([1]), torch.ones(1, DIM))
+    assert counts_of(table) == {2: 1}
+    assert 1 in table
+    table.remove(batch([1]))
+    assert table.lookup(batch([1])).tolist() == [-1]
+    table.clear()
+    assert counts_of(table) == {}
+
+
+def test_candidates_are_a_table_of_the_same_shard() -> None:
+    table = new_table(admit_after=2, shard=(1, 2))
+    candidates = table.companions()["candidates"]
+    assert isinstance(candidates, Table)
+    assert (candidates.name, candidates.shard) == ("user.candidates", (1, 2))
+    assert [(column.name, column.role) for column in candidates.schema().columns] == [
+        ("id", Role.ID),
+        ("count", Role.METADATA),
+    ]
+    assert repr(candidates) == "CandidateTable('user.candidates', rows=0, shard=(1, 2))"
+    with pytest.raises(UsageError, match="id 2 does not belong to shard 1 of 2"):
+        table.lookup(batch([2]))
+    assert len(candidates) == 0  # type: ignore[arg-type]
+
+
+def test_candidates_are_cut_and_loaded() -> None:
+    table, fresh = new_table(admit_after=3), new_table(admit_after=3)
+    table.lookup(batch([5, 6]))
+    table.lookup(batch([6]))
+    cut = table.companions()["candidates"].begin_cut()
+    ids, counts = (
+        torch.cat([cut.column(name)[begin:end] for begin, end in cut.runs]).clone() for name in ("id", "count")
+    )
+    cut.end(True)
+    load = fresh.companions()["candidates"].begin_load(clear=True, rows_count=2, filled=["count"])
+    rows = load.insert(ids)
+    load.column("count")[rows] = counts
+    load.end(True)
+    assert counts_of(fresh) == {5: 1, 6: 2}
+    assert (fresh.lookup(batch([5, 6])) >= 0).tolist() == [False, True]
+
+
+def test_rare_candidates_can_be_forgotten() -> None:
+    table = new_table(admit_after=5)
+    for ids in ([1, 2], [1], [1, 3]):
+        table.lookup(batch(ids))
+    candidates = table.companions()["candidates"]
+    assert isinstance(candidates, CandidateTable)
+    assert candidates.evict("count", below=2) == 2
+    assert counts_of(table) == {1: 3}
+    with pytest.raises(UsageError, match=r"column for an eviction from table 'user\.candidates' is wrong"):
+        candidates.evict("age", below=2)
+
+
+def test_lookups_and_cuts_of_both_tables_in_any_order_do_not_lock_each_other_out() -> None:
+    table = new_table(admit_after=2, cache_rows=50)
+    both: list[Any] = [table, table.companions()["candidates"]]
+
+    def look_up() -> None:
+        random = np.random.default_rng(0)
+        for _ in range(100):
+            table.lookup(random.integers(0, 500, size=20))
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    for number in range(100):
+        cuts = [part.begin_cut() for part in (both if number % 2 else both[::-1])]
+        for cut in cuts:
+            cut.end(True)
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", [HashEmbedding, HashEmbeddingBag])
+def test_ids_that_are_not_admitted_train_as_zeros_without_gradient(kind: Any) -> None:
+    table = new_table(admit_after=2, cache_rows=8, initializer=1.0)
+    table.lookup(batch([1]))
+    # What a free row holds must not show.
+    table.embedding.fill_(float("nan"))
+    module = kind(table) if kind is HashEmbedding else kind(table, mode="sum")
+    optimizer = SparseSGD(module, lr=0.5)
+    module.step = 4
+    out = module(batch([[1], [7], [1]]))
+    assert out.reshape(3, DIM).tolist() == [[1.0] * DIM, [0.0] * DIM, [1.0] * DIM]
+    out.sum().backward()
+    # The second forward admits 7; the gradient of the first must not reach it.
+    module(batch([[7]]))
+    optimizer.step()
+    values = table.read(batch([1, 7]))
+    assert values["embedding"].tolist() == [[0.0] * DIM, [1.0] * DIM]
+    assert values["last_seen"].tolist() == [4, 4]
+
+
+def test_admitted_ids_alone_are_counted() -> None:
+    table = MultiLevelTable("t", 2, cache_rows=4, metadata={"count": torch.int64}, admit_after=2)
+    module = HashEmbedding(table)
+    module(batch([7, 9, 9]))
+    # 9 is admitted now; 5 and 8, before and after it in the order of ids, are not.
+    module(batch([5, 9, 9, 9, 8, 10, 10]))
+    assert table.ids().tolist() == [9]
+    assert table.read(batch([9]))["count"].tolist() == [3]
+
+
+def test_a_batch_of_candidates_alone_trains() -> None:
+    table = new_table(admit_after=2)
+    module = HashEmbedding(table)
+    out = module(batch([1, 2]))
+    assert out.tolist() == [[0.0] * DIM] * 2
+    out.sum().backward()
+    SparseSGD(module, lr=1.0).step()
+    assert counts_of(table) == {1: 1, 2: 1}

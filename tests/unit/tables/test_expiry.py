@@ -1,0 +1,82 @@
+"""Eviction by a metadata column: exact comparison, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from asyncckpt.errors import UsageError
+from asyncckpt.tables import HashEmbedding, HashTable, MultiLevelTable
+from asyncckpt.tables.expiry import is_below
+
+METADATA: dict[str, Any] = {"last_seen": torch.int64, "score": torch.float16, "pair": (torch.int64, (2,))}
+
+
+def tables() -> list[Any]:
+    return [
+        HashTable("t", 2, optimizer_slots={"sum": ()}, metadata=METADATA),
+        MultiLevelTable("t", 2, cache_rows=2, optimizer_slots={"sum": ()}, metadata=METADATA),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("below", [3, 2.5, 3.0, -1, 0, math.inf, -math.inf, 10**400, -(10**400)])
+def test_numbers_below_a_bound(dtype: torch.dtype, below: float) -> None:
+    values = [0, 1, 2, 3, 4]
+    assert is_below(torch.tensor(values, dtype=dtype), below).tolist() == [value < below for value in values]
+
+
+def test_large_integers_are_compared_exactly() -> None:
+    values = torch.tensor([2**53, 2**53 + 1, 2**62, -(2**63), 2**63 - 1])
+    assert is_below(values, 2**53 + 1).tolist() == [True, False, False, True, False]
+    assert is_below(values, 2.0**63).tolist() == [True] * 5
+    assert is_below(values, -(2.0**63)).tolist() == [False] * 5
+    assert is_below(torch.tensor([True, False]), 1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("table", tables(), ids=["HashTable", "MultiLevelTable"])
+def test_evict_forgets_old_ids(table: Any) -> None:
+    table.insert(torch.arange(6), torch.ones(6, 2), last_seen=torch.tensor([5, 1, 9, 2, 7, 1]))
+    assert table.evict("last_seen", below=5) == 3
+    assert sorted(table.ids().tolist()) == [0, 2, 4]
+    assert table.evict("last_seen", below=5) == 0
+    assert table.evict("last_seen", below=math.inf) == 3
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("table", tables(), ids=["HashTable", "MultiLevelTable"])
+@pytest.mark.parametrize("column", ["sum", "embedding", "id", "pair", "age", 3])
+def test_evict_needs_a_metadata_column_of_one_number(table: Any, column: Any) -> None:
+    message = r"column for an eviction from table 't' is wrong, found .*one of \['last_seen', 'score'\]"
+    with pytest.raises(UsageError, match=message):
+        table.evict(column, below=3)
+
+
+@pytest.mark.parametrize("table", tables(), ids=["HashTable", "MultiLevelTable"])
+@pytest.mark.parametrize("below", [True, "3", None, math.nan])
+def test_evict_needs_a_number(table: Any, below: Any) -> None:
+    with pytest.raises(UsageError, match="bound of an eviction from table 't' is wrong"):
+        table.evict("last_seen", below=below)
+
+
+@pytest.mark.parametrize("kind", [HashTable, MultiLevelTable])
+def test_modules_count_mentions_in_training(kind: Any) -> None:
+    options = {"cache_rows": 2} if kind is MultiLevelTable else {}
+    table = kind("t", 2, metadata={"count": torch.int64, "last_seen": torch.int64}, **options)
+    module = HashEmbedding(table)
+    module(torch.tensor([4, 5, 4, 4]))
+    module(torch.tensor([[5], [6]]))
+    module.eval()(torch.tensor([6, 6]))
+    assert table.evict("count", below=2) == 1
+    assert sorted(table.ids().tolist()) == [4, 5]
+    rows = table.lookup(torch.tensor([4, 5]), insert=False)
+    assert table.slot("count")[rows].tolist() == [3, 2]
+
+
+def test_a_column_named_count_of_another_kind_is_left_alone() -> None:
+    table = HashTable("t", 2, metadata={"count": torch.float32})
+    HashEmbedding(table)(torch.tensor([1, 1]))
+    assert table.slot("count")[table.lookup(torch.tensor([1]))].tolist() == [0.0]
