@@ -107,11 +107,11 @@ def run_one(spec: MultiLevelSpec) -> dict[str, Any]:
         table.insert(ids, rows, sum=rows)
     trainer = TableTrainer(table, rows_count, matmuls=calibrate(STEP_SECONDS))
     step_seconds(trainer, 2 * BATCHES_COUNT)  # The cache is warm.
+    clock = CpuClock()  # Only threads of training are there yet.
     with Saver(path=spec.directory, hashtables={"table": table}, host_level=spec.way, keep_latest=1) as saver:
         begin_s = time.perf_counter()
         saver.prepare().result()
         prepare_seconds = time.perf_counter() - begin_s
-        clock = CpuClock()
         peer: Any = _Saved(saver)
         saves = [
             measure_save(peer, trainer, clock, step, spec.idle_steps_count) for step in range(1, spec.saves_count + 1)
