@@ -129,7 +129,9 @@ def _hashtable(name: str, index: int, rows_count: int, filled: bool) -> Table:
 
     ids = _ids(rows_count, seed=index)
     table = asyncckpt.HashTable(name, DIM, optimizer_slots={"sum": (DIM,)}, capacity=rows_count)
-    rows = torch.as_tensor(table.lookup(ids)) if filled else torch.arange(rows_count)
+    rows = torch.as_tensor(table.lookup(ids))
+    if not filled:
+        table.clear()  # Its id map is touched, like every other target's memory.
     embedding, adagrad = table.embedding, table.slot("sum")
     _fill(embedding, seed=index)
     _fill(adagrad, seed=1000 + index).abs_()
