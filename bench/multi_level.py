@@ -52,6 +52,7 @@ class MultiLevelSpec:
     way: str
     saves_count: int
     idle_steps_count: int
+    warmup_steps_count: int
 
 
 class TableTrainer:
@@ -106,7 +107,7 @@ def run_one(spec: MultiLevelSpec) -> dict[str, Any]:
         rows = torch.full((len(ids), DIM), 0.5)
         table.insert(ids, rows, sum=rows)
     trainer = TableTrainer(table, rows_count, matmuls=calibrate(STEP_SECONDS))
-    step_seconds(trainer, 2 * BATCHES_COUNT)  # The cache is warm.
+    step_seconds(trainer, spec.warmup_steps_count)
     clock = CpuClock()  # Only threads of training are there yet.
     with Saver(path=spec.directory, hashtables={"table": table}, host_level=spec.way, keep_latest=1) as saver:
         begin_s = time.perf_counter()
@@ -151,6 +152,7 @@ def run_multi_level(
                         way=way,
                         saves_count=saves,
                         idle_steps_count=5 if smoke else 40,
+                        warmup_steps_count=5 if smoke else 2 * BATCHES_COUNT,  # Then the cache is warm.
                     )
                     answer, _ = run_child("bench.multi_level", asdict(replace(spec)))
                 answers.append(answer)
