@@ -7,11 +7,13 @@ counts only while a thread waits for the lock, so a shorter one takes no time fr
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 HANDOVER_S_MAX = 0.0002
+_usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
 
 @contextmanager
@@ -23,8 +25,18 @@ def short_handovers() -> Iterator[None]:
         return
     sys.setswitchinterval(HANDOVER_S_MAX)
     ours = sys.getswitchinterval()
+    _usual_s.append(before)
     try:
         yield
     finally:
+        _usual_s.clear()
         if sys.getswitchinterval() == ours:  # Else the user has set another one meanwhile.
             sys.setswitchinterval(before)
+
+
+def _give_back_in_child() -> None:
+    if _usual_s:
+        sys.setswitchinterval(_usual_s.pop())
+
+
+os.register_at_fork(after_in_child=_give_back_in_child)

@@ -68,13 +68,16 @@ class LeafFacts:
         """
         if len(tensors) != len(self.shapes) or not all(map(is_, map(type, tensors), self.types)):
             return False
-        return (
-            all(map(eq, map(torch.Tensor.size, tensors), self.shapes))
-            and all(map(eq, map(_kind, tensors), self.kinds))
-            and all(map(eq, map(torch.Tensor.stride, tensors), self.strides))
-            and all(map(eq, map(torch.Tensor.is_neg, tensors), self.negated))
-            and (not self.has_complex or all(map(eq, map(torch.Tensor.is_conj, tensors), self.conjugated)))
-        )
+        try:
+            return (
+                all(map(eq, map(torch.Tensor.size, tensors), self.shapes))
+                and all(map(eq, map(_kind, tensors), self.kinds))
+                and all(map(eq, map(torch.Tensor.stride, tensors), self.strides))
+                and all(map(eq, map(torch.Tensor.is_neg, tensors), self.negated))
+                and (not self.has_complex or all(map(eq, map(torch.Tensor.is_conj, tensors), self.conjugated)))
+            )
+        except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.
+            return False
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:

@@ -269,6 +269,15 @@ def test_case_089_zero_dimensions_and_no_elements(save: Save, tmp_path: Path) ->
     )
 
 
+def test_case_084_tensor_that_becomes_nested_between_saves(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"x": torch.ones(2, 3)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        saver.save(0)
+        state["x"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        with pytest.raises(UnsupportedError, match="'x'"):
+            saver.save(1)
+
+
 # -- 90 and 91: memory that goes away, values that change --------------------------------------------------------------
 
 FREED: dict[str, Callable[[], torch.Tensor]] = {

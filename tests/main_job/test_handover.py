@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,21 @@ def test_what_the_user_sets_meanwhile_stays(tmp_path: Path) -> None:
 def test_a_shorter_one_stays(tmp_path: Path) -> None:
     sys.setswitchinterval(0.0001)
     assert intervals_during_a_save(tmp_path) == pytest.approx([0.0001, 0.0001])
+
+
+def test_a_forked_child_has_the_usual_one(tmp_path: Path) -> None:
+    codes: list[int] = []
+
+    def fork(blocks: list[WriteBlock]) -> list[WriteBlock]:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if abs(sys.getswitchinterval() - USUAL_S) < 1e-6 else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return blocks
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, filter_func=fork) as saver:
+        saver.save_async(1).result(60)
+    assert codes == [0]
 
 
 def test_a_failed_save_gives_it_back(tmp_path: Path) -> None:
