@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
-from asyncckpt.native import DIGEST_BYTES, PAGE_BYTES, Progress, core
+from asyncckpt.native import DIGEST_BYTES, Progress, core
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.open_tables import OpenTable, OpenTables
 from asyncckpt.shard.drain import file_facts, write_failed
-from asyncckpt.shard.target import OpenShard, ShardFiles
+from asyncckpt.shard.target import OpenShard, ShardFiles, write_piece
 from asyncckpt.storage.directory import Directory
 
 
@@ -120,12 +120,4 @@ class _Chunks:
 
     def _submit(self, address: int, size: int, *, offset: int) -> None:
         self.wait()
-        # A direct write ends on a page; what is too much at the end of the file is cut off afterwards.
-        rounded = -(-size // PAGE_BYTES) * PAGE_BYTES if self._shard.direct else size
-        self._in_flight = self._writer.submit(
-            _write, self._shard.fd, address, rounded, offset=offset, direct=self._shard.direct
-        )
-
-
-def _write(fd: int, address: int, size: int, *, offset: int, direct: bool) -> None:
-    core.write(fd, address, size, offset=offset, direct=direct)
+        self._in_flight = self._writer.submit(write_piece, self._shard, address, size, offset=offset)

@@ -22,11 +22,11 @@ from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import DIGEST_BYTES, PAGE_BYTES, Progress, core
+from asyncckpt.native import DIGEST_BYTES, Progress, core
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
 from asyncckpt.shard.drain import file_facts, write_failed
-from asyncckpt.shard.target import OpenShard, ShardFiles
+from asyncckpt.shard.target import OpenShard, ShardFiles, write_piece
 from asyncckpt.storage.directory import Directory
 
 
@@ -74,17 +74,11 @@ def _write_file(
             stream.fill(begin, end, address)
             if in_flight is not None:
                 in_flight.result()
-            # A direct write ends on a page; what is too much is cut off afterwards.
-            size = -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES if shard.direct else end - begin
-            in_flight = writer.submit(_write, shard.fd, address, size, offset=begin, direct=shard.direct)
+            in_flight = writer.submit(write_piece, shard, address, end - begin, offset=begin)
             progress.advance(end - begin)
     finally:
         if in_flight is not None:
             in_flight.result()
-
-
-def _write(fd: int, address: int, size: int, *, offset: int, direct: bool) -> None:
-    core.write(fd, address, size, offset=offset, direct=direct)
 
 
 class _FileStream:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncckpt.native import PAGE_BYTES, core
 from asyncckpt.storage.directory import Directory, io_failed
 
 
@@ -17,6 +18,12 @@ class OpenShard:
     name: str
     fd: int
     direct: bool
+
+
+def write_piece(shard: OpenShard, address: int, size: int, *, offset: int) -> None:
+    """Write bytes from an address. A direct write ends on a page; what is too much at the end is cut off afterwards."""
+    rounded = -(-size // PAGE_BYTES) * PAGE_BYTES if shard.direct else size
+    core.write(shard.fd, address, rounded, offset=offset, direct=shard.direct)
 
 
 class ShardFiles:
