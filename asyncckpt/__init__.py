@@ -5,8 +5,11 @@ future = saver.save_async(step)      # training goes on at once
 asyncckpt.Loader("ckpt", hashtables={"user": table}, tensors={"model": model, "optim": optimizer}).load()
 """
 
+from asyncckpt import filters
 from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, describe, list_steps, verify
+from asyncckpt.compaction import compact
 from asyncckpt.engine.future import LoadFuture, SaveFuture
+from asyncckpt.engine.update import TableUpdate
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.errors import (
     CheckpointError,
@@ -23,6 +26,7 @@ from asyncckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+from asyncckpt.follower import Follower, Update, follow
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.loader import Loader
 from asyncckpt.model.result import LoadReport, SaveResult, SaverStatistics
@@ -30,6 +34,7 @@ from asyncckpt.model.table import (
     CacheCopy,
     ChecksLoad,
     Column,
+    CutVersion,
     HasCompanions,
     OpenCut,
     OrderedLoad,
@@ -40,8 +45,10 @@ from asyncckpt.model.table import (
     TableCut,
     TableLoad,
     TableSchema,
+    TracksRows,
 )
 from asyncckpt.model.write_block import WriteBlock
+from asyncckpt.options import DeltaPolicy
 from asyncckpt.periodic import PeriodicSaver, PeriodicStatistics
 from asyncckpt.saver import Saver
 from asyncckpt.tables import (
@@ -66,8 +73,11 @@ __all__ = [
     "Column",
     "ConflictError",
     "CorruptError",
+    "CutVersion",
     "DeadlineError",
+    "DeltaPolicy",
     "FilterError",
+    "Follower",
     "HasCompanions",
     "HashEmbedding",
     "HashEmbeddingBag",
@@ -100,12 +110,18 @@ __all__ = [
     "TableCut",
     "TableLoad",
     "TableSchema",
+    "TableUpdate",
+    "TracksRows",
     "Uniform",
     "UnsupportedError",
+    "Update",
     "UsageError",
     "VerifyReport",
     "WriteBlock",
+    "compact",
     "describe",
+    "filters",
+    "follow",
     "list_steps",
     "supported_dtypes",
     "verify",

@@ -17,6 +17,7 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.background import background
+from asyncckpt.engine.compact_job import start_compaction
 from asyncckpt.engine.future import CheckpointFuture, SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
@@ -35,13 +36,18 @@ from asyncckpt.options import (
     ON_BUSY,
     PARALLEL_MAX,
     SAVE_DEADLINE_S,
+    SAVE_KINDS,
+    DeltaPolicy,
     Durability,
     HostLevel,
     OnBusy,
+    SaveKind,
     SaveOptions,
 )
 from asyncckpt.pipeline.filters import identity
+from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
+from asyncckpt.plan.regions import RegionCache
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
 from asyncckpt.staging.pool import pool
@@ -53,7 +59,7 @@ class Saver:
     """Save hash tables and tensors to one checkpoint directory, in the background or blocking.
 
     shard_index, shard_num  this rank and how many there are (only 0 of 1 in this version)
-    parallel                most shard files of one rank
+    parallel                most shard files of one rank for tables, and for tensors
     path                    the directory; its last part is made when missing. One process at a time writes to it
     hashtables              mapping name -> Table (for example HashTable), or a module, whose tables are found by
                             asyncckpt.adapters.tables_of
@@ -70,6 +76,13 @@ class Saver:
                             "first_touch" copies the cache level and exports the host level while training goes on, old
                             values of rows being kept when they are about to change; "auto" does so when a copy of the
                             host level does not fit into memory
+    deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
+                            never. Tables without marks are then compared row by row, in the background
+    filters                 row filters and encodings of asyncckpt.filters, applied in the background
+    refresh                 a full save copies only rows written since the arena was filled, where tables have marks.
+                            False: all rows
+    audit                   every save copies all rows, compares them in the background with those of the last one, and
+                            tells in SaveResult.missed_ids which were changed without a mark
     exact_modes             files get mode 0640 and folders 0750 whatever the umask; else the umask takes from these
 
     One training thread uses a Saver; futures may be used from any. Source of the interface: RecIS `Saver`.
@@ -91,6 +104,10 @@ class Saver:
         keep_latest: int | None = None,
         busy_deadline: float = BUSY_DEADLINE_S,
         host_level: HostLevel = "auto",
+        deltas: DeltaPolicy | None = None,
+        filters: Sequence[RowFilter] = (),
+        refresh: bool = True,
+        audit: bool = False,
         exact_modes: bool = False,
     ) -> None:
         _check_shards(shard_index, shard_num)
@@ -105,7 +122,10 @@ class Saver:
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
         _check_seconds("busy_deadline", busy_deadline)
+        if deltas is not None and not isinstance(deltas, DeltaPolicy):
+            raise UsageError("deltas is wrong", found=type(deltas).__name__, expected="a DeltaPolicy or None")
         tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
+        row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
         state = named_state(tensors)
         self._on_busy: OnBusy = on_busy
         self._errors = OpenErrors()
@@ -126,6 +146,9 @@ class Saver:
                 keep_latest=keep_latest,
                 busy_deadline_s=float(busy_deadline),
                 host_level=host_level,
+                refresh=refresh and not audit,
+                audit=audit,
+                deltas=deltas,
             ),
             plans=PlanCache(parallel=parallel, rank=shard_index),
             tables=tables,
@@ -133,10 +156,11 @@ class Saver:
             state=lambda: state,
             protected=lambda: newest_verified(root),
             heads=KnownHeads(root),
+            filters=row_filters,
         )
         # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while
         # it saves lets the save end first.
-        self._finalizer = weakref.finalize(self._target, _give_back, self._lock, root)
+        self._finalizer = weakref.finalize(self._target, _give_back, self._lock, root, self._target.regions)
 
     @property
     def path(self) -> str:
@@ -144,21 +168,45 @@ class Saver:
         return str(self._target.root.path)
 
     def save_async(
-        self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None, on_busy: OnBusy | None = None
+        self,
+        step: int | None = None,
+        *,
+        kind: SaveKind = "auto",
+        metadata: Mapping[str, Any] | None = None,
+        on_busy: OnBusy | None = None,
     ) -> SaveFuture:
         """Capture the state of this step and return; the files are written in the background.
 
         When it returns, the caller may change or free everything. step None means one more than the newest in the
-        directory. Raises SaveInProgressError, ConflictError, UsageError, UnsupportedError, DeadlineError; or, once, the
-        error of an earlier background save that nobody has asked for.
+        directory. kind: "full" holds everything; "delta" dense tensors and the rows written since the newest checkpoint
+        that this Saver has committed; "auto" what the policy `deltas` says. Raises SaveInProgressError, ConflictError,
+        UsageError, UnsupportedError, DeadlineError; or, once, the error of an earlier background save that nobody has
+        asked for.
         """
-        return self._start(step, metadata, on_busy, staged=True)
+        return self._start(step, kind, metadata, on_busy, staged=True)
 
     def save(
-        self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None, on_busy: OnBusy | None = None
+        self,
+        step: int | None = None,
+        *,
+        kind: SaveKind = "auto",
+        metadata: Mapping[str, Any] | None = None,
+        on_busy: OnBusy | None = None,
     ) -> SaveResult:
         """Save and return when the checkpoint is durable; needs two chunk buffers instead of an arena."""
-        return self._start(step, metadata, on_busy, staged=False).result(SAVE_DEADLINE_S)
+        return self._start(step, kind, metadata, on_busy, staged=False).result(SAVE_DEADLINE_S)
+
+    def compact(self, step: int | None = None) -> SaveFuture:
+        """Fold the chain of a delta (default: the newest step) into a full checkpoint of that step, in the background.
+
+        Beside training and saves, without a stall. The future's result says `skipped` for a step that is full already.
+        See asyncckpt.compact for what it does and raises.
+        """
+        self._check_open()
+        self._errors.raise_first()
+        future = start_compaction(self._target, step)
+        self._errors.watch(future)
+        return future
 
     def prepare(self) -> PrepareFuture:
         """Plan the save, and allocate and touch its arena in the background, so that the first save is as fast as later
@@ -213,13 +261,22 @@ class Saver:
                 error.add_note(f"and closing the Saver raised: {closing}")
 
     def _start(
-        self, step: int | None, metadata: Mapping[str, Any] | None, on_busy: OnBusy | None, *, staged: bool
+        self,
+        step: int | None,
+        kind: SaveKind,
+        metadata: Mapping[str, Any] | None,
+        on_busy: OnBusy | None,
+        *,
+        staged: bool,
     ) -> SaveFuture:
         self._check_open()
+        _check_choice("kind", kind, SAVE_KINDS)
         if on_busy is not None:
             _check_choice("on_busy", on_busy, ON_BUSY)
         self._errors.raise_first()
-        future = start_save(self._target, step=step, metadata=metadata, on_busy=on_busy or self._on_busy, staged=staged)
+        future = start_save(
+            self._target, step=step, kind=kind, metadata=metadata, on_busy=on_busy or self._on_busy, staged=staged
+        )
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
         return future
@@ -263,13 +320,18 @@ class _Counts:
                 saves_count=counted.saves_count + (not result.skipped),
                 skipped_count=counted.skipped_count + result.skipped,
                 fallback_count=counted.fallback_count + (result.fallback is not None),
+                deltas_count=counted.deltas_count + (result.kind == "delta"),
                 bytes_written=counted.bytes_written + result.bytes_written,
+                rows_count=counted.rows_count + result.rows_count,
+                rows_copied=counted.rows_copied + result.rows_copied,
                 stall_seconds=counted.stall_seconds + result.stall_seconds,
             )
 
 
-def _give_back(lock: OwnerLock, root: CheckpointRoot) -> None:
-    """Let another process write to the directory."""
+def _give_back(lock: OwnerLock, root: CheckpointRoot, regions: RegionCache) -> None:
+    """Let another process write to the directory, and other Savers use the arenas."""
+    for layout in regions.layouts():
+        pool.forget(layout)
     lock.release()
     root.close()
 

@@ -1,4 +1,4 @@
-"""The door of the benchmark: `python -m bench state | many-tensors | load | idmap | all`."""
+"""The door of the benchmark: `python -m bench state | many-tensors | load | multi-level | touched | idmap | all`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bench.multi_level import run_multi_level
 from bench.peers import PEERS
 from bench.rounds import REPOSITORY
 from bench.state_bench import run_state
+from bench.touched import run_touched
 
 RESULTS_FOLDER = REPOSITORY / "bench" / "results"
 IDMAP_SECONDS_MAX = 1800
@@ -126,6 +127,28 @@ def multi_level(
     )
 
 
+@application.command()
+def touched(
+    gib: Gib = 2.0,
+    rounds: Rounds = 5,
+    saves: Annotated[int, typer.Option(min=1, help="reported saves of each share and round")] = 1,
+    zipf: Annotated[bool, typer.Option("--zipf", help="also 20 saves of Zipf training: bytes of deltas")] = False,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """Repeated saves with 0.1 to 20 % of the rows written in between: refreshed, copied, deltas; what marks cost."""
+    run_touched(
+        gib=gib,
+        rounds=rounds,
+        saves=saves,
+        zipf=zipf,
+        directory=directory,
+        out=_out(out, "touched", smoke),
+        smoke=smoke,
+    )
+
+
 @application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def idmap(context: typer.Context) -> None:
     """Inserts and lookups of the id map; all options go to `python -m bench.idmap`."""
@@ -153,6 +176,7 @@ def everything(
     run_many_tensors(rounds=rounds, directory=directory, out=_out(None, "many-tensors", smoke), smoke=smoke)
     run_load(gib=gib, rounds=rounds, directory=directory, out=_out(None, "load", smoke), smoke=smoke)
     run_multi_level(directory=directory, out=_out(None, "multi-level", smoke), smoke=smoke)
+    run_touched(gib=gib, rounds=rounds, zipf=True, directory=directory, out=_out(None, "touched", smoke), smoke=smoke)
     json_path = _out(None, "idmap", smoke).with_suffix(".json")
     _idmap(["--json", str(json_path), *(["--ids", "100000"] if smoke else [])])
 

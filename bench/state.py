@@ -98,12 +98,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def recommender_state(state_bytes: int, *, hashtables: bool, filled: bool = True) -> State:
     """Make the 8 tables and 200 dense tensors. `filled=False` makes a target to load into: same shapes, no ids yet."""
     rows_count = max(64, int(state_bytes * (1 - DENSE_SHARE)) // TABLES_COUNT // ROW_BYTES)
-    make = _hashtable if hashtables else _plain_table
-    tables = tuple(make(f"table{index}", index, rows_count, filled) for index in range(TABLES_COUNT))
+    tables = recommender_tables(rows_count, hashtables=hashtables, filled=filled)
     dense_numbers = max(64, int(state_bytes * DENSE_SHARE) // DENSE_COUNT // 4)
     dense = dense_tensors(DENSE_COUNT, dense_numbers * 4)
     total = TABLES_COUNT * rows_count * ROW_BYTES + DENSE_COUNT * dense_numbers * 4
     return State(tables=tables, dense=dense, bytes=total)
+
+
+def recommender_tables(rows_count: int, *, hashtables: bool, filled: bool) -> tuple[Table, ...]:
+    """Make the 8 tables, of `rows_count` rows each."""
+    make = _hashtable if hashtables else _plain_table
+    return tuple(make(f"table{index}", index, rows_count, filled) for index in range(TABLES_COUNT))
 
 
 def tensors_state(count: int, tensor_bytes: int) -> State:

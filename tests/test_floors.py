@@ -36,6 +36,9 @@ FLOORS = {
     "loader": 6,
     "periodic": 6,
     "checkpoints": 6,
+    "compaction": 6,
+    "follower": 6,
+    "filters": 6,
     "embcache": 6,
     "cli": 7,
     "testing": 7,
@@ -44,6 +47,7 @@ FLOORS = {
 NEIGHBOURS = {
     ("adapters", "tables"),
     ("model", "errors"),
+    ("options", "errors"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
 }

@@ -9,6 +9,15 @@ from asyncckpt.adapters import dynamicemb, embeddings, fbgemm, hkv, torchrec  # 
 from asyncckpt.adapters.dense_state import DenseState, dense_state_of
 from asyncckpt.adapters.fixed_table import FixedTable
 from asyncckpt.adapters.registry import register_adapter
+from asyncckpt.adapters.track_lookups import LookupTracking, track_lookups
 from asyncckpt.adapters.walk import tables_of
 
-__all__ = ["DenseState", "FixedTable", "dense_state_of", "register_adapter", "tables_of"]
+__all__ = [
+    "DenseState",
+    "FixedTable",
+    "LookupTracking",
+    "dense_state_of",
+    "register_adapter",
+    "tables_of",
+    "track_lookups",
+]

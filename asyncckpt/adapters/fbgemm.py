@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters.fbgemm_cache import CachedTable, TbeCache
+from asyncckpt.adapters.fixed_marks import FixedMarks
 from asyncckpt.adapters.fixed_table import FixedTable
+from asyncckpt.adapters.lookup_hooks import marks_of_table
 from asyncckpt.adapters.registry import is_kind, register_adapter
 from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import UnsupportedError, UsageError
@@ -63,7 +65,7 @@ def tbe_tables(tbe: Any, places: Sequence[TablePlace]) -> dict[str, Table]:
     for index, place in enumerate(places):
         if place.name in tables:
             raise UsageError(f"a TBE holds two tables with the name {place.name!r}")
-        tables[place.name] = _table(views, cache, index, place)
+        tables[place.name] = _table(tbe, views, cache, index, place)
     return tables
 
 
@@ -109,13 +111,17 @@ class _TbeViews:
         return [memory.data_ptr() for memory in memories if isinstance(memory, torch.Tensor)]
 
 
-def _table(views: _TbeViews, cache: TbeCache, index: int, place: TablePlace) -> Table:
+def _table(tbe: Any, views: _TbeViews, cache: TbeCache, index: int, place: TablePlace) -> Table:
     def live() -> dict[str, torch.Tensor]:
         return views.columns(index)
 
+    def marks() -> FixedMarks | None:
+        return marks_of_table(tbe, index)
+
+    first_id, ids_end = place.first_id, place.ids_end
     if cache.holds(index):
-        return CachedTable(place.name, live, first_id=place.first_id, ids_end=place.ids_end, cache=cache, index=index)
-    return FixedTable(place.name, live, first_id=place.first_id, ids_end=place.ids_end)
+        return CachedTable(place.name, live, first_id=first_id, ids_end=ids_end, marks=marks, cache=cache, index=index)
+    return FixedTable(place.name, live, first_id=first_id, ids_end=ids_end, marks=marks)
 
 
 def _states_by_table(tbe: Any, *, tables_count: int) -> list[dict[str, torch.Tensor]]:

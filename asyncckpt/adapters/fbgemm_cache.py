@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns
+from asyncckpt.adapters.fixed_marks import TracksFixedRows
+from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns, LiveMarks
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_lock import TableLock
@@ -105,9 +106,17 @@ class CachedTable(FixedTable):
     """A table of a TBE behind its cache. Its cut is an OverlaidCut."""
 
     def __init__(
-        self, name: str, live: LiveColumns, *, first_id: int, ids_end: int | None, cache: TbeCache, index: int
+        self,
+        name: str,
+        live: LiveColumns,
+        *,
+        first_id: int,
+        ids_end: int | None,
+        marks: LiveMarks | None = None,
+        cache: TbeCache,
+        index: int,
     ) -> None:
-        super().__init__(name, live, first_id=first_id, ids_end=ids_end)
+        super().__init__(name, live, first_id=first_id, ids_end=ids_end, marks=marks)
         self._cache = cache
         self._index = index
 
@@ -116,7 +125,12 @@ class CachedTable(FixedTable):
         self._lock.acquire("cut")
         try:
             rows, values = self._cache.cached_rows(self._index)
-            return CachedCut(self, columns=self._checked_live(), lock=self._lock, rows=rows, values=values)
+            columns, marks = self._checked_live(), self._live_marks()
+            if marks is None:
+                return CachedCut(self, columns=columns, lock=self._lock, rows=rows, values=values)
+            cut = TrackedCachedCut(self, columns=columns, lock=self._lock, rows=rows, values=values)
+            cut.start_tracking(marks)
+            return cut
         except BaseException:
             self._lock.release()
             raise
@@ -127,6 +141,7 @@ class CachedTable(FixedTable):
         self._lock.acquire("load")
         try:
             columns = self._checked_live()
+            self._lose_marks()
             self._cache.write_back()
             return CachedLoad(self, columns=columns, lock=self._lock, cache=self._cache)
         except BaseException:
@@ -164,6 +179,10 @@ class CachedCut(FixedCut):
         """Let the table be used again, and drop the copy of the cached rows. A second call does nothing."""
         self._values = None
         super().fence()
+
+
+class TrackedCachedCut(CachedCut, TracksFixedRows):
+    """A CachedCut that is a TracksRows too: what moves between cache and managed rows is no write."""
 
 
 class CachedLoad(FixedLoad):

@@ -12,6 +12,8 @@ one; its columns are the module's own memory.
 A fixed table cannot be emptied: it has no other place for its rows. What a load that fails leaves is undefined, as for
 dense tensors: each row is from before or from the checkpoint. In cut and load the table's lock is held, so that a save
 and a load exclude each other; training does not know the lock.
+
+Which rows were written between two cuts a table knows only where it is tracked, see fixed_marks.py.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.adapters.fixed_marks import FixedMarks, TracksFixedRows
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
-from asyncckpt.tables.ids import flat_ids
+from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.once import Once
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_lock import TableLock
 
 LiveColumns: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
+LiveMarks: TypeAlias = Callable[[], FixedMarks | None]
 
 
 class FixedTable:
@@ -41,11 +45,19 @@ class FixedTable:
 
     A checkpoint's rows outside of the range are not the table's, up to ids_end: how many rows all parts of the table
     have together (None: this is the only part). A load that empties first (no merge) has to bring all rows of the range
-    and none behind ids_end. Raises UsageError for wrong arguments and UnsupportedError for tensors that cannot be read
-    by row.
+    and none behind ids_end. marks returns the marks of the rows while somebody keeps them. Raises UsageError for wrong
+    arguments and UnsupportedError for tensors that cannot be read by row.
     """
 
-    def __init__(self, name: str, live: LiveColumns, *, first_id: int = 0, ids_end: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        live: LiveColumns,
+        *,
+        first_id: int = 0,
+        ids_end: int | None = None,
+        marks: LiveMarks | None = None,
+    ) -> None:
         columns = _checked_columns(name, live)
         self._name = name
         self._live = live
@@ -60,6 +72,8 @@ class FixedTable:
         )
         self._lock = TableLock(name)
         self._ids: torch.Tensor | None = None
+        self._marks = marks
+        self._own_marks: FixedMarks | None = None
         self._checked_live()
 
     @property
@@ -89,11 +103,35 @@ class FixedTable:
         """Return which of ids (int64 [n]) lie in the table's range: bool [n]."""
         return (ids >= self._first_id) & (ids < self._first_id + self._rows_count)
 
+    def track(self) -> None:
+        """Keep marks of rows from now on, a byte each: the caller promises to call `touch` for every write.
+
+        Cuts are TracksRows then, and saves may take the touched rows alone. A second call does nothing.
+        """
+        with self._lock.hold("track"):
+            if self._own_marks is None:
+                self._own_marks = FixedMarks(self._rows_count)
+
+    def touch(self, ids: IdsLike) -> None:
+        """Mark the rows of ids (int64, any shape) as written, before or after they are; nothing where none are kept.
+
+        Raises UsageError for ids outside of the range.
+        """
+        flat = flat_ids(ids, table=self._name)
+        self._check_owned(flat)
+        for marks in self._all_marks():
+            marks.mark(flat - self._first_id)
+
     def begin_cut(self) -> FixedCut:
         """Show the live columns to a save. Raises UsageError when rows, shapes or dtypes are others now."""
         self._lock.acquire("cut")
         try:
-            return FixedCut(self, columns=self._checked_live(), lock=self._lock)
+            columns, marks = self._checked_live(), self._live_marks()
+            if marks is None:
+                return FixedCut(self, columns=columns, lock=self._lock)
+            cut = TrackedFixedCut(self, columns=columns, lock=self._lock)
+            cut.start_tracking(marks)
+            return cut
         except BaseException:
             self._lock.release()
             raise
@@ -123,7 +161,9 @@ class FixedTable:
         """
         self._lock.acquire("load")
         try:
-            return FixedLoad(self, columns=self._checked_live(), lock=self._lock)
+            columns = self._checked_live()
+            self._lose_marks()
+            return FixedLoad(self, columns=columns, lock=self._lock)
         except BaseException:
             self._lock.release()
             raise
@@ -133,6 +173,24 @@ class FixedTable:
         if self._ids is None:
             self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64)
         return self._ids
+
+    def _live_marks(self) -> FixedMarks | None:
+        """The marks that cuts show now: those of whoever has the module, else the table's own."""
+        return next(iter(self._all_marks()), None)
+
+    def _all_marks(self) -> list[FixedMarks]:
+        given = None if self._marks is None else self._marks()
+        return [marks for marks in (given, self._own_marks) if marks is not None]
+
+    def _lose_marks(self) -> None:
+        for marks in self._all_marks():
+            marks.lose_all()
+
+    def _check_owned(self, ids: NDArray[np.int64]) -> None:
+        owned = self.owned(ids)
+        if not owned.all():
+            what = f"id {int(ids[int(np.argmin(owned))])} does not belong to table {self._name!r}"
+            raise UsageError(what, expected=f"an id of {self!r}")
 
     def _checked_live(self) -> dict[str, torch.Tensor]:
         live = {name: tensor.detach() for name, tensor in self._live().items()}
@@ -184,6 +242,10 @@ class FixedCut:
             raise UsageError(f"{use} of a cut of table {self._table.name!r} was asked for after its fence")
 
 
+class TrackedFixedCut(FixedCut, TracksFixedRows):
+    """A FixedCut that is a TracksRows too."""
+
+
 class FixedLoad:
     """A TableLoad of a FixedTable. It is made holding the lock, which `end` gives back, from any thread."""
 
@@ -197,10 +259,7 @@ class FixedLoad:
         """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""
         self._check_open("insert")
         flat = flat_ids(ids, table=self._table.name)
-        owned = self._table.owned(flat)
-        if not owned.all():
-            what = f"id {int(flat[int(np.argmin(owned))])} does not belong to table {self._table.name!r}"
-            raise UsageError(what, expected=f"an id of {self._table!r}")
+        self._table._check_owned(flat)
         return torch.from_numpy(flat - self._table.first_id)
 
     def column(self, name: str) -> torch.Tensor:

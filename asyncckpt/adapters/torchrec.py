@@ -47,7 +47,7 @@ SHARDED_COLLECTIONS = (
 def sharded_tables(collection: Any, name: str) -> Mapping[str, Table]:
     """The tables of this rank in a sharded collection. Raises UnsupportedError for kernels without rows in memory."""
     tables: dict[str, Table] = {}
-    for kernel in _kernels(collection):
+    for kernel in kernels_of(collection):
         places = [_place(config, name) for config in kernel._config.embedding_tables]
         for table_name, table in tbe_tables(kernel._emb_module, places).items():
             if table_name in tables:
@@ -60,7 +60,7 @@ def sharded_rest(collection: Any) -> Mapping[str, torch.Tensor]:
     """The counters of the fused optimizers, one set a kernel."""
     return {
         f"kernel_{number}.{counter}": tensor
-        for number, kernel in enumerate(_kernels(collection))
+        for number, kernel in enumerate(kernels_of(collection))
         for counter, tensor in tbe_counters(kernel._emb_module).items()
     }
 
@@ -91,7 +91,8 @@ def _weight_table(name: str, module: torch.nn.Module) -> FixedTable:
     return FixedTable(name, lambda: {EMBEDDING_COLUMN: own_weight(module)})
 
 
-def _kernels(collection: Any) -> Iterator[Any]:
+def kernels_of(collection: Any) -> Iterator[Any]:
+    """The FBGEMM kernels of a sharded collection. Raises UnsupportedError for a lookup without any."""
     for lookup in collection._lookups:
         # Lookups of data parallel tables are wrapped in DistributedDataParallel.
         inner: Any = unwrapped(lookup)

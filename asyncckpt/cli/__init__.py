@@ -1,4 +1,4 @@
-"""The command line: `asyncckpt ls | show | verify DIR`. Reads checkpoints, and never writes or deletes."""
+"""The command line: `asyncckpt ls | show | verify | compact | follow DIR`. Only `compact` writes; none deletes."""
 
 from asyncckpt.cli.commands import app
 

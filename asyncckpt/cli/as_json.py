@@ -17,6 +17,8 @@ from asyncckpt.checkpoints import CheckpointInfo
 from asyncckpt.cli.finding import Finding
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.errors import CheckpointError
+from asyncckpt.follower import Update
+from asyncckpt.model.result import SaveResult
 
 
 def print_list(path: Path, findings: Sequence[Finding[CheckpointInfo]]) -> None:
@@ -38,9 +40,23 @@ def print_verified(path: Path, findings: Sequence[Finding[VerifyReport]]) -> Non
         facts: dict[str, Any] = {"sound": finding.is_sound}
         if finding.fact is not None:
             report = finding.fact
-            facts |= {"blocks": report.blocks_count, "bytes_read": report.bytes_read, "strays": list(report.strays)}
+            facts |= {"steps": list(report.steps), "blocks": report.blocks_count, "bytes_read": report.bytes_read}
+            facts["strays"] = list(report.strays)
         checkpoints.append(_with_error(finding, facts))
     _print({"path": str(path), "sound": all(f.is_sound for f in findings), "checkpoints": checkpoints})
+
+
+def print_compacted(result: SaveResult) -> None:
+    """`{"path": ..., "step": ..., "compacted": true, ...}`; compacted is false where there was nothing to do."""
+    facts = {"step": result.step, "compacted": not result.skipped, "bytes_written": result.bytes_written}
+    _print({"path": str(result.path), **facts, "seconds": result.seconds})
+
+
+def print_update(update: Update) -> None:
+    """One line, at once: somebody waits for it."""
+    tables = {name: asdict(table) for name, table in update.tables.items()}
+    facts = {"step": update.step, "kind": update.kind, "previous": update.previous, "tables": tables}
+    print(json.dumps({**facts, "metadata": _plain(update.metadata)}, allow_nan=False), flush=True)
 
 
 def print_error(error: CheckpointError) -> None:
@@ -51,11 +67,14 @@ def _summary(info: CheckpointInfo) -> dict[str, Any]:
     return {
         "step": info.step,
         "kind": info.kind,
+        "parents": list(info.parents),
+        "compacted": info.compacted,
         "created": info.created,
         "writer": info.writer,
         "bytes": info.bytes,
         "files": list(info.files),
         "tables": dict(info.tables),
+        "table_infos": {name: _plain(asdict(table)) for name, table in info.table_infos.items()},
         "blocks_count": len(info.blocks),
         "digest": info.digest,
     }

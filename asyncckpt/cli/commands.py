@@ -1,13 +1,14 @@
-"""The commands and their exit codes.
+"""The commands.
 
 Each command asks the library, prints for people (screen.py) or as JSON (as_json.py), and ends with the code of the
-worst thing it met. An error of the library becomes one line and a code, never a traceback.
+worst thing it met (exit_codes.py). An error of the library becomes one line and a code, never a traceback.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -17,38 +18,18 @@ from rich.console import Console
 from asyncckpt.checkpoints import describe, list_steps
 from asyncckpt.checkpoints import verify as verify_step
 from asyncckpt.cli import as_json, screen
+from asyncckpt.cli.exit_codes import EXIT_CODES, ExitCode, code_of, worst_code
 from asyncckpt.cli.finding import Finding
+from asyncckpt.cli.following import print_updates
+from asyncckpt.compaction import compact as compact_step
 from asyncckpt.engine.verify import VerifyReport
-from asyncckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    UnsupportedError,
-    UsageError,
-)
+from asyncckpt.errors import CheckpointError, NotFoundError
 
 Answer = TypeVar("Answer")
 
 
-class ExitCode(IntEnum):
-    """What a command ends with; of several, the first in this order that occurred (OK last)."""
-
-    OK = 0
-    DAMAGED = 1
-    USAGE = 2
-    NOT_FOUND = 3
-    UNREADABLE = 4
-    FAILED = 5
-
-
-EXIT_CODES = """\
-Exit codes: 0 all is well; 1 a checkpoint is damaged; 2 wrong usage; 3 there is no such checkpoint or directory; \
-4 a checkpoint needs another version of asyncckpt; 5 the operating system refused.
-"""
-
 app = typer.Typer(
-    help="Look at asyncckpt checkpoint directories and prove them sound. Reads only.",
+    help="Look at asyncckpt checkpoint directories, prove them sound, compact and follow them. Only `compact` writes.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -69,7 +50,7 @@ def ls(path: Directory, json: AsJson = False) -> None:
         as_json.print_list(path, findings)
     else:
         screen.print_list(_console(), path, findings)
-    raise typer.Exit(_worst(findings))
+    raise typer.Exit(worst_code(findings))
 
 
 @app.command(epilog=EXIT_CODES)
@@ -103,7 +84,36 @@ def verify(
         as_json.print_verified(path, findings)
     else:
         screen.print_verified(_console(), path, findings)
-    raise typer.Exit(_worst(findings))
+    raise typer.Exit(worst_code(findings))
+
+
+@app.command(epilog=EXIT_CODES)
+def compact(path: Directory, step: Step = None, json: AsJson = False) -> None:
+    """Fold a delta and all it builds upon into a full checkpoint of the same step. Not while training writes there."""
+    with Console(stderr=True).status("compacting"):
+        result = _asked(lambda: compact_step(path, step), json=json)
+    if json:
+        as_json.print_compacted(result)
+    else:
+        screen.print_compacted(_console(), result)
+
+
+@app.command(epilog=EXIT_CODES)
+def follow(
+    path: Directory,
+    after: Annotated[int | None, typer.Option(min=0, help="begin behind this step; default: with the oldest")] = None,
+    cursor: Annotated[Path | None, typer.Option(help="a small file that remembers the last step printed")] = None,
+    poll: Annotated[float, typer.Option(min=0.01, help="seconds between two looks")] = 1.0,
+    until: Annotated[int | None, typer.Option(min=0, help="end behind this step; default: never")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object a line")] = False,
+) -> None:
+    """Print each step as it is committed, until Ctrl-C. The directory need not exist yet."""
+    print_update = as_json.print_update if json else partial(screen.print_update, _console())
+    printing = print_updates(path, print_update, after=after, cursor=cursor, poll_seconds=poll, until=until)
+    try:
+        _asked(lambda: asyncio.run(printing), json=json)
+    except KeyboardInterrupt:
+        raise typer.Exit(ExitCode.OK) from None
 
 
 def _steps_to_verify(path: Path, step: int | None, *, everything: bool) -> list[int]:
@@ -147,24 +157,7 @@ def _asked(ask: Callable[[], Answer], *, json: bool) -> Answer:
         if json:
             as_json.print_error(error)
         screen.print_error(Console(stderr=True), error)
-        raise typer.Exit(_code_of(error)) from error
-
-
-def _code_of(error: CheckpointError) -> ExitCode:
-    match error:
-        case CorruptError():
-            return ExitCode.DAMAGED
-        case UsageError():
-            return ExitCode.USAGE
-        case NotFoundError():
-            return ExitCode.NOT_FOUND
-        case IncompatibleError() | UnsupportedError():
-            return ExitCode.UNREADABLE
-    return ExitCode.FAILED
-
-
-def _worst(findings: Sequence[Finding[object]]) -> ExitCode:
-    return min((_code_of(finding.error) for finding in findings if finding.error is not None), default=ExitCode.OK)
+        raise typer.Exit(code_of(error)) from error
 
 
 def _console() -> Console:

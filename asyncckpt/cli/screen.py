@@ -15,11 +15,15 @@ from rich.text import Text
 
 from asyncckpt.checkpoints import BlockInfo, CheckpointInfo
 from asyncckpt.cli.finding import Finding
+from asyncckpt.engine.update import TableUpdate
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.errors import CheckpointError
+from asyncckpt.follower import Update
+from asyncckpt.model.result import SaveResult
 
 PIPE_WIDTH = 200
 METADATA_CHARACTERS_MAX = 2000
+CHAIN_STEPS_SHOWN_MAX = 16
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -28,21 +32,27 @@ def print_list(console: Console, path: Path, findings: Sequence[Finding[Checkpoi
     if not findings:
         console.print(_text(f"no checkpoints in {path}"))
         return
-    table = _table(
-        ("step", "right"), ("created", "left"), ("kind", "left"), ("size", "right"), ("files", "right"),
-        ("table rows", "right"), ("tensors", "right"), ("state", "left"),
-    )  # fmt: skip
+    # Where nothing builds upon anything, nobody wants to read so.
+    has_deltas = any(finding.fact is not None and finding.fact.parents for finding in findings)
+    columns = [("step", "right"), ("created", "left"), ("kind", "left")]
+    columns += [("upon", "right")] if has_deltas else []
+    columns += [("size", "right"), ("files", "right"), ("table rows", "right")]
+    columns += [("removed", "right")] if has_deltas else []
+    columns += [("tensors", "right"), ("state", "left")]
+    table = _table(*columns)
     for finding in findings:
         info = finding.fact
         if info is None:
-            table.add_row(str(finding.step), *["-"] * 6, Text(_state(finding), style="red"))
+            table.add_row(str(finding.step), *["-"] * (len(columns) - 2), Text(_state(finding), style="red"))
             continue
         rows_count = sum(info.tables.values())
+        removed_count = sum(item.removed for item in info.table_infos.values())
         dense_count = len({block.name for block in info.blocks if block.role == "dense"})
-        table.add_row(
-            str(info.step), _text(info.created), info.kind, size(info.bytes), str(len(info.files)), f"{rows_count:,}",
-            f"{dense_count:,}", "committed",
-        )  # fmt: skip
+        cells: list[str | Text] = [str(info.step), _text(info.created), _kind(info)]
+        cells += [str(info.parents[0]) if info.parents else "-"] if has_deltas else []
+        cells += [size(info.bytes), str(len(info.files)), f"{rows_count:,}"]
+        cells += [f"{removed_count:,}"] if has_deltas else []
+        table.add_row(*cells, f"{dense_count:,}", "committed")
     console.print(table)
     _print_errors(console, findings)
 
@@ -51,7 +61,9 @@ def print_info(console: Console, path: Path, info: CheckpointInfo, *, blocks_cou
     """One checkpoint: head, tables, blocks, files."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("checkpoint", _text(f"step {info.step} of {path}"))
-    facts.add_row("kind", info.kind)
+    facts.add_row("kind", _kind(info))
+    if info.parents:
+        facts.add_row("builds upon", _chain(info.parents))
     facts.add_row("created", _text(f"{info.created} by {info.writer}"))
     facts.add_row("size", f"{size(info.bytes)} in {_count(len(info.files), 'file')}")
     facts.add_row("digest", info.digest)
@@ -59,10 +71,7 @@ def print_info(console: Console, path: Path, info: CheckpointInfo, *, blocks_cou
         facts.add_row("metadata", _text(repr(dict(info.metadata))[:METADATA_CHARACTERS_MAX]))
     console.print(facts)
     if info.tables:
-        table = _table(("table", "left"), ("rows", "right"))
-        for name, rows_count in info.tables.items():
-            table.add_row(_text(name), f"{rows_count:,}")
-        console.print(table)
+        console.print(_tables(info))
     _print_blocks(console, info.blocks, blocks_count_max)
     files = _table(("file", "left"))
     for file in info.files:
@@ -92,6 +101,22 @@ def print_verified(console: Console, path: Path, findings: Sequence[Finding[Veri
             console.print(_text(f"  {name}"))
 
 
+def print_compacted(console: Console, result: SaveResult) -> None:
+    if result.skipped:
+        console.print(_text(f"step {result.step} is a full checkpoint already: nothing to do"))
+    else:
+        written = f"{size(result.bytes_written)} in {result.seconds:.1f} s"
+        console.print(_text(f"step {result.step} is now a full checkpoint: {written}"))
+
+
+def print_update(console: Console, update: Update) -> None:
+    """One line, at once: somebody waits for it."""
+    upon = "" if update.previous is None else f" upon {update.previous}"
+    tables = [f"{name} {_change(table)}" for name, table in update.tables.items()]
+    console.print(_text("  ".join([f"step {update.step}", f"{update.kind}{upon}", *tables])), soft_wrap=True)
+    console.file.flush()
+
+
 def print_error(console: Console, error: CheckpointError) -> None:
     console.print(_text(f"asyncckpt: {error}"), soft_wrap=True)
 
@@ -104,6 +129,42 @@ def size(bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1024
     raise AssertionError("the last unit ends the loop")
+
+
+def _kind(info: CheckpointInfo) -> str:
+    return "compacted" if info.compacted else info.kind
+
+
+def _chain(parents: Sequence[int]) -> str:
+    """All of a chain, or its ends."""
+    shown = [str(step) for step in parents]
+    if len(shown) > CHAIN_STEPS_SHOWN_MAX:
+        shown = [
+            *shown[: CHAIN_STEPS_SHOWN_MAX - 2],
+            f"... {len(shown) - CHAIN_STEPS_SHOWN_MAX + 1} more ...",
+            shown[-1],
+        ]
+    return " -> ".join(shown) + " (full)"
+
+
+def _tables(info: CheckpointInfo) -> Table:
+    """Rows per table; in a delta also what they are."""
+    if not info.parents:
+        table = _table(("table", "left"), ("rows", "right"))
+        for name, rows_count in info.tables.items():
+            table.add_row(_text(name), f"{rows_count:,}")
+        return table
+    table = _table(("table", "left"), ("rows", "right"), ("removed", "right"), ("holds", "left"))
+    for name, item in info.table_infos.items():
+        table.add_row(_text(name), f"{item.rows:,}", f"{item.removed:,}", "all rows" if item.whole else "changes")
+    return table
+
+
+def _change(table: TableUpdate) -> str:
+    rows = _count(table.rows_count, "row")
+    if table.whole:
+        return f"all {rows}"
+    return f"{rows}, {table.removed_count:,} removed" if table.removed_count else rows
 
 
 def _print_blocks(console: Console, blocks: Sequence[BlockInfo], count_max: int) -> None:

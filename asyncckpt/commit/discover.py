@@ -1,37 +1,80 @@
-"""Find the checkpoints of a directory: the manifests are the only truth. Reads, and never writes or deletes."""
+"""Find the checkpoints of a directory: the manifests are the only truth. Reads, and never writes or deletes.
+
+A step may have two manifests: its own, and that of a compacted checkpoint which stands for it. Whoever looks for the
+step takes the compacted one.
+"""
 
 from __future__ import annotations
 
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
 from asyncckpt.format.manifest import MANIFEST_BYTES_MAX, Manifest, ManifestHead
-from asyncckpt.format.names import manifest_name, split_shard_path, step_of_manifest
-from asyncckpt.format.read_manifest import decode_head, decode_manifest
+from asyncckpt.format.names import (
+    compacted_manifest_name,
+    is_compacted_manifest,
+    manifest_name,
+    split_shard_path,
+    step_of_manifest,
+)
+from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.read_manifest import decode_manifest
 
 
 def committed_steps(root: CheckpointRoot) -> list[int]:
     """Steps that have a manifest, ascending. Foreign files are passed over."""
-    return sorted(step for name in root.manifests.names() if (step := step_of_manifest(name)) is not None)
+    return sorted({step for name in root.manifests.names() if (step := step_of_manifest(name)) is not None})
+
+
+def is_committed(root: CheckpointRoot, step: int) -> bool:
+    """Whether a step has a manifest, be it a compacted one."""
+    return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
 
 
 def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
-    """Read and check the manifest of a step; NotFoundError, CorruptError, IncompatibleError."""
-    return decode_manifest(_raw_manifest(root, step), owner=f"manifest {manifest_name(step)!r}", step=step)
+    """Read and check the manifest of a step, the compacted one where there is one.
+
+    Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError.
+    """
+    name, raw = _raw_manifest(root, step)
+    return decode_manifest(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
 
 
 def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
     """The same, but only its head, checked less deeply."""
-    return decode_head(_raw_manifest(root, step), owner=f"manifest {manifest_name(step)!r}", step=step)
+    name, raw = _raw_manifest(root, step)
+    return decode_head(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
 
 
-def _raw_manifest(root: CheckpointRoot, step: int) -> bytes:
+def read_named_head(root: CheckpointRoot, name: str) -> ManifestHead:
+    """The head in the manifest file of this name, which is that of a step."""
+    step = step_of_manifest(name)
+    assert step is not None
+    raw = root.manifests.read_file(name, bytes_max=MANIFEST_BYTES_MAX)
+    return decode_head(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
+
+
+def superseded_folders(root: CheckpointRoot, step: int) -> set[str]:
+    """Attempt folders of the manifest that a compacted one stands for, where both are there."""
+    if not root.manifests.exists(compacted_manifest_name(step)):
+        return set()
     try:
-        return root.manifests.read_file(manifest_name(step), bytes_max=MANIFEST_BYTES_MAX)
+        head = read_named_head(root, manifest_name(step))
     except NotFoundError:
-        steps = committed_steps(root)
-        raise NotFoundError(
-            f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {_shown(steps)}"
-        ) from None
+        return set()
+    return {split_shard_path(file.path, owner=f"manifest of step {step}")[0] for file in head.files}
+
+
+def _raw_manifest(root: CheckpointRoot, step: int) -> tuple[str, bytes]:
+    """Name and bytes of the manifest that speaks for a step."""
+    compacted = compacted_manifest_name(step)
+    # Twice the compacted one: it may be published, and the other removed, between the first two looks.
+    for name in (compacted, manifest_name(step), compacted):
+        try:
+            return name, root.manifests.read_file(name, bytes_max=MANIFEST_BYTES_MAX)
+        except NotFoundError:
+            continue
+    steps = committed_steps(root)
+    raise NotFoundError(f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {_shown(steps)}")
 
 
 def newest_step(root: CheckpointRoot) -> int:

@@ -5,7 +5,8 @@ A checkpoint exists from the moment its manifest has its final name; before that
 1. `begin_attempt`: make data/<step>-<attempt>/ and sync data/. The shard room writes and syncs files in it.
 2. `publish`: sync the attempt's folder, so that the files' names are durable.
 3. Write manifests/.m-<attempt>, sync it.
-4. Rename it to manifests/<step>.json, refusing to replace. This is the commit.
+4. Rename it to manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for
+   one that is there, gets the name manifests/<step>.full.json.
 5. Sync manifests/. Only now is the save acknowledged.
 
 A crash before 4 leaves an unreferenced folder and perhaps a .m- file; retention.sweep removes them. Between 4 and 5 the
@@ -22,10 +23,10 @@ from concurrent.futures import Executor
 
 import aiofiles
 
-from asyncckpt.commit.discover import read_manifest
+from asyncckpt.commit.discover import read_named_head
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError
-from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
 from asyncckpt.storage.directory import Directory, io_failed
 
 
@@ -56,9 +57,13 @@ async def publish(
     *,
     durable: bool,
     threads: Executor,
+    compacted: bool = False,
 ) -> None:
-    """Commit a save whose shard files are written; `raw` is the manifest. Blocking calls run on `threads`."""
-    temporary, final = temporary_manifest_name(attempt), manifest_name(attempt.step)
+    """Commit a save whose shard files are written; `raw` is the manifest. Blocking calls run on `threads`.
+
+    compacted: it stands for the checkpoint of its step that is there already.
+    """
+    temporary, final = temporary_manifest_name(attempt), _final_name(attempt, compacted=compacted)
     if durable:
         folder.sync()
     if not root.root.is_still(root.path):
@@ -81,7 +86,7 @@ async def publish(
         raise io_failed(f"manifest of step {attempt.step} cannot be written", error) from error
     _rename(root, temporary, final, attempt)
     if durable:
-        _make_rename_durable(root, attempt)
+        _make_rename_durable(root, final, attempt)
 
 
 async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:
@@ -94,15 +99,22 @@ async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | 
         rest = rest[written:]
 
 
+def _final_name(attempt: Attempt, *, compacted: bool) -> str:
+    return compacted_manifest_name(attempt.step) if compacted else manifest_name(attempt.step)
+
+
 def _rename(root: CheckpointRoot, temporary: str, final: str, attempt: Attempt) -> None:
     try:
+        # A step whose own manifest is gone, because a compacted one stands for it, exists all the same.
+        if final == manifest_name(attempt.step) and root.manifests.exists(compacted_manifest_name(attempt.step)):
+            raise ConflictError(f"{compacted_manifest_name(attempt.step)!r} exists already")
         root.manifests.publish(temporary, final)
     except (ConflictError, IOFailedError) as error:
         try:
-            is_ours = _is_ours(root, attempt)
+            is_ours = _is_ours(root, final, attempt)
         except IOFailedError:
             # Nobody can tell now whether the manifest is there, so its data must stay.
-            raise _indeterminate(root, attempt, error) from error
+            raise _indeterminate(root, final, attempt, error) from error
         if isinstance(error, ConflictError):
             if is_ours:
                 return  # A replayed rename (NFS) reports EEXIST for our own success.
@@ -111,23 +123,23 @@ def _rename(root: CheckpointRoot, temporary: str, final: str, attempt: Attempt) 
                 hint="steps are never overwritten: save another step, or remove that checkpoint first",
             ) from error
         if is_ours:
-            raise _indeterminate(root, attempt, error) from error
+            raise _indeterminate(root, final, attempt, error) from error
         raise
 
 
-def _make_rename_durable(root: CheckpointRoot, attempt: Attempt) -> None:
+def _make_rename_durable(root: CheckpointRoot, final: str, attempt: Attempt) -> None:
     try:
         root.manifests.sync()
     except IOFailedError as error:
-        raise _indeterminate(root, attempt, error) from error
+        raise _indeterminate(root, final, attempt, error) from error
 
 
-def _indeterminate(root: CheckpointRoot, attempt: Attempt, error: Exception) -> IndeterminateError:
+def _indeterminate(root: CheckpointRoot, final: str, attempt: Attempt, error: Exception) -> IndeterminateError:
     path = root.path
 
     def resolve() -> bool:
         with CheckpointRoot.for_reading(path) as again:
-            if not _is_ours(again, attempt):
+            if not _is_ours(again, final, attempt):
                 return False
             again.manifests.sync()
             return True
@@ -139,10 +151,10 @@ def _indeterminate(root: CheckpointRoot, attempt: Attempt, error: Exception) -> 
     )
 
 
-def _is_ours(root: CheckpointRoot, attempt: Attempt) -> bool:
-    """Whether the step's manifest is that of this attempt; IOFailedError when it cannot be looked at."""
+def _is_ours(root: CheckpointRoot, name: str, attempt: Attempt) -> bool:
+    """Whether the manifest of this name is that of this attempt; IOFailedError when it cannot be looked at."""
     try:
-        return read_manifest(root, attempt.step).head.attempt == attempt.id
+        return read_named_head(root, name).attempt == attempt.id
     except IOFailedError:
         raise
     except CheckpointError:

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncckpt.commit.discover import check_files, read_manifest
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import check_files
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
 from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
@@ -26,7 +27,8 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan.load_plan import Contents, contents_of, make_load_plan
+from asyncckpt.plan.contents import Contents, contents_of
+from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets
 
 READ_THREADS = 4
@@ -127,12 +129,13 @@ def emptied_on_error(saved: SavedTables) -> Iterator[None]:
 
 def _checked(root: CheckpointRoot, save: CompleteSave, saved: SavedTables) -> tuple[Contents, dict[str, Table]]:
     """Check one rank's part and return it, and the tables to load from it."""
-    manifest = read_manifest(root, save.step)
-    check_files(root, manifest.head)
-    contents = contents_of(manifest)
+    chain = read_chain(root, save.step)
+    for manifest in chain.manifests:
+        check_files(root, manifest.head)
+    contents = contents_of(chain)
     check_names(contents.tables.keys() - save.companions, saved, owner=f"step {save.step} in {str(root.path)!r}")
     wanted = {name: table for name, table in saved.all.items() if name in contents.tables}
-    make_load_plan(manifest, contents, _NO_DENSE, wanted, filter_func=identity, strict=True)
+    make_load_plan(chain, contents, _NO_DENSE, wanted, filter_func=identity, strict=True)
     return contents, wanted
 
 

@@ -33,7 +33,7 @@ from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError
 from asyncckpt.format.names import STEP_MAX
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import BUSY_DEADLINE_S, Durability, HostLevel, OnBusy
+from asyncckpt.options import BUSY_DEADLINE_S, DeltaPolicy, Durability, HostLevel, OnBusy, SaveKind
 from asyncckpt.saver import Saver as RankSaver
 
 ON_BUSY = ("raise", "wait", "queue")
@@ -64,6 +64,8 @@ class Saver:
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
                         saves, "queue"
     durability, host_memory_limit, host_level, busy_deadline   as for asyncckpt.Saver
+    deltas              when a save holds only rows written since the one before, as for asyncckpt.Saver; every rank
+                        has a chain of its own, and may save another kind than the other ones
     keep_latest         how many saves to keep; one rank only, for ranks do not yet forget together
     peers_deadline      seconds that ranks wait for each other in one agreement
 
@@ -83,6 +85,7 @@ class Saver:
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
         host_level: HostLevel = "auto",
+        deltas: DeltaPolicy | None = None,
         keep_latest: int | None = None,
         busy_deadline: float = BUSY_DEADLINE_S,
         peers_deadline: float = PEERS_DEADLINE_S,
@@ -105,6 +108,7 @@ class Saver:
             "durability": durability,
             "host_memory_limit": host_memory_limit,
             "host_level": host_level,
+            "deltas": deltas,
             "keep_latest": keep_latest,
             "busy_deadline": busy_deadline,
         }
@@ -121,18 +125,25 @@ class Saver:
         return self._world_size
 
     def save(
-        self, module: nn.Module, path: str | os.PathLike[str], *, step: int | None = None, save_id: str | None = None
+        self,
+        module: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        kind: SaveKind = "auto",
+        save_id: str | None = None,
     ) -> SaveResult:
         """Save the tables of this rank and return when the checkpoint is durable, on all ranks.
 
-        step None: one more than the newest in path. save_id: only for several ranks without torch.distributed. Raises
+        step None: one more than the newest in path. kind: as for asyncckpt.Saver; RecSDK's incremental=True is "delta".
+        save_id: only for several ranks without torch.distributed. Raises
         UsageError, ConflictError (another rank failed, among others), SaveInProgressError, IOFailedError, ...
         """
         folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
         error: Exception | None = None
         result: SaveResult | None = None
         try:
-            result = folder.saver.save(agreed.step, metadata=metadata, on_busy=self._on_busy)
+            result = folder.saver.save(agreed.step, kind=kind, metadata=metadata, on_busy=self._on_busy)
         except Exception as failure:
             error = failure
         self._peers.vote(f"save step {agreed.step}", error)
@@ -140,7 +151,13 @@ class Saver:
         return result
 
     def save_async(
-        self, module: nn.Module, path: str | os.PathLike[str], *, step: int | None = None, save_id: str | None = None
+        self,
+        module: nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        kind: SaveKind = "auto",
+        save_id: str | None = None,
     ) -> SaveFuture:
         """Capture the tables of this rank and return; training goes on at once, the files are written in the
         background.
@@ -149,7 +166,7 @@ class Saver:
         a load passes over one that is not. Raises as `save`.
         """
         folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
-        folder.future = folder.saver.save_async(agreed.step, metadata=metadata, on_busy=self._on_busy)
+        folder.future = folder.saver.save_async(agreed.step, kind=kind, metadata=metadata, on_busy=self._on_busy)
         return folder.future
 
     def load(

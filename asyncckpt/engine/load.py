@@ -1,7 +1,7 @@
 """One load, from the directory to the report.
 
-discover -> manifest -> load plan (filter, rename, reshard) -> every check against the targets -> parallel reads -> fill
--> report
+discover -> manifests of the chain -> load plan (filter, rename, reshard) -> every check against the targets ->
+parallel reads -> fill -> report
 
 Until the reads begin, no target is touched. A block found damaged while reading ends the load with CorruptError: tables
 are left empty, dense targets may hold parts of it (the error says so). With `verify="before"` everything is read and
@@ -17,22 +17,24 @@ from typing import Any
 
 import torch
 
-from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import committed_steps, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.messages import log_exception
 from asyncckpt.engine.verify import mark_verified, verify
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import manifest_name
+from asyncckpt.format.names import is_compacted_manifest, step_of_manifest
 from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, rebuild
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
+from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.leaf_names import unique_names
-from asyncckpt.plan.load_plan import Contents, LoadFilter, LoadPlan, contents_of, make_load_plan
+from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets
-from asyncckpt.shard.reader import ShardReader
+from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
 
 RETIRED_RETRIES_MAX = 8
@@ -57,14 +59,16 @@ class LoadRequest:
 def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX) -> LoadReport:
     """Load the wanted step; with fallback, the newest one that is sound.
 
-    A newest step that another process's retention took away under our hands was not damaged: look for the newest again.
+    A step that another process's retention took away under our hands, or whose chain it shortened after a compaction,
+    was not damaged: look again.
     """
     passed_over: list[int] = []
+    names = set(request.root.manifests.names())
     for step in _candidates(request):
         try:
             report = _load_step(request, step, progress)
         except (CorruptError, NotFoundError) as error:
-            if request.step is None and retries > 0 and not request.root.manifests.exists(manifest_name(step)):
+            if retries > 0 and _has_moved(request, step, names):
                 return run_load(request, progress, retries=retries - 1)
             passed_over.append(step)
             if not request.fallback:
@@ -73,6 +77,15 @@ def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED
         else:
             return replace(report, fallback_from=tuple(passed_over))
     raise CorruptError(f"no checkpoint in {str(request.root.path)!r} is sound", found=passed_over) from last
+
+
+def _has_moved(request: LoadRequest, step: int, before: set[str]) -> bool:
+    """Whether manifests that a step may be put together from came or went, and it can still be looked for."""
+    now = set(request.root.manifests.names())
+    if request.step is not None and step not in map(step_of_manifest, now):
+        return False
+    changed = before - now | {name for name in now - before if is_compacted_manifest(name)}
+    return any((found := step_of_manifest(name)) is not None and found <= step for name in changed)
 
 
 def _candidates(request: LoadRequest) -> Iterator[int]:
@@ -84,19 +97,20 @@ def _candidates(request: LoadRequest) -> Iterator[int]:
 
 def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadReport:
     begun = time.perf_counter()
-    manifest = read_manifest(request.root, step)
-    contents, metadata = contents_of(manifest), metadata_of(manifest)
+    chain = read_chain(request.root, step)
+    contents, metadata = contents_of(chain), metadata_of(chain.newest)
     targets = dense_targets(request.state, tables=iter(request.tables))
     plan = make_load_plan(
-        manifest, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
+        chain, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
     )
     check = request.verify is not False
-    with ShardReader(request.root.data, manifest, threads=request.threads, verify=check, progress=progress) as reader:
+    with ChainReader(request.root.data, chain, threads=request.threads, verify=check, progress=progress) as reader:
         if request.verify == "before":
             verify(request.root, step, progress=progress)
         rebuilt, rows = _fill(plan, reader, clear=not request.merge)
-        bytes_read, is_verified = reader.bytes_read, reader.has_checked_all
-    _give_state_dicts(plan, manifest, contents, rebuilt)
+        bytes_read = reader.bytes_read
+        is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
+    _give_state_dicts(plan, chain.newest, contents, rebuilt)
     if is_verified:
         mark_verified(request.root, step)
     return LoadReport(
@@ -113,7 +127,7 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
     )
 
 
-def _fill(plan: LoadPlan, reader: ShardReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
+def _fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
     opened = OpenLoads()
     try:
         with torch.no_grad():

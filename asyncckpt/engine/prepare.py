@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 
 from asyncckpt.engine.background import workers
+from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.lock import save_lock
-from asyncckpt.engine.save_request import Cut, SaveTarget
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.saver_chain import choose_kind
 from asyncckpt.engine.stage_choice import choose_stage
 from asyncckpt.errors import DeadlineError
 from asyncckpt.staging.pool import pool
@@ -31,24 +33,25 @@ class PrepareFuture:
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
-    cut = Cut.begin(target)
+    cut = Cut.begin(target.state(), target.tables)
     try:
-        choice = choose_stage(target, cut)
+        choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None))
     finally:
         cut.fence()
         cut.end(ok=False)
 
-    size, limit = choice.plan.arena_bytes, target.options.host_memory_limit
+    size, limit = choice.arena_bytes, target.options.host_memory_limit
     # A save in flight has the arena already; and what does not fit will not be staged.
     to_do = not save_lock.in_flight() and choice.fallback is None
-    arena = pool.take_to_prepare(size) if to_do else None
+    layout = choice.regions if target.options.refresh and choice.regions.bytes else None
+    arena = pool.take_to_prepare(size, layout=layout) if to_do else None
 
     def touch() -> None:
         if arena is None:
             return
         try:
             arena.ensure(size)
-            if choice.plan.tables:
+            if target.tables:
                 pool.touch_ahead(arena, size, limit_bytes=limit)
         finally:
             pool.release(arena)

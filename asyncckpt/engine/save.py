@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncckpt.commit.discover import committed_steps
 from asyncckpt.engine.background import Job, background
+from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.future import FutureState, SaveFuture
+from asyncckpt.engine.job import SaveJob, Staged
 from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.save_job import as_ours, end_save, lose_save, run_save
-from asyncckpt.engine.save_request import Cut, SaveJob, SaveTarget
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, UsageError
 from asyncckpt.format.names import STEP_MAX, manifest_name
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
+from asyncckpt.model.arena_contents import ArenaContents, TableContents
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import SAVE_DEADLINE_S, OnBusy
-from asyncckpt.plan.save_plan import SavePlan
+from asyncckpt.options import SAVE_DEADLINE_S, OnBusy, SaveKind
 from asyncckpt.snapshot.capture import capture
-from asyncckpt.staging.arena import Arena
+from asyncckpt.snapshot.table_capture import TableCapture
 from asyncckpt.staging.pool import pool
 
 
 def start_save(
-    target: SaveTarget, *, step: int | None, metadata: Mapping[str, Any] | None, on_busy: OnBusy, staged: bool
+    target: SaveTarget,
+    *,
+    step: int | None,
+    kind: SaveKind,
+    metadata: Mapping[str, Any] | None,
+    on_busy: OnBusy,
+    staged: bool,
 ) -> SaveFuture:
     """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended."""
     begun = time.perf_counter()
@@ -39,7 +48,7 @@ def start_save(
         return _skipped(target, step, begun)
     try:
         ticket.step = step = _resolve_step(target, step, ticket)
-        job = _begin(target, ticket, step, encoded, staged=staged, begun=begun)
+        job = _begin(target, ticket, step, kind, encoded, staged=staged, begun=begun)
     except BaseException as error:
         save_lock.release(ticket)
         ours = as_ours(error, step)
@@ -56,7 +65,7 @@ def _hand_over(job: SaveJob, begun: float) -> None:
     Interrupted, the save is ended first, for then the caller may change its state; a second interruption does not wait.
     """
     work = Job(run=lambda: run_save(job), lose=lambda error: lose_save(job, error))
-    is_live = job.arena is None
+    is_live = job.staged is None
     try:
         job.stall_seconds = time.perf_counter() - begun
         background.submit(work)
@@ -71,47 +80,88 @@ def _hand_over(job: SaveJob, begun: float) -> None:
         raise
 
 
-def _begin(target: SaveTarget, ticket: Ticket, step: int, metadata: Json, *, staged: bool, begun: float) -> SaveJob:
-    cut = Cut.begin(target)
+def _begin(
+    target: SaveTarget, ticket: Ticket, step: int, kind: SaveKind, metadata: Json, *, staged: bool, begun: float
+) -> SaveJob:
+    options = target.options
+    cut = Cut.begin(target.state(), target.tables)
     try:
-        choice = choose_stage(target, cut) if staged else StageChoice(target.plans.plan(cut.flat, cut.tables))
-        values = cut.values()
-        if choice.fallback is not None:
-            warn_of_fallback(choice.fallback, stacklevel=5)
-        arena = _capture(target, choice.plan, cut) if staged and choice.fallback is None else None
+        choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.audit)
+        stage = choose_stage(target, cut, choice) if staged else StageChoice(target.plans.plan(cut.flat, cut.tables))
+        values, versions = cut.values(), cut.versions()
+        if stage.fallback is not None:
+            warn_of_fallback(stage.fallback, stacklevel=5)
+        snapshot = _capture(target, stage, choice, cut) if staged and stage.fallback is None else None
     except BaseException:
         cut.fence()
         cut.end(ok=False)
         raise
     tree = cut.flat.tree
-    if arena is not None:
+    if snapshot is not None:
         cut.fence()
+    if choice.base is not None:
+        target.parent_steps.append(choice.base.parent.step)
     future = SaveFuture(step=step, path=target.root.path, what=f"save of step {step}")
     return SaveJob(
         target=target,
         ticket=ticket,
         future=future,
         step=step,
-        plan=choice.plan,
+        plan=stage.plan,
+        choice=choice,
         tree=tree,
         values=values,
         metadata=metadata,
         cut=cut,
-        arena=arena,
-        fallback=choice.fallback,
+        versions=versions,
+        staged=snapshot,
+        fallback=stage.fallback,
         begun=begun,
     )
 
 
-def _capture(target: SaveTarget, plan: SavePlan, cut: Cut) -> Arena:
-    arena = pool.acquire(plan.arena_bytes, deadline_s=target.options.busy_deadline_s)
+def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -> Staged:
+    options = target.options
+    layout = stage.regions if choice.base is None and options.refresh and stage.regions.bytes else None
+    arena = pool.acquire(
+        stage.arena_bytes,
+        deadline_s=options.busy_deadline_s,
+        limit_bytes=options.host_memory_limit,
+        layout=layout,
+    )
     try:
-        capture(plan, cut.flat, cut.tables, address=arena.address, image=arena.view())
+        held = {} if arena.contents is None else arena.contents.tables
+        arena.contents = None  # Until all of it is there.
+        image = arena.view()
+        tables = [
+            TableCapture(
+                cut.tables[region.table],
+                region,
+                choice.tables[region.table],
+                held=held.get(region.name),
+                address=arena.address,
+                image=image,
+            )
+            for region in stage.regions.tables
+        ]
+        base = stage.regions.bytes
+        capture(stage.plan, cut.flat, cut.tables, address=arena.address + base, image=image[base:], tables=tables)
+        if layout is not None:
+            arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
         arena.seal()
     except BaseException:
         pool.release(arena)
         raise
-    return arena
+    return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables))
+
+
+def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
+    """What a later save can bring up to date."""
+    return {
+        table.name: TableContents(version=table.version, places=table.places)
+        for table in tables
+        if table.version is not None and table.places is not None
+    }
 
 
 def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:

@@ -11,56 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import cast
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
 from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.engine.background import workers
+from asyncckpt.engine.filtering import filter_blocks
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.handover import short_handovers
+from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.messages import log_exception, log_warning
-from asyncckpt.engine.save_request import SaveJob
-from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, SaveCancelledError
-from asyncckpt.format.manifest import BodyTemplate, FileFacts, ManifestHead, encode_manifest, render_body
-from asyncckpt.format.names import Attempt
-from asyncckpt.model.block import TableFacts
+from asyncckpt.engine.running_compactions import running_compactions
+from asyncckpt.engine.saver_chain import ChainLink, TableLink
+from asyncckpt.engine.write_files import Written, write_files
+from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError, SaveCancelledError
+from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts, encode_manifest, written_digest
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.model.result import SaveResult
-from asyncckpt.model.source import ByteSource
-from asyncckpt.model.table import OpenCut, Role
-from asyncckpt.model.write_block import WriteBlock
-from asyncckpt.native import DIGEST_BYTES
-from asyncckpt.options import CHUNK_BYTES
-from asyncckpt.pipeline.filters import FilteredBlock, identity, run_filter
-from asyncckpt.plan.image import ImagePlan, plan_image
-from asyncckpt.shard.drain import drain_image
-from asyncckpt.shard.export import export_tables
-from asyncckpt.shard.stream import stream_sources
-from asyncckpt.snapshot.capture import block_tensor, live_block, live_sources
-from asyncckpt.snapshot.source import SpanSource, tensor_source
-from asyncckpt.staging.chunks import chunk_buffers
+from asyncckpt.pipeline.filters import identity
 from asyncckpt.staging.pool import pool
-from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.directory import io_failed
 
 try:
     WRITER = f"asyncckpt {version('asyncckpt')}"
 except PackageNotFoundError:  # Run from a source tree that was never installed.
     WRITER = "asyncckpt"
-
-
-@dataclass
-class Written:
-    """Shard files on disk, and what the manifest says of their blocks: digests are uint8 [blocks, 16]."""
-
-    files: tuple[FileFacts, ...]
-    body: BodyTemplate
-    digests: NDArray[np.uint8]
 
 
 async def run_save(job: SaveJob) -> None:
@@ -80,10 +57,12 @@ async def run_save(job: SaveJob) -> None:
 
 def _touch_ahead(job: SaveJob) -> None:
     """Tables grow: let the next save find its memory touched, rather than pay for that in its stall."""
-    if job.arena is None or not job.plan.tables:
+    staged = job.staged
+    if staged is None or not job.target.tables:
         return
     try:
-        pool.touch_ahead(job.arena, job.plan.arena_bytes, limit_bytes=job.target.options.host_memory_limit)
+        limit_bytes = job.target.options.host_memory_limit
+        pool.touch_ahead(staged.arena, staged.base + job.plan.arena_bytes, limit_bytes=limit_bytes)
     except (MemoryError, OSError) as error:
         log_warning("memory for growing tables was not made ready: %s", error)
 
@@ -104,9 +83,11 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
         job.cut.end(ok=ok)
     except Exception:
         log_exception("a table did not end its cut of step %d", job.step)
-    if job.arena is not None:
-        pool.release(job.arena)
-        job.arena = None
+    if job.staged is not None:
+        pool.release(job.staged.arena)
+        job.staged = None
+    if job.choice.base is not None:
+        job.target.parent_steps.remove(job.choice.base.parent.step)
     save_lock.release(job.ticket)
 
 
@@ -124,20 +105,23 @@ def as_ours(error: BaseException, step: int | None) -> BaseException:
 
 
 async def _save(job: SaveJob) -> SaveResult:
-    root, options = job.target.root, job.target.options
     attempt = Attempt.new(job.step)
+    root, options = job.target.root, job.target.options
     _sweep(job, attempt)
-    filtered = await _filter(job)
+    loop = asyncio.get_running_loop()
+    if job.target.filter_func is not identity:
+        _go_on(job, FutureState.FILTERING)
+    filtered = await loop.run_in_executor(workers, filter_blocks, job)
     job.target.check_not_in_doubt()  # A save that was queued behind the one in doubt.
     _go_on(job, FutureState.WRITING)
     folder = begin_attempt(root, attempt)
     try:
-        loop = asyncio.get_running_loop()
-        written = await loop.run_in_executor(workers, _write, job, filtered, folder, attempt)
+        written = await loop.run_in_executor(workers, write_files, job, filtered, folder, attempt)
         _go_on(job, FutureState.COMMITTING)
         head = _head(job, attempt, written.files)
         raw = encode_manifest(head, written.body, written.digests)
         durable = options.durability == "fsync"
+        _check_parents(job)
         await publish(root, folder, attempt, raw, durable=durable, threads=workers)
     except IndeterminateError as error:
         job.target.in_doubt.append(error)
@@ -148,18 +132,74 @@ async def _save(job: SaveJob) -> SaveResult:
     finally:
         folder.close()
     seconds = time.perf_counter() - job.begun
+    bytes_written = sum(file.bytes for file in written.files) + len(raw)
+    parent = ParentFacts(step=job.step, attempt=attempt.id, digest=written_digest(raw))
+    job.target.chain.newest = _link(job, parent, written, bytes_written)
     job.target.heads.add(head)
     _retain(job)
     return SaveResult(
         step=job.step,
-        kind="full",
+        kind=job.choice.kind,
         path=root.path,
         fallback=job.fallback,
-        stall_seconds=job.stall_seconds if job.arena is not None else seconds,
+        stall_seconds=job.stall_seconds if job.staged is not None else seconds,
         seconds=seconds,
-        bytes_logical=job.plan.logical_bytes,
-        bytes_written=sum(file.bytes for file in written.files) + len(raw),
+        bytes_logical=_logical_bytes(job),
+        bytes_written=bytes_written,
+        rows_count=sum(facts.rows_count for facts in written.tables),
+        rows_copied=_rows_copied(job),
+        missed_ids=written.missed,
     )
+
+
+def _link(job: SaveJob, parent: ParentFacts, written: Written, bytes_written: int) -> ChainLink:
+    """What the next delta builds upon, now that this save has committed."""
+    names = {facts.name for facts in written.tables}
+    tables = {
+        item.name: TableLink(
+            schema=item.schema,
+            shard=item.table.shard,
+            version=job.versions.get(item.name),
+            prints=written.prints.get(item.name),
+        )
+        for item in job.cut.tables
+        if item.name in names
+    }
+    base = job.choice.base
+    if base is None:
+        return ChainLink(parent, (), tables, full_bytes=bytes_written, full_time=time.monotonic())
+    return replace(
+        base,
+        parent=parent,
+        parents=base.chain,
+        tables=tables,
+        deltas_count=base.deltas_count + 1,
+        deltas_bytes=base.deltas_bytes + bytes_written,
+    )
+
+
+def _logical_bytes(job: SaveJob) -> int:
+    """Bytes of the tensors and rows that were captured."""
+    tables = job.staged.tables if job.staged is not None else ()
+    return job.plan.logical_bytes + sum(table.payload_bytes for table in tables)
+
+
+def _rows_copied(job: SaveJob) -> int:
+    tables = job.staged.tables if job.staged is not None else ()
+    return sum(facts.rows_count for facts in job.plan.tables) + sum(table.copied_count for table in tables)
+
+
+def _check_parents(job: SaveJob) -> None:
+    """Before a delta is published: what it builds upon is still there, down to a full checkpoint."""
+    base, root = job.choice.base, job.target.root
+    for parent in base.chain if base is not None else ():
+        if root.manifests.exists(compacted_manifest_name(parent.step)):
+            return
+        if not root.manifests.exists(manifest_name(parent.step)):
+            raise ConflictError(
+                f"step {parent.step}, which the delta of step {job.step} builds upon, is not there any more",
+                hint="save a full checkpoint: kind='full'",
+            )
 
 
 def _go_on(job: SaveJob, state: FutureState) -> None:
@@ -169,8 +209,9 @@ def _go_on(job: SaveJob, state: FutureState) -> None:
 
 def _sweep(job: SaveJob, attempt: Attempt) -> None:
     """What cannot be swept is in nobody's way."""
+    running = (attempt.id, *running_compactions.attempts())
     try:
-        sweep(job.target.root, job.target.heads, keep_attempts=(attempt.id,))
+        sweep(job.target.root, job.target.heads, keep_attempts=running)
     except CheckpointError as error:
         log_warning("leftovers in %s were kept: %s", job.target.root.path, error)
 
@@ -179,8 +220,9 @@ def _retain(job: SaveJob) -> None:
     count = job.target.options.keep_latest
     if count is None:
         return
+    protected = {*job.target.protected(), *job.target.parent_steps, job.step}
     try:
-        keep_latest(job.target.root, job.target.heads, count=count, protected={*job.target.protected(), job.step})
+        keep_latest(job.target.root, job.target.heads, count=count, protected=protected)
     except Exception as error:  # Whatever it is, the new checkpoint is committed.
         log_warning("old checkpoints in %s were kept: %s", job.target.root.path, error)
 
@@ -188,8 +230,8 @@ def _retain(job: SaveJob) -> None:
 def _head(job: SaveJob, attempt: Attempt, files: tuple[FileFacts, ...]) -> ManifestHead:
     return ManifestHead(
         step=job.step,
-        kind="full",
-        parents=(),
+        kind=job.choice.kind,
+        parents=() if job.choice.base is None else job.choice.base.chain,
         attempt=attempt.id,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         writer=WRITER,
@@ -198,137 +240,3 @@ def _head(job: SaveJob, attempt: Attempt, files: tuple[FileFacts, ...]) -> Manif
         values=job.values,
         metadata=job.metadata,
     )
-
-
-# -- filter ------------------------------------------------------------------------------------------------------------
-
-
-class _Fetch:
-    """The data of one block for a filter. From live memory it is copied, and the copy is what gets written."""
-
-    def __init__(self, job: SaveJob, number: int, live: ByteSource | None) -> None:
-        self._job = job
-        self._number = number
-        self._live = live
-        self.copied: torch.Tensor | None = None
-
-    def __call__(self) -> torch.Tensor:
-        job, number = self._job, self._number
-        if job.arena is not None:
-            return block_tensor(job.plan, number, job.arena.view())
-        if self.copied is None:
-            self.copied = live_block(job.plan, job.cut.flat, job.cut.tables, number)
-        return self.copied
-
-
-@dataclass
-class _Filtered:
-    """What the filter left of the plan (None: everything), and the copies it has looked at."""
-
-    blocks: list[FilteredBlock] | None
-    fetches: list[_Fetch]
-
-
-async def _filter(job: SaveJob) -> _Filtered:
-    function = job.target.filter_func
-    if function is identity:
-        return _Filtered(blocks=None, fetches=[])
-    _go_on(job, FutureState.FILTERING)
-    fetches = [_Fetch(job, number, None) for number in range(len(job.plan.image.blocks))]
-    blocks = [WriteBlock(placed.spec, fetch) for placed, fetch in zip(job.plan.image.blocks, fetches, strict=True)]
-    loop = asyncio.get_running_loop()
-    return _Filtered(blocks=await loop.run_in_executor(workers, run_filter, function, blocks), fetches=fetches)
-
-
-# -- write -------------------------------------------------------------------------------------------------------------
-
-
-def _write(job: SaveJob, filtered: _Filtered, folder: Directory, attempt: Attempt) -> Written:
-    """On a worker thread: write all shard files."""
-    image = job.plan.image
-    job.future.expect_bytes(job.plan.files_bytes)
-    if job.arena is not None and filtered.blocks is None:
-        # Open tables first: until their rows are out, the old values of rows that change take memory.
-        exported, late_digests = _export(job, folder, attempt)
-        files, digests = drain_image(
-            image,
-            address=job.arena.address,
-            image=job.arena.view(),
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
-        return Written(files=files + exported, body=job.plan.body, digests=np.concatenate([digests, late_digests]))
-    sources = _sources(job, filtered)
-    if filtered.blocks is None:
-        files, digests = _stream(job, image, sources, folder, attempt)
-        return Written(files=files, body=job.plan.body, digests=digests)
-    return _write_filtered(job, filtered.blocks, sources, folder, attempt)
-
-
-def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
-    """Write the tables that were left open."""
-    opened = job.plan.open
-    if not opened.tables:
-        return (), np.empty((0, DIGEST_BYTES), dtype=np.uint8)
-    cuts = [cast(OpenCut, job.cut.tables[item.table].cut) for item in opened.tables]
-    with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
-        return export_tables(
-            opened,
-            cuts,
-            buffers=buffers,
-            writer=workers,
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
-
-
-def _write_filtered(
-    job: SaveJob, blocks: list[FilteredBlock], sources: list[ByteSource], folder: Directory, attempt: Attempt
-) -> Written:
-    specs = [item.spec for item in blocks]
-    image = plan_image(specs, parallel=job.target.options.parallel, rank=0)
-    chosen = [tensor_source(b.data) if b.data is not None else sources[b.number] for b in blocks]
-    files, digests = _stream(job, image, chosen, folder, attempt)
-    shards = {item.name: item.table.shard for item in job.cut.tables}
-    tables = {}
-    for item in blocks:
-        if item.spec.role is Role.ID and item.spec.table is not None:
-            rows_count = (item.spec.whole_shape or item.spec.shape)[0]
-            original = job.plan.image.blocks[item.number].spec.table
-            shard = shards[str(original)]
-            tables[item.spec.table] = TableFacts(name=item.spec.table, rows_count=rows_count, shard=shard)
-    replaced = {number for number, item in enumerate(blocks) if item.data is not None}
-    body = render_body(tuple(tables.values()), job.tree, image.blocks, filtered=replaced)
-    return Written(files=files, body=body, digests=digests)
-
-
-def _stream(
-    job: SaveJob, image: ImagePlan, sources: list[ByteSource], folder: Directory, attempt: Attempt
-) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
-    with chunk_buffers.borrow(max(file.bytes for file in image.files)) as buffers:
-        return stream_sources(
-            image,
-            sources,
-            buffers=buffers,
-            writer=workers,
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
-
-
-def _sources(job: SaveJob, filtered: _Filtered) -> list[ByteSource]:
-    """Where the bytes of every block are: in the arena, in live memory, or in the copy a filter has looked at."""
-    if job.arena is not None:
-        base = job.arena.address
-        return [SpanSource(base + int(offset), job.arena) for offset in job.plan.image.offsets]
-    sources = live_sources(job.plan, job.cut.flat, job.cut.tables)
-    for number, fetch in enumerate(filtered.fetches):
-        if fetch.copied is not None:
-            sources[number] = tensor_source(fetch.copied)
-    return sources

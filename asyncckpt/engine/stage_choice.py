@@ -6,48 +6,94 @@
     not even that                            blocking            blocking  blocking
 
 A table that is left open has only its cache level copied while training waits; its host level is exported behind the
-fence. A filter needs whole blocks, so with one no table is left open.
+fence. A filter needs whole blocks, so with one no table is left open; a table of which a delta writes some rows is
+not left open either.
+
+Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
+the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with
+one there are no regions.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from asyncckpt.engine.save_request import Cut, SaveTarget
+from asyncckpt.engine.cut import Cut
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.saver_chain import Choice
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan.save_plan import SavePlan, exportable
+from asyncckpt.plan.regions import Regions, RegionWish, plan_regions
+from asyncckpt.plan.save_plan import CutTable, SavePlan, exportable
 from asyncckpt.staging.pool import pool
+
+NO_REGIONS = Regions(tables=(), bytes=0)
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The plan of a save; `fallback` says why it cannot be staged, None when it can."""
+    """The plan of a save and its regions, which lie before it in the arena.
+
+    `fallback` says why it cannot be staged, None when it can.
+    """
 
     plan: SavePlan
+    regions: Regions = NO_REGIONS
     fallback: str | None = None
 
+    @property
+    def arena_bytes(self) -> int:
+        return self.regions.bytes + self.plan.arena_bytes
 
-def choose_stage(target: SaveTarget, cut: Cut) -> StageChoice:
+
+def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
     """Choose for a save that would rather not block."""
     host_level = target.options.host_level
+    some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
     left_open: list[str] = []
-    if host_level != "copy" and target.filter_func is identity:
-        left_open = exportable(cut.tables)
-    choices: list[list[str]] = [left_open] if host_level == "first_touch" else [[], left_open] if left_open else [[]]
-    plans = (target.plans.plan(cut.flat, cut.tables, left_open=names) for names in choices)
-    smallest: SavePlan | None = None
-    for plan in plans:
-        if fits(target, plan):
-            return StageChoice(plan)
-        smallest = plan
-    assert smallest is not None
-    return StageChoice(target.plans.plan(cut.flat, cut.tables), _why_not(target, smallest))
+    if host_level != "copy" and target.filter_func is identity and not target.filters:
+        left_open = [name for name in exportable(cut.tables) if name not in some_rows]
+    ways: list[list[str]] = [left_open] if host_level == "first_touch" else [[], left_open] if left_open else [[]]
+    last: StageChoice | None = None
+    for names in ways:
+        last = _stage(target, cut, choice, left_open=names)
+        if pool.fits(last.arena_bytes, limit_bytes=target.options.host_memory_limit):
+            return last
+    assert last is not None
+    return StageChoice(target.plans.plan(cut.flat, cut.tables), fallback=_why_not(target, last))
 
 
-def fits(target: SaveTarget, plan: SavePlan) -> bool:
-    """Whether there is memory for the arena of a plan."""
-    return pool.fits(plan.arena_bytes, limit_bytes=target.options.host_memory_limit)
+def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, left_open: Collection[str]) -> StageChoice:
+    in_regions = [
+        (number, item)
+        for number, item in enumerate(cut.tables)
+        if target.filter_func is identity and item.name not in left_open and _is_plain(item)
+    ]
+    names = [item.name for _, item in in_regions]
+    plan = target.plans.plan(cut.flat, cut.tables, left_open=left_open, in_regions=names)
+    return StageChoice(plan, _regions(target, in_regions, choice))
+
+
+def _regions(target: SaveTarget, tables: Sequence[tuple[int, CutTable]], choice: Choice) -> Regions:
+    wishes = [
+        RegionWish(
+            table=number,
+            name=item.name,
+            schema=item.schema,
+            rows_count=choice.tables[number].count(item.cut.rows_count),
+            removed_count=len(choice.tables[number].removed),
+        )
+        for number, item in tables
+    ]
+    if not wishes:
+        return NO_REGIONS
+    return target.regions.regions(wishes) if choice.base is None else plan_regions(wishes)
+
+
+def _is_plain(item: CutTable) -> bool:
+    columns = (item.cut.column(column.name) for column in item.schema.columns)
+    return all(column.is_cpu and column.is_contiguous() for column in columns)
 
 
 def warn_of_fallback(reason: str, *, stacklevel: int) -> None:
@@ -57,7 +103,7 @@ def warn_of_fallback(reason: str, *, stacklevel: int) -> None:
     )
 
 
-def _why_not(target: SaveTarget, plan: SavePlan) -> str:
+def _why_not(target: SaveTarget, choice: StageChoice) -> str:
     limit = target.options.host_memory_limit
     shown = "a share of what is available" if limit is None else f"{limit} bytes"
-    return f"a snapshot of {plan.arena_bytes} bytes does not fit the host memory limit ({shown})"
+    return f"a snapshot of {choice.arena_bytes} bytes does not fit the host memory limit ({shown})"

@@ -1,4 +1,7 @@
-"""Prove a checkpoint sound without loading it: manifest, file sizes, headers, and the digest of every block."""
+"""Prove a checkpoint sound without loading it: manifests, file sizes, headers, and the digest of every block.
+
+A delta is sound when all it builds upon is.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncckpt.commit.discover import newest_step, read_manifest
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import newest_step, superseded_folders
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.chain import Chain
 from asyncckpt.format.names import attempt_of_directory, is_temporary_manifest, split_shard_path
 from asyncckpt.native import Progress, core
-from asyncckpt.shard.reader import ShardReader
+from asyncckpt.shard.reader import ChainReader
 
 WINDOW_BYTES = 64 << 20
 READ_THREADS = 4
@@ -21,9 +25,13 @@ READ_THREADS = 4
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A sound checkpoint: how much was read, and what lies beside it (unreferenced folders of crashed saves)."""
+    """A sound checkpoint: how much was read, and what lies beside it (unreferenced folders of crashed saves).
+
+    steps: those it is put together from, newest first; of a full one its own alone.
+    """
 
     step: int
+    steps: tuple[int, ...]
     path: Path
     blocks_count: int
     bytes_read: int
@@ -47,26 +55,30 @@ def newest_verified(root: CheckpointRoot) -> set[int]:
 
 
 def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
-    """Read every byte of a step (default: the newest) and check it. CorruptError says what is wrong."""
+    """Read every byte of a step (default: the newest), of a delta its whole chain, and check it.
+
+    CorruptError says what is wrong.
+    """
     step = newest_step(root) if step is None else step
-    manifest = read_manifest(root, step)
+    chain = read_chain(root, step)
     progress = progress or Progress()
-    with ShardReader(root.data, manifest, threads=READ_THREADS, verify=False, progress=progress) as reader:
-        window = np.empty(min(WINDOW_BYTES, max(1, manifest.bytes_total)), dtype=np.uint8)
-        for number in range(len(manifest.blocks)):
+    with ChainReader(root.data, chain, threads=READ_THREADS, verify=False, progress=progress) as reader:
+        window = np.empty(min(WINDOW_BYTES, max(1, chain.bytes_total)), dtype=np.uint8)
+        for number in range(len(chain.blocks)):
             _verify_block(reader, number, window)
         report = VerifyReport(
             step=step,
+            steps=chain.steps,
             path=root.path,
-            blocks_count=len(manifest.blocks),
+            blocks_count=len(chain.blocks),
             bytes_read=reader.bytes_read,
-            strays=_strays(root, manifest),
+            strays=_strays(root, chain),
         )
     mark_verified(root, step)
     return report
 
 
-def _verify_block(reader: ShardReader, number: int, window: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+def _verify_block(reader: ChainReader, number: int, window: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
     size = reader.block(number).placed.spec.bytes
     digester = core.digester()
     for begin in range(0, size, len(window)):
@@ -77,18 +89,23 @@ def _verify_block(reader: ShardReader, number: int, window: np.ndarray[tuple[int
     reader.check(number, digester.end())
 
 
-def _strays(root: CheckpointRoot, manifest: Manifest) -> tuple[str, ...]:
-    """Leftovers of this step's other attempts, files of this one that no manifest lists, manifests never published."""
-    own = manifest.head.attempt
-    folders = [
-        name
-        for name in root.data.names()
-        if (a := attempt_of_directory(name)) and a.step == manifest.step and a.id != own
-    ]
-    listed = {split_shard_path(file.path, owner="manifest") for file in manifest.head.files}
+def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
+    """Leftovers beside the files of a chain: folders of its steps that no manifest names, files that none lists,
+    manifests never published.
+    """
+    listed = {split_shard_path(file.path, owner="manifest") for m in chain.manifests for file in m.head.files}
+    own = {folder for folder, _ in listed}
+    folders = {}
+    for name in root.data.names():
+        attempt = attempt_of_directory(name)
+        if attempt is not None and attempt.step in chain.steps and name not in own:
+            folders[name] = attempt.step
+    for step in set(folders.values()):
+        for name in superseded_folders(root, step):
+            folders.pop(name, None)
     files = []
-    for folder in {folder for folder, _ in listed}:
+    for folder in own:
         with root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
     temporary = [name for name in root.manifests.names() if is_temporary_manifest(name)]
-    return tuple(sorted(folders + files + temporary))
+    return tuple(sorted([*folders, *files, *temporary]))

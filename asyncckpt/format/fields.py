@@ -49,6 +49,17 @@ class Fields:
     def optional_integer(self, key: str, *, at_least: int = 0, at_most: int = I64_MAX) -> int | None:
         return None if self._value.get(key) is None else self.integer(key, at_least=at_least, at_most=at_most)
 
+    def flag(self, key: str, *, default: bool) -> bool:
+        if self.absent(key):
+            return default
+        value = self._get(key)
+        if type(value) is not bool:
+            raise self._wrong(key, "true or false")
+        return value
+
+    def absent(self, key: str) -> bool:
+        return key not in self._value
+
     def items(self, key: str, *, count_max: int) -> list[Json]:
         value = self._get(key)
         if type(value) is not list:

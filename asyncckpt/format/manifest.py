@@ -9,8 +9,8 @@ save to save (tables, tree, blocks) is rendered once per plan, with holes for th
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,21 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.strict_json import Json, dumps, looks_like
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import PlacedBlock, TableFacts
+from asyncckpt.model.table import Role
 
 FORMAT = "asyncckpt"
 VERSION = 1
 DIGEST_ALGORITHM = "xxh3-128/4MiB"
 MANIFEST_BYTES_MAX = 1 << 30
+# Most parents of a delta: a bound for readers, far above any chain worth loading.
+CHAIN_STEPS_MAX = 10_000
+
+# What a reader must know beyond the plain format, as `requires` names it.
+DELTA = "delta"
+COMPACTED = "compacted"
+ENCODING = "encoding"
+PAD = "pad"
+FEATURES = frozenset({DELTA, COMPACTED, ENCODING, PAD})
 
 _HOLE = b"-" * 32
 _DIGEST_MARK = b',"digest":"'
@@ -54,12 +64,29 @@ class BlockFacts:
 
 
 @dataclass(frozen=True)
+class ParentFacts:
+    """A checkpoint that a delta builds upon: its step, its attempt, and the own digest of its manifest, in hexadecimal.
+
+    Both pin it: another checkpoint of that step is not the parent.
+    """
+
+    step: int
+    attempt: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class ManifestHead:
-    """What differs from save to save."""
+    """What differs from save to save.
+
+    kind      "full" or "delta"
+    parents   of a delta: its complete chain, newest first, down to a full checkpoint; else empty
+    replaces  of a compacted checkpoint: the digest of the manifest that it stands for
+    """
 
     step: int
     kind: str
-    parents: tuple[int, ...]
+    parents: tuple[ParentFacts, ...]
     attempt: str
     created: str
     writer: str
@@ -67,6 +94,13 @@ class ManifestHead:
     files: tuple[FileFacts, ...]
     values: tuple[Json, ...]
     metadata: Json
+    replaces: str | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the head asks of a reader."""
+        uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None}
+        return frozenset(name for name, used in uses.items() if used)
 
 
 @dataclass(frozen=True)
@@ -90,24 +124,66 @@ class Manifest:
 
 @dataclass(frozen=True)
 class BodyTemplate:
-    """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest."""
+    """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest.
+
+    features: what the blocks ask of a reader. tables_end: where the text of the tables ends.
+    """
 
     text: bytes
     holes: NDArray[np.int64]
+    features: frozenset[str] = field(default=frozenset())
+    tables_end: int = 0
 
 
 def render_body(
     tables: Sequence[TableFacts], tree: Node, blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
     """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
-    head = b'"tables":%s,"tree":%s,"blocks":[' % (dumps([_table_json(t) for t in tables]), dumps(encode_tree(tree)))
-    rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
-    text = head + b",".join(rendered) + b"]"
-    lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
-    ends = len(head) + np.cumsum(lengths) - 1  # Behind each block's closing brace.
-    holes = ends - len(b'"}') - 32
+    listed = _tables_text(tables)
+    head = b'%s,"tree":%s,"blocks":[' % (listed, dumps(encode_tree(tree)))
+    rendered, ends = _blocks_text(blocks, filtered)
+    text = head + rendered + b"]"
+    holes = len(head) + ends - len(b'"}') - 32
     assert all(text[hole : hole + 32] == _HOLE for hole in holes[:3].tolist())
-    return BodyTemplate(text=text, holes=holes)
+    return BodyTemplate(text=text, holes=holes, features=features_of(blocks), tables_end=len(listed))
+
+
+def extend_body(body: BodyTemplate, *, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock]) -> BodyTemplate:
+    """The body with these tables, and with further blocks behind its own: without rendering those again."""
+    listed = _tables_text(tables)
+    own = listed + body.text[body.tables_end : -1]
+    if len(body.holes) and blocks:
+        own += b","
+    rendered, ends = _blocks_text(blocks, ())
+    holes = [body.holes + len(listed) - body.tables_end, len(own) + ends - len(b'"}') - 32]
+    return BodyTemplate(
+        text=own + rendered + b"]",
+        holes=np.concatenate(holes),
+        features=body.features | features_of(blocks),
+        tables_end=len(listed),
+    )
+
+
+def _tables_text(tables: Sequence[TableFacts]) -> bytes:
+    return b'"tables":%s' % dumps([_table_json(table) for table in tables])
+
+
+def _blocks_text(blocks: Sequence[PlacedBlock], filtered: Collection[int]) -> tuple[bytes, NDArray[np.int64]]:
+    """The text of blocks, and where each of them ends in it, behind its closing brace."""
+    rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
+    lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
+    return b",".join(rendered), np.cumsum(lengths) - 1
+
+
+def features_of(blocks: Iterable[PlacedBlock]) -> frozenset[str]:
+    """What blocks ask of a reader."""
+    features = set()
+    for placed in blocks:
+        if placed.spec.encoding:
+            features.add(ENCODING)
+        if placed.spec.role is Role.PAD:
+            features.add(PAD)
+    return frozenset(features)
 
 
 def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8]) -> bytearray:
@@ -118,12 +194,12 @@ def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.
     opening: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "requires": [],
+        "requires": sorted(head.features | body.features),
         "writer": head.writer,
         "created": head.created,
         "step": head.step,
         "kind": head.kind,
-        "parents": list(head.parents),
+        "parents": [{"step": item.step, "attempt": item.attempt, "digest": item.digest} for item in head.parents],
         "attempt": head.attempt,
         "byteorder": "little",
         "digest_algorithm": DIGEST_ALGORITHM,
@@ -132,6 +208,10 @@ def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.
         "values": list(head.values),
         "metadata": head.metadata,
     }
+    if head.replaces is not None:
+        opening["replaces"] = head.replaces
+    assert (head.kind == "delta") == bool(head.parents)
+    assert len(head.parents) <= CHAIN_STEPS_MAX
     begin = dumps(opening)[:-1] + b","
     raw = bytearray().join((begin, body.text, _DIGEST_MARK, bytes(32), b'"}\n'))
     text = np.frombuffer(raw, dtype=np.uint8)
@@ -140,6 +220,11 @@ def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.
     digest = xxhash.xxh3_128_hexdigest(memoryview(raw)[:end]).encode("ascii")
     text[-35:-3] = np.frombuffer(digest, dtype=np.uint8)
     return raw
+
+
+def written_digest(raw: bytes | bytearray) -> str:
+    """The own digest of a manifest that encode_manifest made, in hexadecimal: what a child pins."""
+    return raw[-35:-3].decode("ascii")
 
 
 def manifest_digest(raw: bytes, *, owner: str) -> str:
@@ -158,7 +243,14 @@ def manifest_digest(raw: bytes, *, owner: str) -> str:
 
 
 def _table_json(table: TableFacts) -> Json:
-    return {"name": table.name, "rows": table.rows_count, "shard": list(table.shard)}
+    facts: dict[str, Json] = {"name": table.name, "rows": table.rows_count, "shard": list(table.shard)}
+    if not table.whole:
+        facts["whole"] = False
+    if table.removed_count:
+        facts["removed"] = table.removed_count
+    if table.filters:
+        facts["filters"] = [dict(item) for item in table.filters]
+    return facts
 
 
 def _file_json(file: FileFacts) -> Json:
@@ -184,6 +276,9 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
     if spec.leaf is not None:
         parts.append(f',"leaf":{spec.leaf}')
     parts.append(f',"dtype":"{spec.dtype}","shape":{list(spec.shape)}'.replace(" ", ""))
+    if spec.encoding:
+        stored = {"dtype": spec.stored_dtype, "shape": list(spec.stored_shape)}
+        parts.append(f',"encoding":{_json_text([dict(step) for step in spec.encoding])},"stored":{_json_text(stored)}')
     if spec.whole_shape is not None:
         parts.append(f',"row_begin":{spec.row_begin},"whole_shape":{list(spec.whole_shape)}'.replace(" ", ""))
     if filtered:
@@ -191,3 +286,7 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
     parts.append(f',"file":{placed.file_index},"offset":{placed.offset},"bytes":{spec.bytes}')
     parts.append(f',"digest":"{_HOLE.decode()}"}}')
     return "".join(parts).encode("utf-8")
+
+
+def _json_text(value: Json) -> str:
+    return dumps(value).decode("utf-8")

@@ -2,6 +2,7 @@
 
     LOCK
     manifests/000000000120.json            the step, 12 digits
+    manifests/000000000120.full.json       the same step, compacted: a full checkpoint that stands for it
     manifests/.m-<attempt>                 a manifest before its publication
     data/000000000120-<attempt>/r00000-000.safetensors
 
@@ -22,7 +23,7 @@ MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
 STEP_MAX = 10**12 - 1
 
-_MANIFEST = re.compile(r"([0-9]{12})\.json")
+_MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
 _TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3})\.safetensors")
@@ -48,6 +49,11 @@ def manifest_name(step: int) -> str:
     return f"{step:012d}.json"
 
 
+def compacted_manifest_name(step: int) -> str:
+    """The manifest that stands for that of a step, which may still be there. Whoever looks for the step takes this."""
+    return f"{step:012d}.full.json"
+
+
 def temporary_manifest_name(attempt: Attempt) -> str:
     return f".m-{attempt.id}"
 
@@ -57,9 +63,14 @@ def shard_name(*, rank: int, index: int) -> str:
 
 
 def step_of_manifest(name: str) -> int | None:
-    """The step of a manifest's file name; None for a foreign file."""
+    """The step of a manifest's file name, compacted or not; None for a foreign file."""
     match = _MANIFEST.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def is_compacted_manifest(name: str) -> bool:
+    match = _MANIFEST.fullmatch(name)
+    return match is not None and match.group(2) is not None
 
 
 def is_temporary_manifest(name: str) -> bool:

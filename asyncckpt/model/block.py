@@ -7,9 +7,16 @@ PlacedBlock says where in which shard file its bytes are.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncckpt.model.table import Role
+
+REMOVED_COLUMN = "#removed"
+
+# What one step of an encoding did, as the manifest tells it: {"kind": "cast", ...}.
+EncodingStep = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,8 @@ class BlockSpec:
     shape:        of this block; whole_shape of the whole tensor when the block is rows [row_begin, row_begin +
                   shape[0])
     leaf:         number of the dense leaf in the state tree, None for tables and for renamed blocks
+    encoding:     what was done to the array that dtype and shape tell, in this order, before it was stored as
+                  stored_dtype and stored_shape; empty: the array itself is stored
     """
 
     name: str
@@ -36,6 +45,7 @@ class BlockSpec:
     row_begin: int = 0
     whole_shape: tuple[int, ...] | None = None
     slice_info: str = " "
+    encoding: tuple[EncodingStep, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -63,8 +73,16 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class TableFacts:
-    """What the manifest says of a table, beside its blocks."""
+    """What the manifest says of a table, beside its blocks.
+
+    whole:         all rows are here; else these rows, and the removed ids, are laid over what the parents hold
+    removed_count: ids in the block of role "removed" (deltas that are not whole)
+    filters:       the row filters that chose the rows, as the manifest tells them
+    """
 
     name: str
     rows_count: int
     shard: tuple[int, int]
+    whole: bool = True
+    removed_count: int = 0
+    filters: tuple[Mapping[str, Any], ...] = ()

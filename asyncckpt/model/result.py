@@ -16,6 +16,9 @@ class SaveResult:
     seconds         from the call until the checkpoint was durable (for a skipped save: until the call returned)
     bytes_logical   bytes of all tensors and table rows
     bytes_written   bytes of all files, headers and manifest included
+    rows_count      rows of tables that the checkpoint holds itself (a delta: those that were written since its parent)
+    rows_copied     rows that had to be copied for it while training waited; the others were in the arena already
+    missed_ids      in an audit: ids of rows that were changed without a mark, by table, at most 100 of each
     fallback        why the save went the blocking way, None when it did not
     skipped         the save was not made because another one was in flight; nothing else is meaningful then
     """
@@ -29,18 +32,24 @@ class SaveResult:
     seconds: float = 0.0
     bytes_logical: int = 0
     bytes_written: int = 0
+    rows_count: int = 0
+    rows_copied: int = 0
+    missed_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SaverStatistics:
-    """What a Saver did so far."""
+    """What a Saver did so far; sums are over saves that have committed."""
 
     saves_count: int = 0
     failed_count: int = 0
     cancelled_count: int = 0
     skipped_count: int = 0
     fallback_count: int = 0
+    deltas_count: int = 0
     bytes_written: int = 0
+    rows_count: int = 0
+    rows_copied: int = 0
     stall_seconds: float = 0.0
     plans_made_count: int = 0
     arenas_count: int = 0

@@ -24,6 +24,21 @@ def window(runs: I64, begin: int, end: int) -> I64:
     return part
 
 
+def rows_of(runs: I64) -> I64:
+    """Every row of the runs, ascending, int64 [n]."""
+    counts = runs[:, 1] - runs[:, 0]
+    before = np.cumsum(counts) - counts
+    rows: I64 = np.repeat(runs[:, 0] - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+    return rows
+
+
+def gaps(runs: I64, end: int) -> I64:
+    """What the runs leave out of rows [0, end), as ascending runs, int64 [k, 2]."""
+    borders = np.concatenate([[0], np.minimum(runs, end).ravel(), [end]]).reshape(-1, 2)
+    found: I64 = borders[borders[:, 0] < borders[:, 1]]
+    return found
+
+
 def spans(runs: I64, *, address: int, row_bytes: int) -> NDArray[np.uint64]:
     """(address, bytes) of every run in a column's storage, uint64 [k, 2]."""
     result = np.empty((len(runs), 2), dtype=np.uint64)

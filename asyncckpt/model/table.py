@@ -9,9 +9,10 @@ A save:
 3. `fence()`: the table may change again.
 4. `end(ok)`: the save has committed (True) or failed (False). May come from another thread, long after the fence.
 
-Two kinds of cut can do more. An OverlaidCut is one whose newest values are partly in a faster level: they are laid over
-the storage's rows on the way out, and the live table is never flushed. An OpenCut may stay open behind its fence, so
-that only its cache level is copied while training waits; its rows are exported later, each as it was at the cut.
+Three kinds of cut can do more. A TracksRows knows which rows were written since an earlier cut. An OverlaidCut is one
+whose newest values are partly in a faster level: they are laid over the storage's rows on the way out, and the live
+table is never flushed. An OpenCut may stay open behind its fence, so that only its cache level is copied while training
+waits; its rows are exported later, each as it was at the cut.
 
 A load:
 1. `begin_load(clear=..., rows_count=..., filled=...)`.
@@ -42,6 +43,8 @@ class Role(str, Enum):
     OPTIMIZER = "optimizer"
     METADATA = "metadata"
     DENSE = "dense"
+    REMOVED = "removed"  # Ids that a delta takes out of what its parents hold.
+    PAD = "pad"  # Fills a shard file up to the next page.
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,41 @@ class TableCut(Protocol):
 
     def fence(self) -> None: ...
     def end(self, ok: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class CutVersion:
+    """Names the state of one table at one cut: `source` is a number of this process that no other table has, `number`
+    grows from cut to cut.
+    """
+
+    source: int
+    number: int
+
+
+@runtime_checkable
+class TracksRows(TableCut, Protocol):
+    """A cut of a table that knows which of its rows were written since an earlier cut. Asked before the fence.
+
+    A table has a mark for every row, the number of the epoch in which it was last written; a cut ends an epoch. Who
+    needs the rows touched since some cut keeps that cut's version, so there is nothing to give back when a save fails.
+    """
+
+    @property
+    def version(self) -> CutVersion:
+        """This cut's own."""
+        ...
+
+    def touched_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+        """The rows of `runs`, ascending int64 [n], that may differ in some column, `id` included, from that cut.
+
+        None: it is not known any more, so all may.
+        """
+        ...
+
+    def removed_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+        """The ids removed since that cut, distinct int64 [m]; some may be back. None: not known any more."""
+        ...
 
 
 @runtime_checkable

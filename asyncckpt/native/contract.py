@@ -45,12 +45,20 @@ class ShortFile(Exception):
 
 @dataclass(frozen=True)
 class FileImage:
-    """A file to write from memory: `fd` is open for writing and empty; direct means it was opened with O_DIRECT."""
+    """A file to write from memory: `fd` is open for writing and empty; direct means it was opened with O_DIRECT.
+
+    The bytes of the file are those of its extents (address, bytes), one behind the other. direct: every extent begins
+    on a page and all but the last one are whole pages; the last one is readable up to its bytes rounded up to a page.
+    """
 
     fd: int
-    address: int
-    bytes: int
+    extents: tuple[tuple[int, int], ...]
     direct: bool
+
+    @property
+    def bytes(self) -> int:
+        """The length the file shall have."""
+        return sum(bytes for _, bytes in self.extents)
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,33 @@ class Core(Protocol):
     def cores_count(self) -> int: ...
     def copy(self, segments: U64, *, threads: int = 0) -> None:
         """Copy segments, a C-contiguous uint64 array [n, 3] of (source address, target address, bytes)."""
+        ...
+
+    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
+        """Copy row source_rows[i] of every column to row target_rows[i]; None stands for row i, but not twice.
+
+        columns: C-contiguous uint64 [c, 3] of (source address, target address, row bytes). Rows are 0 or more, else
+        ValueError before anything is copied; target rows are distinct. No target overlaps another one or a source.
+        """
+        ...
+
+    def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
+        """A print of every row over all its columns, uint64 [rows_count].
+
+        columns: C-contiguous uint64 [c, 2] of (address, row bytes). A print is 0 and becomes, column by column, XXH3-64
+        of the row's bytes with the print so far as seed.
+        """
+        ...
+
+    def mark(self, marks: U8, rows: I64, value: int) -> None:
+        """Set marks[row] = value for every row; -1 is passed over.
+
+        marks: uint8 [n], writable, C-contiguous. Any other row outside of it: ValueError, and no mark is set.
+        """
+        ...
+
+    def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
+        """The rows whose mark is greater than `above`, ascending int64. Nobody writes the marks meanwhile."""
         ...
 
     def map_memory(self, bytes: int) -> Memory: ...

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libasyncckpt.so"
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
@@ -35,7 +35,7 @@ class AcSpan(ctypes.Structure):
 
 
 class AcFile(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("bytes", c_uint64), ("fd", c_int32), ("direct", c_int32)]
+    _fields_ = [("extents", c_void_p), ("extents_count", c_uint64), ("fd", c_int32), ("direct", c_int32)]
 
 
 class AcDrainOptions(ctypes.Structure):
@@ -62,6 +62,10 @@ class AcReadOptions(ctypes.Structure):
     _fields_ = [("block_bytes", c_uint64), ("threads", c_uint32)]
 
 
+class AcRowColumn(ctypes.Structure):
+    _fields_ = [("source", c_void_p), ("target", c_void_p), ("row_bytes", c_uint64)]
+
+
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "ac_error": AcError,
     "ac_segment": AcSegment,
@@ -70,6 +74,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "ac_drain_options": AcDrainOptions,
     "ac_read_item": AcReadItem,
     "ac_read_options": AcReadOptions,
+    "ac_row_column": AcRowColumn,
 }
 
 _ERROR = POINTER(AcError)
@@ -97,6 +102,13 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_read": (
         c_int32,
         [c_void_p, c_uint64, c_void_p, POINTER(AcReadOptions), c_void_p, c_void_p, _ERROR],
+    ),
+    "ac_copy_rows": (c_int32, [c_void_p, c_uint64, c_void_p, c_void_p, c_uint64, c_uint32, _ERROR]),
+    "ac_fingerprint": (c_int32, [c_void_p, c_uint64, c_uint64, c_void_p, c_uint32, _ERROR]),
+    "ac_mark": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint64, c_uint8, _ERROR]),
+    "ac_marked": (
+        c_int32,
+        [c_void_p, c_uint64, c_uint8, c_void_p, c_uint64, POINTER(c_uint64), c_uint32, _ERROR],
     ),
     "ac_idmap_new": (c_void_p, [c_uint64]),
     "ac_idmap_free": (None, [c_void_p]),

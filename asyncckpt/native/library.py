@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, c_uint64
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncckpt.native.arrays import check_flags, check_table
+from asyncckpt.native.arrays import (
+    check_count,
+    check_file,
+    check_flags,
+    check_ids,
+    check_mark,
+    check_marks,
+    check_row_pairs,
+    check_table,
+)
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
+    I64,
     U8,
     U64,
     Digester,
@@ -24,6 +34,9 @@ from asyncckpt.native.contract import (
 from asyncckpt.native.declarations import OK, AcDrainOptions, AcError, AcFile, AcReadOptions, load_library
 from asyncckpt.native.native_objects import NativeDigester, NativeIdMap, NativeMemory, raise_error
 
+# Room for the rows of a first call to ac_marked, as a part of all rows; a second one follows where more are marked.
+_MARKED_PART = 16
+_MARKED_ROOM_MIN = 4096
 # The fields of ac_read_item.
 _READ_ITEM = np.dtype([("place", np.uint64, 3), ("fd", np.int32), ("direct", np.int32)])
 
@@ -48,6 +61,62 @@ class NativeCore:
         if self._library.ac_copy(segments.ctypes.data, len(segments), threads, byref(error)) != OK:
             raise_error(error)
 
+    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
+        check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = check_row_pairs(source_rows, target_rows)
+        error = AcError()
+        status = self._library.ac_copy_rows(
+            columns.ctypes.data,
+            len(columns),
+            None if sources is None else sources.ctypes.data,
+            None if targets is None else targets.ctypes.data,
+            count,
+            threads,
+            byref(error),
+        )
+        if status != OK:
+            raise_error(error)
+
+    def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
+        check_table(columns, columns_count=2, name="columns")
+        check_count(rows_count, name="rows_count")
+        row_columns = np.zeros((len(columns), 3), dtype=np.uint64)
+        row_columns[:, [0, 2]] = columns
+        prints, error = np.empty(rows_count, dtype=np.uint64), AcError()
+        status = self._library.ac_fingerprint(
+            row_columns.ctypes.data, len(columns), rows_count, prints.ctypes.data, threads, byref(error)
+        )
+        if status != OK:
+            raise_error(error)
+        return prints
+
+    def mark(self, marks: U8, rows: I64, value: int) -> None:
+        check_marks(marks, writable=True)
+        check_mark(value, name="value")
+        rows = check_ids(rows, name="rows")
+        error = AcError()
+        if self._library.ac_mark(marks.ctypes.data, len(marks), rows.ctypes.data, len(rows), value, byref(error)) != OK:
+            raise_error(error)
+
+    def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
+        check_marks(marks, writable=False)
+        check_mark(above, name="above")
+        room = max(_MARKED_ROOM_MIN, len(marks) // _MARKED_PART)
+        while True:
+            rows: I64 = np.empty(room, dtype=np.int64)
+            count, error = c_uint64(), AcError()
+            status = self._library.ac_marked(
+                marks.ctypes.data, len(marks), above, rows.ctypes.data, room, byref(count), threads, byref(error)
+            )
+            if status != OK:
+                raise_error(error)
+            if count.value == room:
+                return rows
+            if count.value < room:
+                found: I64 = rows[: count.value].copy()
+                return found
+            room = count.value
+
     def map_memory(self, bytes: int) -> Memory:
         if bytes <= 0:
             raise ValueError(f"cannot map {bytes} bytes")
@@ -66,7 +135,15 @@ class NativeCore:
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
         check_table(spans, columns_count=2, name="spans")
-        images = (AcFile * len(files))(*(AcFile(file.address, file.bytes, file.fd, file.direct) for file in files))
+        for item, file in enumerate(files):
+            check_file(file, item)
+        extents = [np.array(file.extents, dtype=np.uint64).reshape(-1, 2) for file in files]
+        images = (AcFile * len(files))(
+            *(
+                AcFile(table.ctypes.data, len(table), file.fd, file.direct)
+                for file, table in zip(files, extents, strict=True)
+            )
+        )
         digests, error = _empty_digests(len(spans)), AcError()
         status = self._library.ac_drain(
             images,

@@ -16,9 +16,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.native.arrays import check_file, check_flags, check_table
+from asyncckpt.native.arrays import (
+    check_count,
+    check_file,
+    check_flags,
+    check_ids,
+    check_mark,
+    check_marks,
+    check_row_pairs,
+    check_table,
+)
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
+    I64,
     LEAF_BYTES,
     PAGE_BYTES,
     U8,
@@ -34,15 +44,12 @@ from asyncckpt.native.contract import (
     ShortFile,
 )
 from asyncckpt.native.twin_id_map import TwinIdMap
+from asyncckpt.native.twin_memory import memory_at
+from asyncckpt.native.twin_rows import copy_rows, fingerprints, mark
 
 _MAPPED_UNIT_BYTES = 2 << 20
 _READ_BYTES_MAX = 8 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-
-
-def _memory_at(address: int, bytes: int) -> memoryview:
-    """The bytes at an address; the caller keeps them alive."""
-    return memoryview((ctypes.c_uint8 * bytes).from_address(address)).cast("B") if bytes else memoryview(bytearray())
 
 
 def _digest_of(data: memoryview) -> bytes:
@@ -56,7 +63,7 @@ class TwinDigester:
         self._restart()
 
     def update(self, address: int, bytes: int) -> None:
-        self.update_from(_memory_at(address, bytes))
+        self.update_from(memory_at(address, bytes))
 
     def update_from(self, data: memoryview) -> None:
         while data:
@@ -141,6 +148,26 @@ class TwinCore:
         for source, target, bytes in segments.tolist():
             ctypes.memmove(target, source, bytes)
 
+    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
+        check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = check_row_pairs(source_rows, target_rows)
+        copy_rows(columns, sources, targets, count)
+
+    def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
+        check_table(columns, columns_count=2, name="columns")
+        check_count(rows_count, name="rows_count")
+        return fingerprints(columns, rows_count)
+
+    def mark(self, marks: U8, rows: I64, value: int) -> None:
+        check_marks(marks, writable=True)
+        check_mark(value, name="value")
+        mark(marks, check_ids(rows, name="rows"), value)
+
+    def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
+        check_marks(marks, writable=False)
+        check_mark(above, name="above")
+        return np.flatnonzero(marks > above).astype(np.int64, copy=False)
+
     def map_memory(self, bytes: int) -> Memory:
         return TwinMemory(bytes)
 
@@ -166,7 +193,7 @@ class TwinCore:
             raise ValueError(f"a direct write needs address, bytes and offset in multiples of {PAGE_BYTES}")
         try:
             _clear_direct(fd)
-            _write_all(fd, _memory_at(address, bytes), offset)
+            _write_all(fd, memory_at(address, bytes), offset)
         except OSError as error:
             raise _io_error(error, f"cannot write {bytes} bytes at offset {offset}", 0) from error
 
@@ -186,7 +213,7 @@ class TwinCore:
         for item, ((address, offset, bytes), fd) in enumerate(zip(items.tolist(), fds.tolist(), strict=True)):
             try:
                 _clear_direct(fd)
-                _read_all(fd, _memory_at(address, bytes), offset, item, progress)
+                _read_all(fd, memory_at(address, bytes), offset, item, progress)
             except OSError as error:
                 raise _io_error(error, f"cannot read {bytes} bytes at offset {offset}", item) from error
         # The spans are the items without their file offsets.
@@ -200,17 +227,18 @@ class TwinCore:
         digests = np.empty((len(spans), DIGEST_BYTES), dtype=np.uint8)
         for index, (address, bytes) in enumerate(spans.tolist()):
             _check_cancelled(progress)
-            digests[index] = np.frombuffer(_digest_of(_memory_at(address, bytes)), dtype=np.uint8)
+            digests[index] = np.frombuffer(_digest_of(memory_at(address, bytes)), dtype=np.uint8)
         return digests
 
     def _write_file(self, file: FileImage, options: DrainOptions, progress: Progress) -> None:
         _clear_direct(file.fd)
         offset = 0
-        for block in _blocks_of(_memory_at(file.address, file.bytes), options.block_bytes or _READ_BYTES_MAX):
-            _check_cancelled(progress)
-            _write_all(file.fd, block, offset)
-            offset += len(block)
-            progress._done[0] += np.uint64(len(block))
+        for address, bytes in file.extents:
+            for block in _blocks_of(memory_at(address, bytes), options.block_bytes or _READ_BYTES_MAX):
+                _check_cancelled(progress)
+                _write_all(file.fd, block, offset)
+                offset += len(block)
+                progress._done[0] += np.uint64(len(block))
         os.ftruncate(file.fd, file.bytes)
         if options.sync:
             os.fsync(file.fd)

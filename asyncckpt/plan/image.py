@@ -51,14 +51,14 @@ class ImagePlan:
         return int(self.lengths.sum())
 
 
-def plan_image(specs: Sequence[BlockSpec], *, parallel: int, rank: int) -> ImagePlan:
-    """Spread blocks over at most `parallel` files by bytes."""
+def plan_image(specs: Sequence[BlockSpec], *, parallel: int, rank: int, needs_file: bool = True) -> ImagePlan:
+    """Spread blocks over at most `parallel` files by bytes. needs_file: without blocks there is a file all the same."""
     keys = unique_names(key_of(spec) for spec in specs)
     placed: list[PlacedBlock | None] = [None] * len(specs)
     offsets = np.zeros(len(specs), dtype=np.int64)
     files: list[FilePlan] = []
     base = 0
-    for index, members in enumerate(_spread(specs, parallel)):
+    for index, members in enumerate(spread(specs, parallel) if specs or needs_file else []):
         members = sorted(members, key=lambda number: (-specs[number].stored_itemsize, number))
         header = render_header([(keys[number], specs[number]) for number in members], rank=rank)
         end = len(header.text)
@@ -96,8 +96,11 @@ def key_of(spec: BlockSpec) -> str:
     return f"{spec.name}[{spec.row_begin}:{spec.row_begin + spec.shape[0]}]"
 
 
-def _spread(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
-    """Largest block first into the emptiest file; at least one file, at most one per FILE_TARGET_BYTES."""
+def spread(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
+    """Numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
+
+    The largest block goes first, into the emptiest file.
+    """
     total = sum(spec.bytes for spec in specs)
     count = max(1, min(parallel, len(specs), -(-total // FILE_TARGET_BYTES)))
     if count == 1:

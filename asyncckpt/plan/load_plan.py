@@ -10,63 +10,24 @@ sources.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name
-from asyncckpt.format.values import decode_value
+from asyncckpt.format.encodings import check_encoding
+from asyncckpt.format.tree import path_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Table
+from asyncckpt.plan.contents import Contents, StoredDense, StoredTable
 from asyncckpt.plan.leaf_names import unique_names
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
 
 LoadInfo = dict[str, dict[str, list[str]]]
 LoadFilter = Callable[[LoadInfo], Mapping[str, Mapping[str, list[str]]]]
 PROBLEMS_SHOWN_MAX = 20
-
-
-@dataclass(frozen=True)
-class StoredDense:
-    """A dense tensor of the checkpoint: its block numbers, and its path (a renamed one is known by its name alone)."""
-
-    name: str
-    path: Path
-    blocks: tuple[int, ...]
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoredTable:
-    """A table of the checkpoint: block numbers per column."""
-
-    name: str
-    rows_count: int
-    columns: Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds. `values` are the plain ones by path, `leaf_paths` those of all tensors saved."""
-
-    dense: Mapping[str, StoredDense]
-    tables: Mapping[str, StoredTable]
-    values: Mapping[Path, Any]
-    leaf_paths: tuple[Path, ...]
-    tree: Node
-    unreadable: Mapping[str, str]  # Names of tensors whose dtype this version does not know, and the dtype.
-
-    def has(self, path: Path) -> bool:
-        """Whether something was saved at a path, be it an empty object."""
-        return descend(self.tree, path) is not None
-
-    def below(self, path: Path) -> list[StoredDense]:
-        return [item for item in self.dense.values() if item.path[: len(path)] == path]
 
 
 @dataclass(frozen=True)
@@ -96,48 +57,8 @@ class LoadPlan:
     info: LoadInfo
 
 
-def contents_of(manifest: Manifest) -> Contents:
-    """Index a manifest by names and paths. CorruptError for a value that cannot be decoded."""
-    paths = [path for path, node in leaves(manifest.tree) if node is not VALUE]
-    value_paths = [path for path, node in leaves(manifest.tree) if node is VALUE]
-    dense: dict[str, list[int]] = defaultdict(list)
-    columns: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    unreadable: dict[str, str] = {}
-    for number, block in enumerate(manifest.blocks):
-        spec = block.placed.spec
-        if not spec.is_known:
-            unreadable[spec.name] = spec.dtype
-        elif spec.table is not None:
-            columns[spec.table][str(spec.column)].append(number)
-        else:
-            dense[spec.name].append(number)
-    rows = {table.name: table.rows_count for table in manifest.tables}
-    stored = {}
-    for name, numbers in dense.items():
-        spec = manifest.blocks[numbers[0]].placed.spec
-        path = paths[spec.leaf] if spec.leaf is not None else (name,)
-        shape = spec.whole_shape or spec.shape
-        stored[name] = StoredDense(name=name, path=path, blocks=tuple(numbers), dtype=spec.dtype, shape=shape)
-    tables = {
-        name: StoredTable(name=name, rows_count=rows[name], columns={k: tuple(v) for k, v in found.items()})
-        for name, found in columns.items()
-    }
-    values = {
-        path: decode_value(value, owner=f"value {path_name(path)!r} of step {manifest.step}")
-        for path, value in zip(value_paths, manifest.head.values, strict=True)
-    }
-    return Contents(
-        dense=stored,
-        tables=tables,
-        values=values,
-        leaf_paths=tuple(paths),
-        tree=manifest.tree,
-        unreadable=unreadable,
-    )
-
-
 def make_load_plan(
-    manifest: Manifest,
+    chain: Chain,
     contents: Contents,
     targets: DenseTargets,
     tables: Mapping[str, Table],
@@ -147,7 +68,7 @@ def make_load_plan(
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense."""
     if strict:
-        _check_readable(contents, manifest.step)
+        _check_readable(contents, chain.step)
     info, missing = _default_info(contents, targets, tables)
     by_name = {item.name: item for item in targets.in_place}
     known = {name: {source: list(columns) for source, columns in sources.items()} for name, sources in info.items()}
@@ -157,7 +78,7 @@ def make_load_plan(
     problems: list[str] = []
     for destination, sources in answer.items():
         if destination in tables:
-            planned.append(_table(destination, tables[destination], sources, contents, manifest, problems, strict))
+            planned.append(_table(destination, tables[destination], sources, contents, chain, problems, strict))
         elif destination in by_name or destination in known:
             found = _dense(destination, by_name.get(destination), sources, contents, problems)
             dense += [found] if found is not None else []
@@ -172,7 +93,8 @@ def make_load_plan(
         problems += [
             f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
         ]
-    _raise_problems(problems, manifest.step)
+    _raise_problems(problems, chain.step)
+    _check_encodings(dense, planned, chain)
     return LoadPlan(
         dense=tuple(dense),
         tables=tuple(planned),
@@ -191,6 +113,17 @@ def _check_readable(contents: Contents, step: int) -> None:
             expected="one of asyncckpt.supported_dtypes()",
             hint="strict=False loads the other ones",
         )
+
+
+def _check_encodings(dense: list[DenseLoad], tables: list[TableLoadPlan], chain: Chain) -> None:
+    """UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
+    numbers = [number for load in dense for number in load.source.blocks]
+    for stored, columns in (source for item in tables for source in item.sources):
+        numbers += [number for layer in stored.layers for column in columns for number in layer.columns[column]]
+    for number in numbers:
+        spec = chain.blocks[number].placed.spec
+        if spec.encoding:
+            check_encoding(spec)
 
 
 def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str, Table]) -> tuple[LoadInfo, list[str]]:
@@ -289,7 +222,7 @@ def _table(
     table: Table,
     sources: dict[str, list[str]],
     contents: Contents,
-    manifest: Manifest,
+    chain: Chain,
     problems: list[str],
     strict: bool,
 ) -> TableLoadPlan:
@@ -303,7 +236,7 @@ def _table(
         if ID_COLUMN not in columns or len(columns) < 2 or len(set(columns)) != len(columns):
             problems.append(f"table {name!r} needs {ID_COLUMN!r} and at least one more column of {source!r}")
         for column in columns:
-            _check_column(name, column, stored, schema.column(column), manifest, problems)
+            _check_column(name, column, stored, schema.column(column), chain, problems)
         chosen.append((stored, tuple(columns)))
         absent = [c.name for c in schema.columns if c.name not in stored.columns]
         if strict and absent:
@@ -311,9 +244,7 @@ def _table(
     return TableLoadPlan(name=name, table=table, sources=tuple(chosen))
 
 
-def _check_column(
-    table: str, column: str, stored: StoredTable, wanted: Any, manifest: Manifest, problems: list[str]
-) -> None:
+def _check_column(table: str, column: str, stored: StoredTable, wanted: Any, chain: Chain, problems: list[str]) -> None:
     numbers = stored.columns.get(column)
     if numbers is None:
         problems.append(f"column {column!r} of table {table!r} is not in the checkpoint")
@@ -321,7 +252,7 @@ def _check_column(
     if wanted is None:
         problems.append(f"table {table!r} has no column {column!r}")
         return
-    spec: BlockSpec = manifest.blocks[numbers[0]].placed.spec
+    spec: BlockSpec = chain.blocks[numbers[0]].placed.spec
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
     if wanted.dtype is not dtype:
         problems.append(f"column {column!r} of table {table!r} has dtype {wanted.dtype}, the checkpoint {dtype}")

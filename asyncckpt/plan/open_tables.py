@@ -19,8 +19,9 @@ import torch
 
 from asyncckpt.format.header import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
+from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec, PlacedBlock
-from asyncckpt.model.table import OpenCut
+from asyncckpt.model.table import OpenCut, TableCut
 from asyncckpt.native import PAGE_BYTES
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import key_of
@@ -73,9 +74,9 @@ class OpenTables:
         return sum(placed.spec.bytes for placed in self.blocks)
 
 
-def can_be_exported(cut: object, row_bytes: int) -> bool:
+def can_be_exported(cut: TableCut, row_bytes: int) -> bool:
     """Whether a table can be left open: it offers it, it has rows, and a window of pages fits a chunk."""
-    return isinstance(cut, OpenCut) and cut.rows_count > 0 and _window_rows(row_bytes) > 0
+    return can_stay_open(cut) and cut.rows_count > 0 and _window_rows(row_bytes) > 0
 
 
 def plan_open_tables(

@@ -1,12 +1,14 @@
 """The plan of a save, cached: as long as nothing changes its shape, a save reads addresses and nothing else.
 
+Tables that have regions in the arena (regions.py) are left out: what a save writes of them changes with every row, and
+is planned behind the fence (region_files.py).
+
 `PlanCache.plan` compares the state's facts with those of the plan it made last. For thousands of tensors that
 comparison is a few milliseconds; making a plan is a hundred.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +20,14 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import Node
+from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import OpenCut, Role, Table, TableCut, TableSchema
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf
 from asyncckpt.plan.leaf_names import check_name, tensor_names
 from asyncckpt.plan.open_tables import OpenTables, can_be_exported, plan_open_tables
+from asyncckpt.plan.regions import column_row_bytes
 from asyncckpt.plan.state import FlatState
 
 
@@ -83,25 +87,39 @@ class SavePlan:
 
 
 class PlanCache:
-    """Makes plans, and keeps the last one for each choice of tables that are left open."""
+    """Makes plans, and keeps the last one for each choice of tables that are left open or in regions."""
 
     def __init__(self, *, parallel: int, rank: int) -> None:
         self._parallel = parallel
         self._rank = rank
-        self._kept: dict[frozenset[str], _KeptPlan] = {}
+        self._kept: dict[tuple[frozenset[str], frozenset[str]], _KeptPlan] = {}
         self.plans_made_count = 0
 
-    def plan(self, flat: FlatState, cuts: Sequence[CutTable], *, left_open: Collection[str] = ()) -> SavePlan:
-        """The plan for this state; the last one while its facts are the same. `left_open` names tables to export."""
-        choice = frozenset(left_open)
-        tables = [(item.name, item.schema, item.cut.rows_count, item.table.shard) for item in cuts]
-        devices = [str(item.cut.column(column.name).device) for item in cuts for column in item.schema.columns]
-        caches = [_cache_facts(item) for item in cuts if item.name in choice]
-        key = (flat.tree, tables, devices, caches)
+    def plan(
+        self,
+        flat: FlatState,
+        cuts: Sequence[CutTable],
+        *,
+        left_open: Collection[str] = (),
+        in_regions: Collection[str] = (),
+    ) -> SavePlan:
+        """The plan for this state; the last one while its facts are the same.
+
+        left_open: names of tables to export. in_regions: names of tables that are not part of the plan.
+        """
+        choice = (frozenset(left_open), frozenset(in_regions))
+        planned = [item for item in cuts if item.name not in choice[1]]
+        tables = [(item.name, item.schema, item.cut.rows_count, item.table.shard) for item in planned]
+        others = [(item.name, item.schema) for item in cuts if item.name in choice[1]]
+        devices = [str(item.cut.column(column.name).device) for item in planned for column in item.schema.columns]
+        caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
+        key = (flat.tree, tables, others, devices, caches)
         kept = self._kept.get(choice)
         if kept is None or key != kept.key or not kept.facts.hold(flat.tensors):
             facts = LeafFacts.of(flat.tensors)
-            plan = _make_plan(flat, cuts, left_open=choice, parallel=self._parallel, rank=self._rank)
+            plan = _make_plan(
+                flat, cuts, left_open=choice[0], in_regions=choice[1], parallel=self._parallel, rank=self._rank
+            )
             self._kept[choice] = kept = _KeptPlan(key=key, facts=facts, plan=plan)
             self.plans_made_count += 1
         return kept.plan
@@ -120,18 +138,23 @@ def exportable(cuts: Sequence[CutTable]) -> list[str]:
 
 
 def _row_bytes(schema: TableSchema) -> int:
-    shapes = [(stored_dtype(column.dtype, owner=column.name), column.row_shape) for column in schema.columns]
-    return sum(math.prod(stored.stored_shape((1, *shape))) * stored.stored_itemsize for stored, shape in shapes)
+    return sum(column_row_bytes(schema).values())
 
 
 def _cache_facts(item: CutTable) -> object:
-    assert isinstance(item.cut, OpenCut)
+    assert can_stay_open(item.cut)
     columns = [item.cut.cached_column(column.name) for column in item.schema.columns]
     return len(item.cut.cache_map), [None if cached is None else (cached.shape, cached.dtype) for cached in columns]
 
 
 def _make_plan(
-    flat: FlatState, cuts: Sequence[CutTable], *, left_open: Collection[str], parallel: int, rank: int
+    flat: FlatState,
+    cuts: Sequence[CutTable],
+    *,
+    left_open: Collection[str],
+    in_regions: Collection[str],
+    parallel: int,
+    rank: int,
 ) -> SavePlan:
     taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
     names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
@@ -139,21 +162,29 @@ def _make_plan(
     columns: dict[int, tuple[int, str]] = {}
     to_export: list[tuple[int, OpenCut, list[BlockSpec]]] = []
     for number, item in enumerate(cuts):
-        if item.name in left_open:
-            assert isinstance(item.cut, OpenCut)
-            to_export.append((number, item.cut, _column_specs(item)))
+        if item.name in in_regions:
+            column_specs(item.name, item.schema, item.table.shard, rows_count=0)  # Refused here, before the capture.
             continue
-        for spec in [part for column in _column_specs(item) for part in split_rows(column)]:
+        columns_of = column_specs(item.name, item.schema, item.table.shard, rows_count=item.cut.rows_count)
+        if item.name in left_open:
+            assert can_stay_open(item.cut)
+            to_export.append((number, item.cut, columns_of))
+            continue
+        for spec in [part for column in columns_of for part in split_rows(column)]:
             columns[len(specs)] = (number, str(spec.column))
             specs.append(spec)
     dense_begin = len(specs)
     for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
         specs += split_rows(_leaf_spec(tensor, name, leaf))
-    image = plan_image(specs, parallel=parallel, rank=rank)
+    image = plan_image(specs, parallel=parallel, rank=rank, needs_file=not in_regions)
     opened = plan_open_tables(
         to_export, first_block=len(specs), first_file=len(image.files), first_byte=image.bytes, rank=rank
     )
-    facts = tuple(TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.table.shard) for t in cuts)
+    facts = tuple(
+        TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.table.shard)
+        for t in cuts
+        if t.name not in in_regions
+    )
     by_address = [_copied_by_address(tensor) for tensor in flat.tensors]
     raw_leaves = tuple(leaf for leaf, raw in enumerate(by_address) if raw)
     raw_tensors = [flat.tensors[leaf] for leaf in raw_leaves]
@@ -210,30 +241,36 @@ def _leaf_spec(tensor: torch.Tensor, name: str, leaf: int) -> BlockSpec:
     )
 
 
-def _column_specs(item: CutTable) -> list[BlockSpec]:
-    """One block per column of a table, whole."""
-    check_name(item.name)
-    if "@" in item.name:
-        raise UsageError("table name holds '@', which separates table and column", found=item.name)
-    index, count = item.table.shard
-    width = len(str(count))
-    slice_info = f"{index:0{width}d}@{index + 1:0{width}d}@{count}"
+def column_specs(name: str, schema: TableSchema, shard: tuple[int, int], *, rows_count: int) -> list[BlockSpec]:
+    """One block per column of a table, whole. UsageError for names that cannot be stored."""
+    check_name(name)
+    if "@" in name:
+        raise UsageError("table name holds '@', which separates table and column", found=name)
     specs: list[BlockSpec] = []
-    for column in item.schema.columns:
-        name = f"{item.name}@{column.name}"
-        stored = stored_dtype(column.dtype, owner=name)
-        shape = (item.cut.rows_count, *column.row_shape)
+    for column in schema.columns:
+        full_name = f"{name}@{column.name}"
+        if column.name.startswith("#"):
+            raise UsageError(f"column name of table {name!r} begins with '#', which is reserved", found=column.name)
+        stored = stored_dtype(column.dtype, owner=full_name)
+        shape = (rows_count, *column.row_shape)
         spec = BlockSpec(
-            name=name,
+            name=full_name,
             role=column.role,
             dtype=stored.name,
             stored_dtype=stored.stored,
             stored_itemsize=stored.stored_itemsize,
             shape=shape,
             stored_shape=stored.stored_shape(shape),
-            table=item.name,
+            table=name,
             column=column.name,
-            slice_info=slice_info,
+            slice_info=slice_info(shard),
         )
         specs.append(spec)
     return specs
+
+
+def slice_info(shard: tuple[int, int]) -> str:
+    """RecIS' `begin@end@size` of a shard (index, count)."""
+    index, count = shard
+    width = len(str(count))
+    return f"{index:0{width}d}@{index + 1:0{width}d}@{count}"

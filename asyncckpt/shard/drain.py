@@ -1,10 +1,12 @@
 """Write an arena that holds the image of shard files: headers stamped in, then one native call for all of it.
 
-No gather and no second copy: the arena itself is the source of the O_DIRECT writes. Digests are taken beside the
-writes.
+No gather and no second copy: the arena itself is the source of the O_DIRECT writes, be it in one piece or, for tables,
+column by column. Digests are taken beside the writes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -13,44 +15,72 @@ from numpy.typing import NDArray
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt, shard_path
-from asyncckpt.native import U8, CancelledDrain, DrainOptions, FileImage, Progress, core
+from asyncckpt.native import PAGE_BYTES, U8, CancelledDrain, DrainOptions, FileImage, Progress, core
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import ImagePlan
+from asyncckpt.plan.region_files import RegionFiles
 from asyncckpt.shard.target import ShardFiles
 from asyncckpt.storage.directory import Directory, io_failed
 
 
+@dataclass(frozen=True)
+class ArenaImage:
+    """Shard files in an arena, of which `raw` is all bytes: `plan` from `base` on, and the `regions` of tables."""
+
+    plan: ImagePlan
+    base: int
+    regions: RegionFiles
+    address: int
+    raw: U8
+
+
 def drain_image(
-    plan: ImagePlan,
-    *,
-    address: int,
-    image: U8,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
+    image: ArenaImage, *, folder: Directory, attempt: Attempt, options: SaveOptions, progress: Progress
 ) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
-    """Write every file of the image; returns the files' facts and the digests of the blocks (uint8 [blocks, 16])."""
-    facts = []
+    """Write every file of the image; returns the files' facts and the digests of the blocks (uint8 [blocks, 16]).
+
+    First those of the plan, then those of the regions.
+    """
+    plan, regions, base = image.plan, image.regions, image.address + image.base
+    facts: list[FileFacts] = []
+    extents: list[tuple[tuple[int, int], ...]] = []
+    headers: list[U8] = []
     for file in plan.files:
         header = file.header.stamp(attempt)
-        image[file.base : file.base + len(header)] = np.frombuffer(header, dtype=np.uint8)
+        at = image.base + file.base
+        image.raw[at : at + len(header)] = np.frombuffer(header, dtype=np.uint8)
+        extents.append(((base + file.base, file.bytes),))
         facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
-    spans = np.empty((len(plan.blocks), 2), dtype=np.uint64)
-    spans[:, 0] = plan.offsets.astype(np.uint64) + np.uint64(address)
-    spans[:, 1] = plan.lengths.astype(np.uint64)
-    shards = ShardFiles(folder, [file.name for file in plan.files])
+    for offset, size in regions.pads:
+        image.raw[offset : offset + size] = 0
+    for region in regions.files:
+        header = region.header.stamp(attempt)
+        headers.append(_on_page(header))
+        behind = ((image.address + offset, size) for offset, size in region.extents)
+        extents.append(((headers[-1].ctypes.data, len(header)), *behind))
+        facts.append(file_facts(region.name, header, file_bytes=region.bytes, attempt=attempt))
+    offsets = np.concatenate([plan.offsets + base, regions.offsets + image.address])
+    spans = np.stack([offsets, np.concatenate([plan.lengths, regions.lengths])], axis=1).astype(np.uint64)
+    shards = ShardFiles(folder, [*(file.name for file in plan.files), *(file.name for file in regions.files)])
     try:
         images = [
-            FileImage(fd=shard.fd, address=address + file.base, bytes=file.bytes, direct=shard.direct)
-            for shard, file in zip(shards.files, plan.files, strict=True)
+            FileImage(fd=shard.fd, extents=pieces, direct=shard.direct)
+            for shard, pieces in zip(shards.files, extents, strict=True)
         ]
-        digests = core.drain(images, spans, drain_options(options, len(images)), progress)
+        digests = core.drain(images, np.ascontiguousarray(spans), drain_options(options, len(images)), progress)
     except BaseException as error:
         shards.abandon()
         raise write_failed(error, attempt) from error
     shards.close()
     return tuple(facts), digests
+
+
+def _on_page(header: bytes) -> U8:
+    """The header in memory that begins on a page, as direct writes need."""
+    room = np.empty(len(header) + PAGE_BYTES, dtype=np.uint8)
+    begin = -int(room.ctypes.data) % PAGE_BYTES
+    room[begin : begin + len(header)] = np.frombuffer(header, dtype=np.uint8)
+    return room[begin : begin + len(header)]
 
 
 def write_failed(error: BaseException, attempt: Attempt) -> BaseException:

@@ -5,8 +5,9 @@
 3. What has no plain address (other devices, strided views, conjugated tensors) is copied by torch into its place.
 4. The rows that cache levels hold are laid over those of their storage.
 
-Of a table that is left open only the cache level is copied, and the table is told to keep what changes from now on.
-After `capture` returns the live state may change: the fence.
+Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Of a
+table that is left open only the cache level is copied, and the table is told to keep what changes from now on. After
+`capture` returns the live state may change: the fence.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.source import ByteSource
-from asyncckpt.model.table import CacheCopy, OpenCut, TableCut
+from asyncckpt.model.table import CacheCopy, TableCut
 from asyncckpt.native import U8, core
 from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
 from asyncckpt.plan.open_tables import MAP_ITEM_BYTES, CacheArea
@@ -29,20 +31,34 @@ from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
 from asyncckpt.snapshot.source import column_source, plain, tensor_source
+from asyncckpt.snapshot.table_capture import TableCapture
 
 Segments = NDArray[np.uint64]
 
 
-def capture(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], *, address: int, image: U8) -> None:
-    """Fill the arena at `address` (its bytes are `image`) with all blocks. Headers are written by the shard room."""
+def capture(
+    plan: SavePlan,
+    flat: FlatState,
+    cuts: Sequence[CutTable],
+    *,
+    address: int,
+    image: U8,
+    tables: Sequence[TableCapture] = (),
+) -> None:
+    """Fill the arena from `address` on (its bytes are `image`) with all blocks, and the regions of `tables`.
+
+    Headers are written by the shard room.
+    """
     check_storages(plan, flat)
-    segments = [_dense_segments(plan, flat, address)]
-    for number, (table, column) in plan.columns.items():
-        segments.append(_column_segments(plan, cuts[table], column, number, address=address, image=image))
+    segments = [_dense_segments(plan, flat, address), *(table.segments() for table in tables)]
+    for number, (index, column) in plan.columns.items():
+        segments.append(_column_segments(plan, cuts[index], column, number, address=address, image=image))
     copies = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.open.tables]
     for item, copy in zip(plan.open.tables, copies, strict=True):
         segments.append(_cache_segments(cuts[item.table].cut, copy))
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
+    for table in tables:
+        table.gather()
     _lay_over(plan, cuts, image)
     for number in plan.foreign:
         spec = plan.image.blocks[number].spec
@@ -50,7 +66,7 @@ def capture(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], *, addres
         block_tensor(plan, number, image).copy_(_rows_of(flat.tensors[spec.leaf].detach(), spec))
     for item, copy in zip(plan.open.tables, copies, strict=True):
         cut = cuts[item.table].cut
-        assert isinstance(cut, OpenCut)
+        assert can_stay_open(cut)
         cut.stay_open(copy, window_rows=item.window_rows)
 
 
@@ -148,7 +164,7 @@ def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8) -> None:
 
 def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
     """The places of a cache level's arrays in the arena, as arrays."""
-    assert isinstance(item.cut, OpenCut)
+    assert can_stay_open(item.cut)
     columns = {}
     for name, (begin, length) in area.columns.items():
         cached = item.cut.cached_column(name)
@@ -160,7 +176,7 @@ def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
 
 def _cache_segments(cut: TableCut, copy: CacheCopy) -> Segments:
     """What one native copy brings over of a cache level; what lies on another device is copied here and now."""
-    assert isinstance(cut, OpenCut)
+    assert can_stay_open(cut)
     segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
     for name, target in copy.columns.items():
         cached = cut.cached_column(name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncckpt.model.abilities import is_overlaid
 from asyncckpt.model.row_runs import I64, positions, window
 from asyncckpt.model.table import OverlaidCut, TableCut
 from asyncckpt.native import core
@@ -32,13 +33,12 @@ class Overlay:
     @staticmethod
     def of(cut: TableCut) -> Overlay | None:
         """The overlay of a cut before its fence; None for a table of one level, or with an empty cache."""
-        if not isinstance(cut, OverlaidCut):
-            return None
-        cache_map = cut.cache_map.numpy()
-        cache_rows = np.flatnonzero(cache_map >= 0)
-        if not len(cache_rows):
-            return None
-        return Overlay(cut=cut, positions=positions(cut.runs, cache_map[cache_rows]), cache_rows=cache_rows)
+        if is_overlaid(cut):
+            cache_map = cut.cache_map.numpy()
+            cache_rows = np.flatnonzero(cache_map >= 0)
+            if len(cache_rows):
+                return Overlay(cut=cut, positions=positions(cut.runs, cache_map[cache_rows]), cache_rows=cache_rows)
+        return None
 
     def within(self, begin: int, end: int) -> tuple[I64, I64]:
         """(positions counted from begin, cache rows) of the rows [begin, end) of the cut."""

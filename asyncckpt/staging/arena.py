@@ -7,13 +7,15 @@
 #   DRAINING   FREE       ArenaPool.release     nobody reads the image any more
 
 Memory is mapped once and touched once, because the first touch of a page costs ten times as much as a copy into it. It
-grows without moving what is touched, and stays with the process between saves and between Savers.
+grows without moving what is touched, and stays with the process between saves and between Savers. What it holds of
+tables is remembered in `contents`, whether that snapshot was written or not: it may be brought up to date.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+from asyncckpt.model.arena_contents import ArenaContents
 from asyncckpt.native import U8, core
 
 MAPPED_UNIT_BYTES = 2 << 20
@@ -31,6 +33,7 @@ class Arena:
     def __init__(self) -> None:
         self.state = ArenaState.FREE
         self.is_being_prepared = False
+        self.contents: ArenaContents | None = None
         self._memory = core.map_memory(MAPPED_UNIT_BYTES)
         self.touched_bytes = 0
         self.touches_count = 0

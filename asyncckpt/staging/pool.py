@@ -1,6 +1,7 @@
 """The arenas of the process: one for the save in flight, a second one only when saves are queued (double buffering).
 
-A save that does not fit the limit gets no arena (`fits` says so beforehand) and goes the blocking way instead.
+A save that does not fit the limit gets no arena (`fits` says so beforehand) and goes the blocking way instead. An arena
+that holds a snapshot which a save can bring up to date is handed to that save; others take it only when they have to.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncckpt.errors import DeadlineError
@@ -45,49 +47,69 @@ class ArenaPool:
             held = self.held_bytes
         # The largest free arena is grown; the other ones stay as they are.
         reused = max(free, default=0)
+        if limit_bytes is None and bytes <= reused:
+            return True  # The process has this memory already; asking what is free takes half a millisecond.
         needed = held - reused + max(reused, bytes)
         return needed <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
 
-    def acquire(self, bytes: int, *, deadline_s: float) -> Arena:
+    def acquire(self, bytes: int, *, deadline_s: float, limit_bytes: int | None = None, layout: object = None) -> Arena:
         """Return an arena in state FILLING with at least `bytes` touched; waits while both are in use.
 
-        It also waits for one that is being prepared, rather than touch another one.
+        It also waits for one that is being prepared, rather than touch another one. layout: what the save could bring
+        up to date; an arena with other contents loses them.
         """
-        arena = self._wait_for_arena(bytes, deadline_s)
+        arena = self._wait_for_arena(bytes, deadline_s, layout, limit_bytes)
         try:
+            if arena.contents is not None and arena.contents.layout is not layout:
+                arena.contents = None
             arena.ensure(bytes)
         except BaseException:
             self.release(arena)
             raise
         return arena
 
-    def take_to_prepare(self, bytes: int) -> Arena | None:
+    def take_to_prepare(self, bytes: int, *, layout: object = None) -> Arena | None:
         """Take an arena only to touch it ahead of a save and release it; None when none is to be had now."""
         with self._changed:
-            arena = self._take(bytes)
+            arena = self._take(bytes, layout=layout)
             if arena is not None:
                 arena.is_being_prepared = True
             return arena
 
-    def _wait_for_arena(self, bytes: int, deadline_s: float) -> Arena:
+    def _wait_for_arena(self, bytes: int, deadline_s: float, layout: object, limit_bytes: int | None) -> Arena:
         until = time.monotonic() + deadline_s
+
+        def may_add() -> bool:
+            held = self.held_bytes
+            return held + bytes <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
+
         with self._changed:
-            while (arena := self._take(bytes)) is None:
+            while (arena := self._take(bytes, layout=layout, may_add=may_add)) is None:
                 if not self._changed.wait(max(0.0, until - time.monotonic())):
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
             return arena
 
-    def _take(self, bytes: int) -> Arena | None:
-        """Under the lock: a free arena, the smallest that suffices, else the largest, else a new one."""
+    def _take(
+        self, bytes: int, *, layout: object = None, may_add: Callable[[], bool] = lambda: False
+    ) -> Arena | None:
+        """Under the lock: a free arena, the smallest that suffices, else the largest, else a new one.
+
+        One whose contents the save can use comes first, one with contents of use to others last: rather than that, a
+        second one is made, if there may_add be one.
+        """
         free = [arena for arena in self._arenas if arena.state is ArenaState.FREE]
-        enough = [arena for arena in free if arena.touched_bytes >= bytes]
-        if enough:
-            arena = min(enough, key=lambda item: item.touched_bytes)
-        elif free:
-            arena = max(free, key=lambda item: item.touched_bytes)
-        elif len(self._arenas) < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas):
+        usable = [arena for arena in free if arena.contents is not None and arena.contents.layout is layout]
+        plain = [arena for arena in free if arena.contents is None]
+        has_room = len(self._arenas) < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas)
+        if usable:
+            arena = usable[0]
+        elif plain:
+            arena = _best(plain, bytes)
+        elif has_room and (not free or may_add()):
             arena = Arena()
             self._arenas.append(arena)
+        elif free:
+            arena = _best(free, bytes)
         else:
             return None
         arena.state = ArenaState.FILLING
@@ -113,6 +135,13 @@ class ArenaPool:
             arena.is_being_prepared = False
             self._changed.notify()
 
+    def forget(self, layout: object) -> None:
+        """Nobody will bring snapshots of this layout up to date any more."""
+        with self._changed:
+            for arena in self._arenas:
+                if arena.contents is not None and arena.contents.layout is layout:
+                    arena.contents = None
+
     def trim(self) -> None:
         """Return the memory of all free arenas to the system."""
         with self._changed:
@@ -127,6 +156,13 @@ class ArenaPool:
                 touched_bytes=self.held_bytes,
                 touches_count=sum(arena.touches_count for arena in self._arenas),
             )
+
+
+def _best(arenas: list[Arena], bytes: int) -> Arena:
+    enough = [arena for arena in arenas if arena.touched_bytes >= bytes]
+    if enough:
+        return min(enough, key=lambda item: item.touched_bytes)
+    return max(arenas, key=lambda item: item.touched_bytes)
 
 
 pool = ArenaPool()

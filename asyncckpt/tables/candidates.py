@@ -75,7 +75,7 @@ class CandidateTable:
     def add(self, ids: I64, *, admit_at: int) -> I64:
         """Count one lookup of each of ids (distinct); return those that reach admit_at, which are forgotten here."""
         with self._lock.hold("count"):
-            rows = torch.from_numpy(self._store.insert(ids))
+            rows = torch.from_numpy(self._store.insert(ids, touch=True))
             counts = self._store.column(COUNT_COLUMN)
             seen = counts[rows] + 1
             counts[rows] = seen

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.model.table import CutVersion
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.once import Once
 from asyncckpt.tables.row_store import RowStore
@@ -25,7 +26,10 @@ from asyncckpt.tables.table_lock import TableLock
 
 
 class HashTableCut:
-    """A TableCut of a HashTable. It is made holding the lock, which `fence` gives back, from any thread."""
+    """A TableCut and TracksRows of a HashTable. It is made holding the lock, which `fence` gives back, from any thread.
+
+    It ends an epoch of the table's marks, whatever becomes of the save.
+    """
 
     def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
         self._table = table
@@ -34,6 +38,7 @@ class HashTableCut:
         self._fenced = Once()
         self._runs = store.runs()
         self._rows_count = len(store)
+        self._version = store.marks.end_epoch()
 
     @property
     def rows_count(self) -> int:
@@ -44,10 +49,28 @@ class HashTableCut:
         """Ascending row ranges `[begin, end)`, int64 [k, 2]; stays valid after the fence."""
         return self._runs
 
+    @property
+    def version(self) -> CutVersion:
+        """Names the table's state at this cut; stays valid after the fence."""
+        return self._version
+
+    def touched_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+        """Return the rows of `runs` written since a cut, ascending int64 [n]; None when it is not known.
+
+        Costs one pass over the marks, a byte per row. Raises UsageError.
+        """
+        self._check_held("touched rows")
+        return self._store.marks.touched_since(version)
+
+    def removed_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+        """Return the distinct ids removed since a cut, ascending int64 [n], also those that are back; None when it is
+        not known. Raises UsageError."""
+        self._check_held("removed ids")
+        return self._store.marks.removed_since(version)
+
     def column(self, name: str) -> torch.Tensor:
         """Return the live storage of a column; `id` is a view of the id map on the CPU. Raises UsageError."""
-        if self._fenced.done:
-            raise UsageError(f"column {name!r} of a cut of table {self._table!r} was asked for after its fence")
+        self._check_held(f"column {name!r}")
         return self._store.column(name)
 
     def fence(self) -> None:
@@ -59,9 +82,16 @@ class HashTableCut:
         """Take note that the save has committed or failed; a cut that never came to its fence is past it now."""
         self.fence()
 
+    def _check_held(self, use: str) -> None:
+        if self._fenced.done:
+            raise UsageError(f"{use} of a cut of table {self._table!r} was asked for after its fence")
+
 
 class HashTableLoad:
-    """A TableLoad of a HashTable. It is made holding the lock, which `end` gives back, from any thread."""
+    """A TableLoad of a HashTable. It is made holding the lock, which `end` gives back, from any thread.
+
+    It writes to columns as it likes, so after it nothing is known of cuts before it.
+    """
 
     def __init__(
         self, table: str, *, store: RowStore, lock: TableLock, shard: tuple[int, int], filled: Collection[str]
@@ -72,6 +102,7 @@ class HashTableLoad:
         self._shard = shard
         self._filled = frozenset(filled)
         self._ended = Once()
+        store.marks.lose_all()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Give every id (int64 [n]) a row and return the rows (int64 [n], CPU).

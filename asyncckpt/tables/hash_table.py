@@ -7,6 +7,10 @@ row number, so fetch `embedding` and `slot(name)` anew after a lookup that may i
 Threads: any method may be called from any thread; one lock is held during a call, by a cut until its fence and by a
 load until its end (see table_lock.py). In-place updates of columns are the caller's to keep apart from a cut: the
 training thread makes the cut, or stands still while another does.
+
+Marks: a cut knows which rows were written since an earlier one (`TracksRows`). A lookup with insert marks the rows that
+it returns, `insert` those that it sets, and the optimizers of this package those that they update. Code that changes
+rows in place otherwise, behind a cut or a lookup without insert, tells the table by `touch`.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 from asyncckpt.model.table import TableSchema
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.expiry import is_below
-from asyncckpt.tables.ids import IdsLike, check_owned, flat_ids, one_id, owned_mask
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
@@ -123,15 +127,26 @@ class HashTable:
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Return the rows of ids (int64, any shape) in the shape of ids, on the table's device.
 
-        Absent ids get a new row, or -1 when insert is False. Raises UsageError, before any insert, when ids are not
-        int64 or one that would be inserted belongs to another shard.
+        Absent ids get a new row, or -1 when insert is False. With insert all of the rows count as written from now on.
+        Raises UsageError, before any insert, when ids are not int64 or one that would be inserted belongs to another
+        shard.
         """
         flat = flat_ids(ids, table=self._name)
         if insert:
             check_owned(flat, shard=self._shard, table=self._name)
         with self._lock.hold("lookup"):
-            rows = self._store.insert(flat) if insert else self._store.find(flat)
+            rows = self._store.insert(flat, touch=True) if insert else self._store.find(flat)
         return torch.from_numpy(rows).view(ids.shape).to(self.device)
+
+    def touch(self, rows: RowsLike) -> None:
+        """Mark rows (int64, any shape, as `lookup` returns them) as written, before or after they are.
+
+        For code that changes rows in place which it got by a lookup without insert, or before the last cut. -1 and rows
+        whose id is gone are passed over. Raises UsageError for rows out of range or of another dtype.
+        """
+        flat = flat_rows(rows, end=self.capacity, table=self._name)
+        with self._lock.hold("touch"):
+            self._store.marks.mark_used(flat)
 
     def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
         """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.

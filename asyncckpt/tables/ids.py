@@ -1,4 +1,4 @@
-"""Ids as callers pass them, and which shard owns an id.
+"""Ids and rows as callers pass them, and which shard owns an id.
 
 An id is an int64 bit pattern. Other dtypes are refused, not converted: a float id above 2**53 has lost bits already,
 and an int32 id is most often a mistake made further up.
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from asyncckpt.errors import UsageError
 
 IdsLike: TypeAlias = torch.Tensor | NDArray[np.int64]
+RowsLike: TypeAlias = torch.Tensor | NDArray[np.int64]
 
 
 def flat_ids(ids: IdsLike, *, table: str) -> NDArray[np.int64]:
@@ -29,6 +30,23 @@ def flat_ids(ids: IdsLike, *, table: str) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids).reshape(-1)
     expected = "an int64 torch.Tensor or numpy.ndarray"
     raise UsageError(f"ids for table {table!r} are wrong", found=type(ids), expected=expected)
+
+
+def flat_rows(rows: RowsLike, *, end: int, table: str) -> NDArray[np.int64]:
+    """Return rows of [-1, end) as a contiguous int64 [n] array on the CPU, a view where possible. Raises UsageError."""
+    what = f"rows of table {table!r}"
+    if isinstance(rows, torch.Tensor) and rows.dtype is torch.int64:
+        flat: NDArray[np.int64] = rows.detach().cpu().contiguous().view(-1).numpy()
+    elif isinstance(rows, np.ndarray) and rows.dtype == np.int64:
+        flat = np.ascontiguousarray(rows).reshape(-1)
+    else:
+        found = rows.dtype if isinstance(rows, (torch.Tensor, np.ndarray)) else type(rows)
+        raise UsageError(f"{what} are wrong", found=found, expected="an int64 torch.Tensor or numpy.ndarray")
+    if flat.size and (int(flat.min()) < -1 or int(flat.max()) >= end):
+        wrong = flat[(flat < -1) | (flat >= end)]
+        hint = "rows are what lookup returned, -1 for an id without one"
+        raise UsageError(f"{what} are out of range", found=int(wrong[0]), expected=f"from -1 to {end - 1}", hint=hint)
+    return flat
 
 
 def one_id(value: object, *, table: str) -> NDArray[np.int64]:

@@ -4,6 +4,8 @@
     cache   CacheLevel on any device: the newest values of the ids that are in it; their host rows are out of date
 
 Training writes cache rows in place and tells nobody, so every row that leaves the cache is written back, all columns.
+Marks are those of host rows: a row is marked when it is looked up to be written or is written, in whatever level, and
+not when it moves between them.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Levels:
     def lookup(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
         """Bring ids into the cache and return their cache rows, -1 for absent ids that get no row.
 
-        insert: absent ids get a row; with admitted, distinct ids, only these.
+        insert: absent ids get a row; with admitted, distinct ids, only these. All that are returned are marked.
         """
         cache = self.cache
         cache.use.begin_lookup()
@@ -64,7 +66,16 @@ class Levels:
             rows[missed] = cache.find(ids[missed])
             brought = rows[missed]
             cache.use.touch(brought[brought >= 0])
+        if insert:
+            self.touch(rows)
         return rows
+
+    def touch(self, rows: I64) -> None:
+        """Mark cache rows, int64 [n], as written; -1 and rows that hold nothing are passed over."""
+        host_rows = self.cache.host_rows[rows]
+        # Row -1 is the last one to an index.
+        host_rows[rows < 0] = -1
+        self.store.marks.mark(host_rows)
 
     def prefetch(self, ids: I64) -> int:
         """Bring known ids into the cache, as far as there is room, and return how many came."""
@@ -87,6 +98,7 @@ class Levels:
         if outside.size:
             self.store.write(self._new_rows(ids[outside]), _part(values, outside))
         if inside.size:
+            self.touch(rows[inside])
             self.cache.write(rows[inside], _part(values, inside))
 
     def remove(self, ids: I64) -> int:

@@ -9,6 +9,7 @@ lookup. So modules and optimizers look their ids up again whenever they need row
     prefetch   a hint: rows of known ids come into the cache ahead of their lookup. It changes no value, gives no id a
                row, counts nothing, and stops where it finds no room
     evict      forgets ids by age or count; not to be mixed up with rows leaving the cache
+    touch      marks cache rows as written, as in HashTable; a prefetch and a move between the levels mark nothing
 
 Threads: any method may be called from any thread; one lock is held during a call, by a cut until its fence and by a
 load until its end. Cache map and cache rows change together under it, so a cut reads the map of the step of its
@@ -37,7 +38,7 @@ from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
 from asyncckpt.tables.cut import HashTableLoad
-from asyncckpt.tables.ids import IdsLike, check_owned, flat_ids, one_id, owned_mask
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
@@ -196,8 +197,9 @@ class MultiLevelTable:
         """Bring the rows of ids (int64, any shape) into the cache; return their cache rows in the shape of ids.
 
         An absent id gets a new row at its admit_after-th lookup with insert; else it gives -1. Of one call an id counts
-        once. Raises UsageError, before any change, when ids are not int64 or one that would be inserted belongs to
-        another shard. Warns once per table when the cache had to grow.
+        once. With insert all of the rows count as written from now on. Raises UsageError, before any change, when ids
+        are not int64 or one that would be inserted belongs to another shard. Warns once per table when the cache had to
+        grow.
         """
         flat = flat_ids(ids, table=self._name)
         if insert:
@@ -207,6 +209,17 @@ class MultiLevelTable:
             rows = self._levels.lookup(flat, insert=insert, admitted=admitted)
         self._warn_of_growth()
         return torch.from_numpy(rows).view(ids.shape).to(self._device)
+
+    def touch(self, rows: RowsLike) -> None:
+        """Mark cache rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they
+        are.
+
+        For code that changes rows in place which it got by a lookup without insert, or before the last cut. -1 is
+        passed over. Raises UsageError for rows out of range or of another dtype.
+        """
+        flat = flat_rows(rows, end=self.cache_rows, table=self._name)
+        with self._lock.hold("touch"):
+            self._levels.touch(flat)
 
     def prefetch(self, ids: IdsLike) -> int:
         """Bring rows of known ids (int64, any shape) into the cache for a coming batch; return how many came.

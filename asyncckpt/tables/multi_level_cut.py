@@ -43,7 +43,8 @@ class _OpenParts:
 class MultiLevelCut(HashTableCut):
     """An OpenCut of a MultiLevelTable. It is made holding the lock, which `fence` gives back, from any thread.
 
-    `column`, `runs` and `rows_count` are those of the host level.
+    `column`, `runs`, `rows_count` and marks are those of the host level: a row that was written in the cache is marked
+    where it has its host row.
     """
 
     def __init__(
@@ -141,7 +142,3 @@ class MultiLevelCut(HashTableCut):
         if self._open is None:
             raise UsageError(f"export of a cut of table {self._table!r} was asked for without stay_open")
         return self._open
-
-    def _check_held(self, use: str) -> None:
-        if self._fenced.done:
-            raise UsageError(f"{use} of a cut of table {self._table!r} was asked for after its fence")

@@ -43,6 +43,8 @@ class _SparseOptimizer:
                 alive = rows >= 0
                 if not bool(alive.all()):
                     rows, summed = rows[alive], summed[alive]
+                # The forward marked them too, but a cut may have come between.
+                table.touch(rows)
                 self._update(table, rows, summed)
 
     def zero_grad(self) -> None:

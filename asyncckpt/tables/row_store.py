@@ -5,6 +5,8 @@ Callers hold the table's lock; nothing here does. The invariants:
 2. A row that an id got by `insert` holds initial values in every column, whatever the row held for an earlier id.
 3. An insert that fails (no memory, a faulty initializer) leaves no id behind that was not there before.
 4. `watchers` are told before a used row changes in any column, and before any column moves, the map's ids included.
+5. `marks` know of every row that was written in any column, `id` included, and of every id that was removed. Who writes
+   to a column himself marks the rows himself.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_copy import move_rows
 from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.touched_rows import TouchedRows
 
 I64 = NDArray[np.int64]
 
@@ -36,6 +39,7 @@ class RowStore:
 
     def __init__(self, layout: Layout, *, device: torch.device, capacity: int, initializer: Initializer) -> None:
         self.watchers = RowWatchers()
+        self.marks = TouchedRows(capacity)
         self._layout = layout
         self._device = device
         self._initializer = initializer
@@ -74,23 +78,33 @@ class RowStore:
         """Return the row of every id, -1 for an absent one."""
         return self._ids.find(ids)
 
-    def insert(self, ids: I64, *, filled: Collection[str] = ()) -> I64:
-        """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`."""
+    def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
+        """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`.
+
+        touch: mark them all, not only the new ones, for a caller who is about to write to them.
+        """
         rows, new_rows = self._ids.insert(ids) if not self.watchers else self._insert_watched(ids)
         if new_rows.size:
             self._begin_rows(new_rows, filled)
+            self.marks.begin_rows(new_rows, rows_end=self._ids.rows_end)
+        if touch:
+            self.marks.mark(rows)
         return rows
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set rows (distinct) of the columns named to their values, `[n, *row_shape]` on any device."""
         self.watchers.rows_change(rows)
+        self.marks.mark(rows)
         index = torch.from_numpy(rows).to(self._device)
         with torch.no_grad():
             for name, value in values.items():
                 self._tensors[name].index_copy_(0, index, value.to(self._device))
 
     def take_over(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
-        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on any device."""
+        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on any device.
+
+        Marks nothing: the table holds what it held, in another place. A row was marked when its newest values came.
+        """
         self.watchers.rows_change(rows)
         move_rows(columns, source_rows, self._tensors, rows)
 
@@ -106,14 +120,18 @@ class RowStore:
             # A later insert takes the row and writes its id in one go: now is the last time to tell.
             rows = self._ids.find(ids)
             self.watchers.rows_change(np.unique(rows[rows >= 0]))
-        removed_count = int(np.count_nonzero(self._ids.remove(ids) >= 0))
-        self._rows_count -= removed_count
-        return removed_count
+        rows = self._ids.remove(ids)
+        were_there = rows >= 0
+        rows = rows[were_there]
+        self.marks.remove(rows, ids[were_there], used_count=self._rows_count)
+        self._rows_count -= rows.size
+        return rows.size
 
     def clear(self) -> None:
         """Free all rows; the capacity stays."""
         self.watchers.storage_moves()
         self._ids.clear()
+        self.marks.clear()
         self._rows_count = 0
 
     def reserve(self, rows_count: int) -> None:
@@ -221,6 +239,7 @@ class RowStore:
                 new = new_column((capacity, *old.shape[1:]), dtype=old.dtype, device=self._device)
                 new[:rows_used_count].copy_(old[:rows_used_count])
                 self._tensors[name] = new
+        self.marks.grow(capacity)
         self._capacity = capacity
 
 

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from asyncckpt.model.table import TableSchema
-from asyncckpt.tables.ids import IdsLike
+from asyncckpt.tables.ids import IdsLike, RowsLike
 
 
 @runtime_checkable
@@ -35,4 +35,11 @@ class TrainableTable(Protocol):
     def schema(self) -> TableSchema: ...
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Return the rows of ids, int64 in the shape of ids; -1 for an id that is absent and gets no row."""
+        ...
+
+    def touch(self, rows: RowsLike) -> None:
+        """Mark rows that are about to be written, or were: those of a lookup with insert are marked already.
+
+        rows are what `lookup` returned, -1 is passed over. A table without marks may do nothing.
+        """
         ...

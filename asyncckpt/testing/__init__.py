@@ -3,7 +3,7 @@
 import pytest
 
 # Before the modules with the tests are imported: their asserts then show values, as those of test files do.
-for _module in ("case", "cuts", "cut_tests", "image", "level_tests", "save_tests"):
+for _module in ("case", "cuts", "cut_tests", "image", "level_tests", "mark_tests", "save_tests"):
     pytest.register_assert_rewrite(f"asyncckpt.testing.{_module}")
 
 from asyncckpt.testing.case import CutKind, FailedLoad  # noqa: E402

@@ -15,18 +15,25 @@ from asyncckpt.testing.image import Image, raw_rows
 
 def cut_image(cut: TableCut, schema: TableSchema, *, overlay: bool = True) -> Image:
     """The rows of a cut, before its fence: the storage's, with cached ones laid over them if there are any."""
-    rows = run_rows(cut.runs)
-    columns = {}
-    for column in schema.columns:
-        stored = raw_rows(cut.column(column.name))
-        if overlay and isinstance(cut, OverlaidCut):
-            cached = cut.cached_column(column.name)
-            if cached is not None:
-                held = cut.cache_map.numpy() >= 0
-                stored[cut.cache_map.numpy()[held]] = raw_rows(cached[: len(held)])[held]
-        columns[column.name] = stored[rows]
+    columns = {column.name: _column_rows(cut, column.name, overlay=overlay) for column in schema.columns}
     ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)
     return Image.of({ID_COLUMN: ids, **columns})
+
+
+def cut_rows(cut: TableCut, schema: TableSchema) -> NDArray[np.uint8]:
+    """The same, but in the order of the storage and with all columns side by side, uint8 [rows, bytes]."""
+    return np.concatenate([_column_rows(cut, column.name, overlay=True) for column in schema.columns], axis=1)
+
+
+def _column_rows(cut: TableCut, name: str, *, overlay: bool) -> NDArray[np.uint8]:
+    stored = raw_rows(cut.column(name))
+    if overlay and isinstance(cut, OverlaidCut):
+        cached = cut.cached_column(name)
+        if cached is not None:
+            held = cut.cache_map.numpy() >= 0
+            stored[cut.cache_map.numpy()[held]] = raw_rows(cached[: len(held)])[held]
+    rows: NDArray[np.uint8] = stored[run_rows(cut.runs)]
+    return rows
 
 
 def run_rows(runs: NDArray[np.int64]) -> NDArray[np.int64]:

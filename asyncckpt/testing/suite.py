@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from asyncckpt.testing.cut_tests import CutTests, SchemaTests
 from asyncckpt.testing.level_tests import LevelTests
+from asyncckpt.testing.mark_tests import MarkTests
 from asyncckpt.testing.save_tests import LoadTests, SaveTests
 
 
-class TableSuite(SchemaTests, CutTests, SaveTests, LoadTests, LevelTests):
+class TableSuite(SchemaTests, CutTests, SaveTests, LoadTests, LevelTests, MarkTests):
     """The contract of asyncckpt.Table, Saver and Loader for one kind of table; subclass it with the hooks."""

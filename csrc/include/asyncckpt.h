@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 1u
+#define AC_ABI_VERSION 2u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -92,11 +92,13 @@ AC_API void ac_digester_free(ac_digester* digester);
 
 /* ---- drain: arena -> files -------------------------------------------------------------------------------------- */
 
+/* The bytes of the file are those of its extents, one behind the other. A write call never crosses an extent. */
 typedef struct ac_file {
-  const void* data;  /* direct and not empty: aligned to AC_PAGE_BYTES and readable up to `bytes` rounded up to AC_PAGE_BYTES */
-  uint64_t bytes;    /* the length the file shall have */
-  int32_t fd;        /* open for writing, empty */
-  int32_t direct;    /* non-zero: fd was opened with O_DIRECT */
+  const ac_span* extents;  /* direct: every extent begins on a page and all but the last one are whole pages; the last one
+                              is readable up to its bytes rounded up to AC_PAGE_BYTES */
+  uint64_t extents_count;
+  int32_t fd;              /* open for writing, empty */
+  int32_t direct;          /* non-zero: fd was opened with O_DIRECT */
 } ac_file;
 
 typedef struct ac_drain_options {
@@ -136,6 +138,37 @@ typedef struct ac_read_options {
  * were read. Neighbouring small items of one file are read together. AC_SHORT when a file ends too early. */
 AC_API int32_t ac_read(const ac_read_item* items, uint64_t count, uint8_t* digests, const ac_read_options* options,
                        uint64_t* bytes_done, const int32_t* cancel, ac_error* error);
+
+/* ---- rows: columns of a table by row index ----------------------------------------------------------------------
+ * A column is rows of row_bytes (0 or more, no alignment needed) behind each other. */
+
+typedef struct ac_row_column {
+  const void* source;
+  void* target;
+  uint64_t row_bytes;
+} ac_row_column;
+
+/* Copy row source_rows[i] of every column's source to row target_rows[i] of its target, for i below `count`; NULL stands
+ * for row i. Row indices are 0 or more (AC_INVALID before anything is copied), target rows are distinct, and no target
+ * overlaps another one or a source. On `threads` threads (0 = all cores; the caller is one of them). */
+AC_API int32_t ac_copy_rows(const ac_row_column* columns, uint64_t columns_count, const int64_t* source_rows,
+                            const int64_t* target_rows, uint64_t count, uint32_t threads, ac_error* error);
+
+/* prints[i] for i below rows_count: 0, then for every column in order XXH3-64 of its source's row i with the print so
+ * far as seed. Targets are not used. */
+AC_API int32_t ac_fingerprint(const ac_row_column* columns, uint64_t columns_count, uint64_t rows_count,
+                              uint64_t* prints, uint32_t threads, ac_error* error);
+
+/* ---- marks: one byte per row, the epoch in which it was last written ---------------------------------------------- */
+
+/* marks[row] = value for every row. -1 is passed over; any other row outside [0, marks_count) is AC_INVALID and then no
+ * mark is set. */
+AC_API int32_t ac_mark(uint8_t* marks, uint64_t marks_count, const int64_t* rows, uint64_t count, uint8_t value,
+                       ac_error* error);
+/* The rows whose mark is greater than `above`, ascending: `rows` has room for `room` of them; *count is how many there
+ * are. Where that is more than room, none is written; call again then. Nobody writes the marks meanwhile. */
+AC_API int32_t ac_marked(const uint8_t* marks, uint64_t marks_count, uint8_t above, int64_t* rows, uint64_t room,
+                         uint64_t* count, uint32_t threads, ac_error* error);
 
 /* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
  * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids take the row freed last, else

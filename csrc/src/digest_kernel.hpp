@@ -1,4 +1,4 @@
-// XXH3-128 in one variant per instruction set, chosen once. The library that we vendor picks its vector code when it is
+// XXH3 in one variant per instruction set, chosen once. The library that we vendor picks its vector code when it is
 // compiled, so each variant is the same source in another translation unit (digest_kernel_body.hpp).
 #pragma once
 
@@ -22,6 +22,8 @@ struct DigestKernel {
   void (*reset)(DigestState* state);
   void (*update)(DigestState* state, const void* data, size_t bytes);
   void (*end)(const DigestState* state, uint8_t* digest);
+  // XXH3-64 of every row of `row_bytes` with its print as seed becomes its print.
+  void (*chain_rows)(const char* rows, size_t row_bytes, size_t rows_count, uint64_t* prints);
 };
 
 extern const DigestKernel digest_portable;

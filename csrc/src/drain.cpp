@@ -30,6 +30,12 @@ constexpr uint32_t threads_max = 64;
 // no less.
 constexpr int background_niceness = 5;
 
+uint64_t bytes_of(const ac_file& file) {
+  uint64_t bytes = 0;
+  for (uint64_t index = 0; index < file.extents_count; ++index) bytes += file.extents[index].bytes;
+  return bytes;
+}
+
 class Drain {
  public:
   Drain(const ac_file* files, uint64_t count, const ac_drain_options& options, uint64_t* bytes_done, Stop& stop)
@@ -48,23 +54,34 @@ class Drain {
  private:
   void write_file(const ac_file& file, uint64_t item) {
     const bool direct = file.direct != 0;
-    // Past the end of a direct file lies the rest of its last page, which is written and then cut off.
-    const uint64_t written_bytes = direct ? round_up(file.bytes, AC_PAGE_BYTES) : file.bytes;
+    const uint64_t bytes = bytes_of(file);
     FileIo io(file.fd, direct, item);
-    reserve(file.fd, written_bytes, item);
-    for (uint64_t offset = 0; offset < written_bytes; offset += block_bytes_) {
-      if (stop_.requested()) return stop_.throw_if_cancelled();
-      const uint64_t bytes = std::min(block_bytes_, written_bytes - offset);
-      io.write(static_cast<const char*>(file.data) + offset, bytes, offset);
-      add_progress(bytes_done_, std::min(bytes, file.bytes - offset));
+    // Past the end of a direct file lies the rest of its last page, which is written and then cut off.
+    reserve(file.fd, direct ? round_up(bytes, AC_PAGE_BYTES) : bytes, item);
+    uint64_t offset = 0;
+    for (uint64_t index = 0; index < file.extents_count; ++index) {
+      if (!write_extent(io, file.extents[index], offset, direct)) return stop_.throw_if_cancelled();
+      offset += file.extents[index].bytes;
     }
-    finish(file, item);
+    finish(file, bytes, item);
   }
 
-  void finish(const ac_file& file, uint64_t item) {
-    if (ftruncate(file.fd, static_cast<off_t>(file.bytes)) != 0) {
+  // Write one extent at its place in the file; false when the drain was stopped.
+  bool write_extent(FileIo& io, const ac_span& extent, uint64_t place, bool direct) {
+    const uint64_t written_bytes = direct ? round_up(extent.bytes, AC_PAGE_BYTES) : extent.bytes;
+    for (uint64_t offset = 0; offset < written_bytes; offset += block_bytes_) {
+      if (stop_.requested()) return false;
+      const uint64_t bytes = std::min(block_bytes_, written_bytes - offset);
+      io.write(static_cast<const char*>(extent.data) + offset, bytes, place + offset);
+      add_progress(bytes_done_, std::min(bytes, extent.bytes - offset));
+    }
+    return true;
+  }
+
+  void finish(const ac_file& file, uint64_t bytes, uint64_t item) {
+    if (ftruncate(file.fd, static_cast<off_t>(bytes)) != 0) {
       throw Error(AC_SYSTEM, errno, item, "cannot cut file %llu to %llu bytes", static_cast<unsigned long long>(item),
-                  static_cast<unsigned long long>(file.bytes));
+                  static_cast<unsigned long long>(bytes));
     }
     // Only once: after a failed fsync the kernel may call the lost pages clean, and a second one would succeed.
     if (sync_ && fsync(file.fd) != 0) {
@@ -100,13 +117,18 @@ void step_back(uint32_t background) {
   if (background == 1) (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), background_niceness);
 }
 
-void require_sound(const ac_file* files, uint64_t count) {
-  for (uint64_t item = 0; item < count; ++item) {
-    const ac_file& file = files[item];
-    require(file.bytes == 0 || file.data != nullptr, "a file has no data");
-    require(file.bytes < INT64_MAX, "a file is too long");
-    require(!file.direct || file.bytes == 0 || reinterpret_cast<uintptr_t>(file.data) % AC_PAGE_BYTES == 0,
-            "the data of a direct file is not aligned");
+void require_sound(const ac_file& file) {
+  require(file.extents_count == 0 || file.extents != nullptr, "a file has no extents");
+  uint64_t bytes = 0;
+  for (uint64_t index = 0; index < file.extents_count; ++index) {
+    const ac_span& extent = file.extents[index];
+    require(extent.bytes == 0 || extent.data != nullptr, "an extent has no data");
+    require(extent.bytes < INT64_MAX - bytes, "a file is too long");
+    bytes += extent.bytes;
+    if (!file.direct || extent.bytes == 0) continue;
+    require(reinterpret_cast<uintptr_t>(extent.data) % AC_PAGE_BYTES == 0, "an extent of a direct file is not aligned");
+    require(index + 1 == file.extents_count || extent.bytes % AC_PAGE_BYTES == 0,
+            "an extent of a direct file that is not its last one ends inside a page");
   }
 }
 
@@ -123,7 +145,7 @@ int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* span
     require(files_count == 0 || files != nullptr, "files is NULL");
     require(spans_count == 0 || (spans != nullptr && digests != nullptr), "spans or digests is NULL");
     require(options != nullptr && options->background <= 2, "options is NULL or its background is unknown");
-    require_sound(files, files_count);
+    for (uint64_t item = 0; item < files_count; ++item) require_sound(files[item]);
     Stop stop(cancel);
     Drain drain(files, files_count, *options, bytes_done, stop);
     LeafQueue leaves(spans, spans_count);

@@ -50,12 +50,17 @@ bool holds(const ScratchFile& file, const Mapping& expected) {
          std::memcmp(found.data(), expected.data(), file_bytes) == 0;
 }
 
-ac_error drain(const ScratchFile& file, const Mapping& data, uint64_t block_bytes = 1 << 20) {
-  const ac_file image{data.data(), file_bytes, file.fd(), file.is_direct()};
+ac_error drain_extents(const ScratchFile& file, const ac_span* extents, uint64_t count, uint64_t block_bytes) {
+  const ac_file image{extents, count, file.fd(), file.is_direct()};
   const ac_drain_options options{block_bytes, 1, 1, 0, 1};
   ac_error error;
   ac_drain(&image, 1, nullptr, 0, nullptr, &options, nullptr, nullptr, &error);
   return error;
+}
+
+ac_error drain(const ScratchFile& file, const Mapping& data, uint64_t block_bytes = 1 << 20) {
+  const ac_span whole{data.data(), file_bytes};
+  return drain_extents(file, &whole, 1, block_bytes);
 }
 
 ac_error read(const ScratchFile& file, std::vector<char>& target, uint64_t offset) {
@@ -144,12 +149,64 @@ TEST(drain_reports_every_other_failure) {
   }
 }
 
+TEST(drain_writes_every_extent_at_its_place_and_never_over_its_end) {
+  const Mapping data = pattern();
+  const char* bytes = data.data();
+  // The first two lie behind each other in memory too; the last page is not whole.
+  const ac_span extents[] = {{bytes, 4096}, {bytes + 4096, 8192}, {bytes, 0}, {bytes + 12288, file_bytes - 12288}};
+  for (const int flags : {0, O_DIRECT}) {
+    const ScratchFile file(flags);
+    const Fault none = Fault::failing(Call::pwrite, 0);
+    const Fault uncached = Fault::failing(Call::pwritev2, EOPNOTSUPP);
+    CHECK(drain_extents(file, extents, 4, 16 << 20).status == AC_OK);
+    CHECK(Fault::calls(Call::pwrite) == 3);
+    CHECK(holds(file, data));
+  }
+}
+
+TEST(drain_of_extents_goes_on_after_short_and_refused_writes) {
+  const Mapping data = pattern();
+  const char* bytes = data.data();
+  constexpr uint64_t first = 1 << 20, second = 40960;
+  const ac_span extents[] = {
+      {bytes, first}, {bytes + first, second}, {bytes + first + second, file_bytes - first - second}};
+  for (const size_t short_bytes : {4096, 5000, 100'000}) {
+    const ScratchFile file(O_DIRECT);
+    const Fault interrupted = Fault::failing(Call::fallocate, EINTR, 0, 1);
+    const Fault shortened = Fault::shortened(Call::pwrite, short_bytes);
+    CHECK(drain_extents(file, extents, 3, 1 << 19).status == AC_OK);
+    CHECK(holds(file, data));
+  }
+  const ScratchFile file(O_DIRECT);
+  const Fault refused = Fault::failing(Call::pwrite, EINVAL, 2, 1);
+  CHECK(drain_extents(file, extents, 3, 1 << 19).status == AC_OK);
+  CHECK(!file.is_direct());
+  CHECK(holds(file, data));
+}
+
+TEST(extents_that_break_the_contract_are_refused_before_anything_is_written) {
+  const Mapping data = pattern();
+  const ScratchFile file(O_DIRECT);
+  const ac_span misaligned[] = {{data.data(), 4096}, {data.data() + 1, 10}};
+  const ac_span crumbs[] = {{data.data(), 100}, {data.data(), 4096}};
+  const ac_span nowhere[] = {{nullptr, 1}};
+  const ac_span endless[] = {{data.data(), INT64_MAX / 4096 * 4096}, {data.data(), INT64_MAX / 4096 * 4096}};
+  const Fault none = Fault::failing(Call::pwrite, 0);
+  CHECK(drain_extents(file, misaligned, 2, 0).status == AC_INVALID);
+  CHECK(drain_extents(file, crumbs, 2, 0).status == AC_INVALID);
+  CHECK(drain_extents(file, nowhere, 1, 0).status == AC_INVALID);
+  CHECK(drain_extents(file, endless, 2, 0).status == AC_INVALID);
+  CHECK(drain_extents(file, nullptr, 1, 0).status == AC_INVALID);
+  CHECK(Fault::calls(Call::pwrite) == 0);
+  CHECK(drain_extents(file, nullptr, 0, 0).status == AC_OK);
+}
+
 TEST(one_failed_file_ends_the_drain) {
   const Mapping data = pattern();
   std::vector<ScratchFile> files(8);
   std::vector<ac_file> images;
-  for (const ScratchFile& file : files) images.push_back({data.data(), file_bytes, file.fd(), 0});
   const ac_span span{data.data(), file_bytes};
+  for (const ScratchFile& file : files) images.push_back({&span, 1, file.fd(), 0});
   uint8_t digest[AC_DIGEST_BYTES];
   const ac_drain_options options{1 << 20, 3, 2, 1, 0};
   const Fault fault = Fault::failing(Call::ftruncate, EIO, 2, 1);

@@ -5,7 +5,8 @@ Only what fbgemm_gpu's training module shows by attributes, with what makes a wr
 - cache slots hold linear row numbers; where a table begins in them is kept per feature, and features share tables;
 - a cached row is newer than the managed one, and wider than its table where tables have different dims;
 - flush() writes to the managed rows, rounds them with the default random numbers, and is never needed;
-- a prefetch moves weights and slots on a stream of its own: before that is waited for they do not fit each other.
+- a prefetch moves weights and slots on a stream of its own: before that is waited for they do not fit each other;
+- the backward writes the rows that its forward looked up, also row 0 where an index was out of range.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,7 +125,37 @@ class FakeTbe(nn.Module):
         self.lxu_cache_state.fill_(-1)
         self.lxu_state.fill_(0)
 
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        feature_requires_grad: torch.Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+    ) -> torch.Tensor:
+        """Look rows up. What comes out has no meaning; its backward is a train_step on the rows."""
+        rows = self.looked_up(indices, offsets, batch_size_per_feature_per_rank)
+        if not torch.is_grad_enabled():
+            return torch.zeros(1)
+        found: torch.Tensor = _Lookup.apply(torch.zeros(0, requires_grad=True), self, rows)  # type: ignore[no-untyped-call]
+        return found
+
     # -- training --------------------------------------------------------------------------------------------------
+
+    def looked_up(
+        self, indices: torch.Tensor, offsets: torch.Tensor, batch_sizes: list[list[int]] | None
+    ) -> dict[int, list[int]]:
+        """The rows of a batch by table, sample by sample."""
+        features_count = len(self.feature_table_map)
+        same = [[(len(offsets) - 1) // features_count]] * features_count
+        found: dict[int, list[int]] = {}
+        sample = 0
+        for t, sizes in zip(self.feature_table_map, batch_sizes or same, strict=True):
+            for _ in range(sum(sizes)):
+                for index in indices[int(offsets[sample]) : int(offsets[sample + 1])].tolist():
+                    found.setdefault(t, []).append(index if 0 <= index < self.specs[t].rows else 0)
+                sample += 1
+        return found
 
     def prefetch(self, table: int, rows: list[int]) -> None:
         """Bring rows into the cache for a coming batch."""
@@ -258,6 +290,20 @@ class FakeTbe(nn.Module):
         dim = self.specs[t].dim
         self.lxu_cache_weights[slot] = 77.0  # What is right of a narrow row is not a row's.
         self.lxu_cache_weights[slot, :dim] = self.split_embedding_weights()[t][row].to(self.lxu_cache_weights.dtype)
+
+
+class _Lookup(torch.autograd.Function):
+    """What ties forward and backward of a FakeTbe together."""
+
+    @staticmethod
+    def forward(ctx: Any, placeholder: torch.Tensor, tbe: FakeTbe, rows: dict[int, list[int]]) -> torch.Tensor:
+        ctx.tbe, ctx.rows = tbe, rows
+        return torch.zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.tbe.train_step(int(ctx.tbe.iter), ctx.rows)
+        return None, None, None
 
 
 FakeTbe.__module__, FakeTbe.__qualname__ = SPLIT_TBE.rpartition(".")[0], SPLIT_TBE.rpartition(".")[2]

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 Document = dict[str, Any]
+NONSENSE = (None, True, 0, -1, 1.5, 10**30, "", "x", "\0", [], [None], {}, {"x": 1})
 
 
 def sign(text: bytes) -> bytes:
@@ -112,6 +113,15 @@ def block(document: Document, name: str) -> Document:
     found = next(item for item in document["blocks"] if item["name"] == name)
     assert isinstance(found, dict)
     return found
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of everything inside a document."""
+    if path:
+        yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from places(child, (*path, key))
 
 
 def flip(path: Path, offset: int, bit: int) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from asyncckpt.errors import CheckpointError, CorruptError
 from asyncckpt.format.header import decode_header, header_length
 from asyncckpt.format.names import split_shard_path
-from asyncckpt.format.read_manifest import decode_head, decode_manifest
+from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.format.tree import decode_tree, encode_tree
 from asyncckpt.format.values import decode_value, encode_value
@@ -108,27 +109,32 @@ def test_manifest_of_arbitrary_bytes(decode: Any, text: bytes) -> None:
     only_our_errors(decode, sign(text), owner=OWNER, step=0)
 
 
+STEP = 7
+TABLES = st.fixed_dictionaries(
+    {"name": st.sampled_from(["", "t"]), "rows": st.integers(0, 4), "shard": st.just([0, 1])},
+    optional={"whole": st.booleans(), "removed": st.integers(0, 2), "filters": st.lists(JSON, max_size=1)},
+)
 MEMBERS: dict[str, st.SearchStrategy[Any]] = {
     "format": st.just("asyncckpt"),
     "version": st.just(1),
-    "requires": st.just([]),
+    "requires": st.just(["compacted", "delta", "encoding", "pad"]),
     "writer": st.text(max_size=3),
     "created": st.text(max_size=3),
-    "step": st.just(0),
-    "kind": st.just("full"),
-    "parents": st.just([]),
+    "step": st.just(STEP),
+    "kind": st.sampled_from(["full", "delta"]),
+    "parents": st.just([]) | st.just([{"step": 3, "attempt": "1" * 32, "digest": "2" * 32}]),
     "attempt": st.just("0" * 32),
     "byteorder": st.just("little"),
     "digest_algorithm": st.just("xxh3-128/4MiB"),
     "ranks_count": st.just(1),
     "values": st.lists(TAGGED, max_size=2),
     "metadata": TAGGED,
-    "tables": st.just([]) | st.lists(JSON, max_size=2),
+    "tables": st.just([]) | st.lists(JSON | TABLES, max_size=2),
     "tree": TAGGED | st.just({"d": []}),
 }
 FILES = st.fixed_dictionaries(
     {
-        "path": st.just(f"data/000000000000-{'0' * 32}/r00000-000.safetensors"),
+        "path": st.just(f"data/{STEP:012d}-{'0' * 32}/r00000-000.safetensors"),
         "rank": st.just(0),
         "bytes": st.integers(8, 40),
         "header_bytes": st.just(8),
@@ -137,8 +143,8 @@ FILES = st.fixed_dictionaries(
 )
 BLOCKS = st.fixed_dictionaries(
     {
-        "name": st.text(max_size=2),
-        "role": st.sampled_from(["dense", "id", "weight"]),
+        "name": st.text(max_size=2) | st.sampled_from(["t@c", "t@#removed", "#pad.0"]),
+        "role": st.sampled_from(["dense", "id", "weight", "removed", "pad"]),
         "dtype": st.sampled_from(["uint8", "float32", "complex128", "float7"]),
         "shape": st.lists(st.integers(0, 4), max_size=2),
         "file": st.just(0),
@@ -149,10 +155,12 @@ BLOCKS = st.fixed_dictionaries(
     optional={
         "leaf": st.integers(0, 2),
         "key": st.text(max_size=2),
-        "table": st.text(max_size=2),
-        "column": st.text(max_size=2),
+        "table": st.text(max_size=2) | st.just("t"),
+        "column": st.text(max_size=2) | st.sampled_from(["c", "#removed"]),
         "row_begin": st.integers(0, 2),
         "whole_shape": st.lists(st.integers(0, 4), max_size=2),
+        "encoding": st.lists(JSON | st.just({"kind": "zstd"}), max_size=2),
+        "stored": JSON | st.just({"dtype": "U8", "shape": [4]}),
     },
 )
 
@@ -171,7 +179,7 @@ def test_manifest_of_arbitrary_members(
     document = {**members, "files": files, "blocks": blocks}
     if change is not None:
         document[change] = nonsense
-    found = only_our_errors(decode_manifest, sign(encode(document)), owner=OWNER, step=0)
+    found = only_our_errors(decode_manifest, sign(encode(document)), owner=OWNER, step=STEP)
     if not isinstance(found, CheckpointError):
         assert sum(block.placed.spec.bytes for block in found.blocks) == found.bytes_total - 8
 

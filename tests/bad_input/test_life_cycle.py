@@ -443,7 +443,7 @@ def test_case_113_writer_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
         with monkeypatch.context() as patched:
-            patched.setattr(save_job, "_write", broken)
+            patched.setattr(save_job, "write_files", broken)
             future = saver.save_async(0)
             found = future.exception(DEADLINE_S)
         assert found is error or (isinstance(found, IOFailedError) and found.__cause__ is error)

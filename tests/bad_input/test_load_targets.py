@@ -389,7 +389,7 @@ def test_case_104_fallback_from_a_step_that_is_not_there(small: Crafted) -> None
     ("fields", "error"),
     [
         ({"version": 2}, IncompatibleError),
-        ({"kind": "delta"}, UnsupportedError),
+        ({"kind": "differential"}, UnsupportedError),
         ({"byteorder": "big"}, UnsupportedError),
     ],
 )

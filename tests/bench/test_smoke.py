@@ -78,3 +78,19 @@ def test_multi_level_bench_gives_figures(tmp_path: Path) -> None:
         for save in one["saves"]:
             assert_is_figure(save["stall_seconds"])
             assert_is_figure(save["lost_seconds"])
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_touched_bench_gives_figures(tmp_path: Path) -> None:
+    result = run_bench("touched", tmp_path / "touched", "--zipf")
+    assert [one["way"] for one in result["rounds"]] == ["refresh", "copy", "delta", "raw_floor"]
+    saves = {one["way"]: one["saves"][0] for one in result["rounds"]}
+    for save in saves.values():
+        assert_is_figure(save["save"]["stall_seconds"])
+        assert_is_figure(save["save"]["lost_seconds"])
+    assert saves["refresh"]["rows_copied"] == saves["refresh"]["touched_rows"] == saves["delta"]["rows_count"]
+    assert saves["copy"]["rows_copied"] == saves["copy"]["rows_count"]
+    # Headers are much of so small a file; of a real one they are nothing.
+    assert saves["delta"]["bytes_written"] < 1.1 * saves["delta"]["touched_bytes"] + 100_000
+    assert_is_figure(result["marking"]["share"])
+    assert len(result["zipf"]["bytes"]) == 4

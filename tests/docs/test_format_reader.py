@@ -1,6 +1,7 @@
 """docs/format.md is enough to read a checkpoint: here stands a reader written from it, without asyncckpt.
 
-It reads tables, dense tensors of every kind, split blocks, nested state and plain values, and checks every digest.
+It reads tables, dense tensors of every kind, split blocks, nested state and plain values, and checks every digest. A
+second one on top of it puts deltas together. Neither knows encodings.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import pytest
 
 import asyncckpt
 import asyncckpt.plan.image
+from tests.chains.model import RandomChain, layer_of, load
+from tests.chains.written import write
 
 READER_LINES_MAX = 60
+CHAIN_READER_LINES_MAX = 40
 READER_MAY_IMPORT = {"base64", "itertools", "json", "numpy", "safetensors", "torch", "xxhash"}
 
 # ruff: noqa: E402
@@ -36,9 +40,11 @@ def digest_of(raw):
 
 
 def read_manifest(root, step):
-    raw = (root / "manifests" / f"{step:012d}.json").read_bytes()
+    compacted = root / "manifests" / f"{step:012d}.full.json"
+    raw = (compacted if compacted.exists() else root / "manifests" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
-    assert (manifest["format"], manifest["version"], manifest["requires"]) == ("asyncckpt", 1, [])
+    assert (manifest["format"], manifest["version"]) == ("asyncckpt", 1)
+    assert set(manifest["requires"]) <= {"delta", "compacted", "pad"}, "encodings are not known here"
     assert manifest["digest"] == xxhash.xxh3_128_hexdigest(raw[: raw.rindex(b',"digest":"')])
     for file in manifest["files"]:
         header = (root / file["path"]).open("rb").read(file["header_bytes"])
@@ -86,7 +92,8 @@ def state_of(node, tensors, values):
 
 def read_checkpoint(root, step):
     manifest, tables, leaves = read_manifest(root, step), {}, {}
-    for block in sorted(manifest["blocks"], key=lambda block: block.get("row_begin", 0)):
+    blocks = [block for block in manifest["blocks"] if block["role"] != "pad"]
+    for block in sorted(blocks, key=lambda block: block.get("row_begin", 0)):
         tensor = read_block(root, manifest, block)
         where, key = (tables.setdefault(block["table"], {}), block["column"]) if "table" in block else (
             leaves, block.get("leaf", block["name"]))  # fmt: skip
@@ -96,11 +103,52 @@ def read_checkpoint(root, step):
 
 
 # -- end of the reader -----------------------------------------------------------------------------------------------
+# -- the chain reader ------------------------------------------------------------------------------------------------
+def read_chain(root, step):
+    chain = [read_manifest(root, step)]
+    parents = chain[0]["parents"]
+    for number, parent in enumerate(parents):
+        found = read_manifest(root, parent["step"])
+        chain.append(found)
+        if found.get("replaces") == parent["digest"]:
+            break
+        assert (found["digest"], found["attempt"]) == (parent["digest"], parent["attempt"]), "another checkpoint"
+        rest = parents[number + 1 :]
+        assert found["parents"][: len(rest)] == rest, "a gap"
+    assert chain[-1]["kind"] == "full", "the chain has no end"
+    return chain
 
 
-def reader_source() -> str:
+def read_table(root, chain, name):
+    rows, settled = [], set()
+    for manifest in chain:
+        facts = {table["name"]: table for table in manifest["tables"]}.get(name)
+        if facts is None:
+            break
+        columns = read_checkpoint(root, manifest["step"])[0][name]
+        ids = columns["id"].tolist()
+        mine = torch.tensor([index for index, id in enumerate(ids) if id not in settled], dtype=torch.int64)
+        gone = columns.pop("#removed").tolist() if "#removed" in columns else []
+        assert (len(ids), len(gone)) == (facts["rows"], facts.get("removed", 0))
+        rows.append({column: values[mine] for column, values in columns.items()})
+        settled |= {*ids, *gone}
+        if facts.get("whole", True):
+            break
+    return {column: torch.cat([layer[column] for layer in rows]) for column in rows[0]}
+
+
+def read_delta(root, step):
+    chain = read_chain(root, step)
+    _, state, leaves = read_checkpoint(root, step)
+    return {table["name"]: read_table(root, chain, table["name"]) for table in chain[0]["tables"]}, state, leaves
+
+
+# -- end of the chain reader -----------------------------------------------------------------------------------------
+
+
+def source_of(name: str) -> str:
     source = Path(__file__).read_text(encoding="utf-8")
-    return source.split("# -- the reader ")[1].partition("\n")[2].split("# -- end of the reader")[0]
+    return source.split(f"# -- the {name} ")[1].partition("\n")[2].split(f"# -- end of the {name}")[0]
 
 
 def nested_state() -> dict[str, Any]:
@@ -163,17 +211,18 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def check_table(found: dict[str, torch.Tensor], table: asyncckpt.HashTable) -> None:
-    rows = table.rows()
-    assert torch.equal(found["id"], table.ids())
-    assert same(found["embedding"], table.embedding[rows])
+    """The same rows under the same ids; their order means nothing."""
+    order, rows = found["id"].argsort(), table.rows()[table.ids().argsort()]
+    assert torch.equal(found["id"][order], table.ids().sort().values)
+    assert same(found["embedding"][order], table.embedding[rows])
     for name in ("sum", "step", "last_seen"):
-        assert same(found[name], table.slot(name)[rows])
+        assert same(found[name][order], table.slot(name)[rows])
 
 
 def test_reader_is_short_and_knows_nothing_of_us() -> None:
-    source = reader_source()
-    lines = [line for line in source.splitlines() if line.strip()]
-    assert len(lines) <= READER_LINES_MAX
+    source = source_of("reader") + source_of("chain reader")
+    for name, lines_max in (("reader", READER_LINES_MAX), ("chain reader", CHAIN_READER_LINES_MAX)):
+        assert len([line for line in source_of(name).splitlines() if line.strip()]) <= lines_max
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source))
@@ -203,7 +252,7 @@ def test_reader_joins_split_blocks_of_several_files(tmp_path: Path, monkeypatch:
     with asyncckpt.Saver(path=tmp_path / "ckpt", parallel=3, hashtables={"user": table}, tensors=state) as saver:
         saver.save_async(1).result(60)
     manifest = read_manifest(tmp_path / "ckpt", 1)
-    assert len(manifest["files"]) == 3
+    assert len(manifest["files"]) >= 3
     assert sum("row_begin" in block for block in manifest["blocks"]) > 20
     tables, found, _ = read_checkpoint(tmp_path / "ckpt", 1)
     check_table(tables["user"], table)
@@ -267,8 +316,78 @@ def test_format_page_names_every_member_and_dtype(tmp_path: Path, monkeypatch: p
         path=tmp_path / "ckpt", hashtables={"user": user_table()}, tensors=state, filter_func=filter_func
     ) as saver:
         saver.save(1)
-    manifest = read_manifest(tmp_path / "ckpt", 1)
-    members = set(manifest).union(*(item for part in ("files", "tables", "blocks") for item in manifest[part]))
+    full = write(tmp_path / "chain", 1, {"user": layer_of({id: (0.0,) * 4 for id in range(900)})})
+    encoding = {"user@sum": ({"kind": "zstd", "level": 1},)}
+    change = layer_of({id: (1.0,) * 4 for id in range(900)}, removed=(7,))
+    delta = write(tmp_path / "chain", 2, {"user": change}, parents=full.chain, encoding=encoding, pads=(1,))
+    manifests = [read_manifest(tmp_path / "ckpt", 1), json.loads(delta.manifest.read_bytes())]
+    members = set().union(*manifests)
+    for manifest in manifests:
+        parts = ("files", "tables", "blocks", "parents")
+        members |= set().union(*(item for part in parts for item in manifest[part]), manifest["requires"])
+    members |= {"replaces", "filters", "compacted"}
     members |= {str(dtype).removeprefix("torch.") for dtype in asyncckpt.supported_dtypes()}
     page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
     assert {name for name in members if f"`{name}`" not in page} == set()
+
+
+# -- deltas ------------------------------------------------------------------------------------------------------------
+
+
+def write_chain(root: Path) -> RandomChain:
+    chain = RandomChain(root, seed=3, write_options={"pads": (3, 4095), "part_rows": 11})
+    chain.grow(7)
+    return chain
+
+
+def rows_by_id(columns: dict[str, torch.Tensor]) -> dict[int, tuple[float, ...]]:
+    values = torch.cat([columns["embedding"], columns["sum"][:, None]], dim=1).tolist()
+    ids = columns["id"].tolist()
+    assert len(set(ids)) == len(ids)
+    return {id: tuple(row) for id, row in zip(ids, values, strict=True)}
+
+
+def test_chain_reader_puts_deltas_together(tmp_path: Path) -> None:
+    chain = write_chain(tmp_path)
+    for step, expected in chain.states.items():
+        tables, _, _ = read_delta(tmp_path, step)
+        assert rows_by_id(tables["user"]) == expected == load(tmp_path, step)
+
+
+def test_chain_reader_takes_the_compacted_checkpoint(tmp_path: Path) -> None:
+    chain = write_chain(tmp_path)
+    write(tmp_path, 14, {"user": layer_of(chain.states[14])}, replaces=chain.written[14].digest)
+    for step in (10, 11, 12, 13):
+        chain.written[step].manifest.unlink()
+    for step in (14, 15, 16, 17):
+        assert rows_by_id(read_delta(tmp_path, step)[0]["user"]) == chain.states[step]
+
+
+def test_chain_reader_refuses_what_is_no_chain(tmp_path: Path) -> None:
+    chain = write_chain(tmp_path)
+    old = chain.written[12]
+    old.manifest.unlink()
+    with pytest.raises(FileNotFoundError):
+        read_delta(tmp_path, 17)
+    write(tmp_path, 12, {"user": layer_of(chain.states[12])}, parents=old.head.parents)
+    with pytest.raises(AssertionError, match="another checkpoint"):
+        read_delta(tmp_path, 17)
+
+
+def test_reader_refuses_encodings(tmp_path: Path) -> None:
+    encoding = {"w": ({"kind": "zstd", "level": 1},)}
+    write(tmp_path, 1, {}, dense={"w": torch.zeros(100)}, encoding=encoding)
+    with pytest.raises(AssertionError, match="encodings are not known here"):
+        read_checkpoint(tmp_path, 1)
+
+
+def test_chain_reader_reads_what_a_saver_saves(tmp_path: Path) -> None:
+    table = user_table()
+    with asyncckpt.Saver(path=tmp_path, hashtables={"user": table}, deltas=asyncckpt.DeltaPolicy()) as saver:
+        saver.save_async(1).result(60)
+        for step in (2, 3):
+            table.remove(table.ids()[::7])
+            rows = table.lookup(torch.arange(step, step + 20))
+            table.embedding[rows] = float(step)
+            assert saver.save_async(step, kind="delta").result(60).kind == "delta"
+    check_table(read_delta(tmp_path, 3)[0]["user"], table)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from asyncckpt.cli import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/guide.md", "docs/embcache.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/embcache.md", "docs/filters.md", "docs/online-export.md"]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -69,6 +69,24 @@ def test_what_is_saved_comes_back(path: Path, admit_after: int) -> None:
     assert (report.world_size, report.passed_over, report.ignored) == (1, (), ())
 
 
+def test_deltas_hold_what_was_trained_since(path: Path) -> None:
+    net = Net(admit_after=2).trained(range(8))
+    policy = asyncckpt.DeltaPolicy(deltas_max=100, bytes_share_max=1000.0)
+    with Saver(rank=0, deltas=policy) as saver:
+        results = [saver.save(net, path)]
+        images = [image(net)]
+        for step in (8, 9):
+            net.train_step(step)
+            results.append(saver.save_async(net, path, kind="delta" if step == 8 else "auto").result(60))
+            images.append(image(net))
+    assert [result.kind for result in results] == ["full", "delta", "delta"]
+    for step, expected in enumerate(images):
+        target = Net(admit_after=2)
+        with Saver(rank=0) as saver:
+            saver.load(target, path, step=step)
+        assert image(target) == expected
+
+
 @pytest.mark.parametrize("host_level", ["copy", "first_touch"])
 def test_training_goes_on_during_a_save(path: Path, host_level: Any) -> None:
     net = Net().trained(range(6))

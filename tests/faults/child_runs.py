@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fork_server import Channel
-from oracle import check_next_save, check_steps, expected_digest
+from oracle import check_next_save, check_standing, check_steps, expected_digest
 from sample_state import SampleState
-from scenarios import AFTER_STEP, NEW_STEP, SCENARIOS, Scenario, make_saves_small
-from shim import NOTHING, Fault, Shim
+from scenarios import AFTER_STEP, FAR_STEPS, NEW_STEP, SCENARIOS, Scenario, make_saves_small
+from shim import Fault, Shim
 from weak_disk import CutDisk, put_on_disk
 
 from asyncckpt import IndeterminateError, IOFailedError
@@ -24,9 +24,10 @@ STEPS_MAX = 50
 def warm_up() -> None:
     """In the server, before it forks: do what every child would do first. Small tensors need no thread of torch's."""
     make_saves_small()  # Here, and not where this is imported: the test process keeps the usual sizes.
-    for scenario in SCENARIOS.values():
-        for step in (*scenario.before, NEW_STEP, AFTER_STEP):
-            expected_digest(step)
+    state = SampleState()
+    for step in range(AFTER_STEP + 2):
+        expected_digest(step)
+        state.fill(step + FAR_STEPS)
 
 
 def prepare(_: Channel, scenario: Scenario, folder: Path) -> None:
@@ -38,12 +39,19 @@ def prepare(_: Channel, scenario: Scenario, folder: Path) -> None:
 
 
 def save_once(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
-    """Save NEW_STEP in a copy of the template, with one fault, and a log of the operations beside the folder.
+    """Make the base, and save or compact NEW_STEP, in a copy of the template, with one fault, and a log of the
+    operations beside the folder.
 
-    Sends the step when it is acknowledged.
+    Sends every step when it is acknowledged.
     """
     copy_template(template, folder)
-    _save(channel, scenario, folder, fault, log=_open_log(folder), step=NEW_STEP)
+    state = SampleState()
+    Shim().arm(folder, fault, log=_open_log(folder))
+    with scenario.open(folder / CHECKPOINT, state) as saver:
+        for step in scenario.make_base(saver, state):
+            _acknowledge(channel, step)
+        scenario.disturbed(saver, state)
+        _acknowledge(channel, NEW_STEP)
 
 
 def save_and_resolve(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
@@ -52,24 +60,23 @@ def save_and_resolve(channel: Channel, scenario: Scenario, folder: Path, templat
         save_once(channel, scenario, folder, template, fault)
     except IndeterminateError as error:
         if error.resolve():
-            Shim().mark(NEW_STEP)
-            channel.send(NEW_STEP)
+            _acknowledge(channel, NEW_STEP)
     except IOFailedError:
         pass
 
 
 def save_again(channel: Channel, scenario: Scenario, folder: Path) -> None:
     """As the next process after a crash: save AFTER_STEP. Its operations follow in the same log."""
-    _save(channel, scenario, folder, NOTHING, log=_open_log(folder), step=AFTER_STEP)
-
-
-def _save(channel: Channel, scenario: Scenario, folder: Path, fault: Fault, *, log: int, step: int) -> None:
     state = SampleState()
-    Shim().arm(folder, fault, log=log)
+    Shim().arm(folder, log=_open_log(folder))
     with scenario.open(folder / CHECKPOINT, state) as saver:
-        scenario.save(saver, state, step)
-        Shim().mark(step)
-        channel.send(step)
+        scenario.save(saver, state, AFTER_STEP)
+        _acknowledge(channel, AFTER_STEP)
+
+
+def _acknowledge(channel: Channel, step: int) -> None:
+    Shim().mark(step)
+    channel.send(step)
 
 
 def _open_log(folder: Path) -> int:
@@ -88,8 +95,9 @@ def save_for_ever(channel: Channel, folder: Path) -> None:
             channel.send(step)
 
 
-def check_after_crashes(channel: Channel, scenario: Scenario, crashes: Sequence[tuple[str, Path, bool]]) -> None:
-    """As the next process after each crash (label, folder, acknowledged): what is there is right, and saving goes on.
+def check_after_crashes(channel: Channel, scenario: Scenario, crashes: Sequence[tuple[str, Path, int | None]]) -> None:
+    """As the next process after each crash (label, folder, newest acknowledged step): what is there is right, and
+    saving goes on.
 
     Sends what is wrong.
     """
@@ -100,11 +108,10 @@ def check_after_crashes(channel: Channel, scenario: Scenario, crashes: Sequence[
             channel.send(f"{label}: {traceback.format_exc()}")
 
 
-def check_after_crash(scenario: Scenario, folder: Path, *, acknowledged: bool) -> None:
+def check_after_crash(scenario: Scenario, folder: Path, *, acknowledged: int | None) -> None:
     root = folder / CHECKPOINT
-    steps = check_steps(root, acknowledged=NEW_STEP if acknowledged else None, candidates=[*scenario.before, NEW_STEP])
-    if scenario.keep_latest is None or NEW_STEP not in steps:
-        assert set(scenario.before) <= set(steps), f"earlier checkpoints are gone, {steps} are left"
+    steps = check_steps(root, acknowledged=acknowledged, candidates={*scenario.standing, NEW_STEP})
+    check_standing(scenario, steps)
     check_next_save(root, scenario)
 
 

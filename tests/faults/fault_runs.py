@@ -12,14 +12,22 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from child_runs import CHECKPOINT, copy_template
 from fork_server import Channel
-from op_log import Operation, read_log
-from oracle import check_load, check_no_leftovers, check_steps, expected_digest, listed_steps, tree_of
+from op_log import Operation, begin_of_disturbed, read_log
+from oracle import (
+    check_load,
+    check_no_leftovers,
+    check_standing,
+    check_steps,
+    expected_digest,
+    is_done,
+    listed_steps,
+    tree_of,
+)
 from sample_state import SampleState
 from scenarios import AFTER_STEP, NEW_STEP, Scenario
 from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, Fault, Kind, Shim
@@ -49,15 +57,19 @@ class BatchReport:
 def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
     """Put the fault (its `at` does not count) at every operation of a save, one run each. Sends a BatchReport."""
     report = BatchReport()
-    operations = _operations_of_a_save(scenario, folder, template, KINDS_OF_ACTION[fault.action])
+    operations = _operations_of_a_save(scenario, folder, template)
+    written = {operation.path for operation in operations if operation.kind is Kind.CREATE}
     threads_count = _threads_count()
     for operation in operations:
+        if operation.kind not in KINDS_OF_ACTION[fault.action]:
+            continue
         run = folder / str(operation.number)
         copy_template(template, run)
         try:
             outcome = _disturb_save(scenario, run, replace(fault, at=operation.number))
             report.outcomes[outcome] += 1
-            assert outcome != SAVED or not _must_be_told(operation, fault), "the save tells nothing of the failure"
+            is_told = outcome != SAVED or operation.path not in written or not _must_be_told(operation, fault)
+            assert is_told, "the save tells nothing of the failure"
         except Exception:
             report.wrong.append(f"{fault.name} at {operation}: {traceback.format_exc()}")
             if len(report.wrong) == WRONG_MAX:
@@ -85,7 +97,7 @@ def disturb_loads(channel: Channel, folder: Path, template: Path, fault: Fault) 
     channel.send(report)
 
 
-def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path, kinds: Collection[Kind]) -> list[Operation]:
+def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path) -> list[Operation]:
     run = folder / "trial"
     copy_template(template, run)
     log = os.open(f"{run}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -93,12 +105,15 @@ def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path, kind
     Shim().arm(run, log=log)
     try:
         with scenario.open(run / CHECKPOINT, state) as saver:
-            scenario.save(saver, state, NEW_STEP)
+            for step in scenario.make_base(saver, state):
+                Shim().mark(step)
+            scenario.disturbed(saver, state)
     finally:
         Shim().disarm()
         os.close(log)
     _wait_for_threads()
-    return [operation for operation in read_log(Path(f"{run}.log")) if operation.kind in kinds]
+    log = read_log(Path(f"{run}.log"))
+    return log[begin_of_disturbed(log, len(scenario.base)) :]
 
 
 def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
@@ -110,7 +125,9 @@ def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
     shim.arm(folder, fault)
     try:
         saver = scenario.open(root, state)
-        scenario.save(saver, state, NEW_STEP)
+        for _ in scenario.make_base(saver, state):
+            pass
+        scenario.disturbed(saver, state)
         acknowledged = True
         saver.close()
         saver = None
@@ -131,17 +148,16 @@ def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
 def _check_outcome(
     scenario: Scenario, root: Path, fault: Fault, error: CheckpointError | None, *, acknowledged: bool
 ) -> str:
-    candidates = [*scenario.before, NEW_STEP]
-    steps = check_steps(root, acknowledged=NEW_STEP if acknowledged else None, candidates=candidates)
-    if scenario.keep_latest is None or NEW_STEP not in steps:
-        assert set(scenario.before) <= set(steps), f"earlier checkpoints are gone, {steps} are left"
+    newest = NEW_STEP if acknowledged else max(scenario.standing, default=None)
+    check_standing(scenario, check_steps(root, acknowledged=newest, candidates={*scenario.standing, NEW_STEP}))
     if error is None:
         return SAVED
+    is_there = is_done(scenario, root)
     if isinstance(error, IndeterminateError):
-        assert error.resolve() == (NEW_STEP in steps)
-        return f"indeterminate, {'there' if NEW_STEP in steps else 'absent'}"
+        assert error.resolve() == is_there
+        return f"indeterminate, {'there' if is_there else 'absent'}"
     assert isinstance(error, IOFailedError), f"raised {error!r}"
-    assert NEW_STEP not in steps, f"a save that failed with {error!r} is there"
+    assert not is_there, f"a save that failed with {error!r} is there"
     if fault.error:
         assert error.errno == fault.error, f"{error!r} has errno {error.errno}"
     assert str(error) == str(error).strip()
@@ -160,8 +176,11 @@ def _go_on(scenario: Scenario, root: Path, saver: Saver | None, state: SampleSta
     if saver is not None and not is_known:
         saver.close()
         saver = None
-    step = AFTER_STEP if NEW_STEP in listed_steps(root) else NEW_STEP
     with saver if saver is not None else scenario.open(root, state) as saver:
+        if scenario.act == "compact" and not is_done(scenario, root):
+            assert scenario.disturbed(saver, state).step == NEW_STEP
+            check_load(root, NEW_STEP, newest=True)
+        step = AFTER_STEP if NEW_STEP in listed_steps(root) else NEW_STEP
         assert scenario.save(saver, state, step).step == step
     check_load(root, step, newest=True)
     check_no_leftovers(root)

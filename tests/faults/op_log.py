@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -69,3 +70,9 @@ def read_log(path: Path) -> list[Operation]:
             Operation(Kind(kind), error, number, offset, size, name.decode(), target.decode(), data, Killed(killed))
         )
     return operations
+
+
+def begin_of_disturbed(log: Sequence[Operation], base_count: int) -> int:
+    """The log line behind the last acknowledgement of a base of that many acts."""
+    marks = [index for index, operation in enumerate(log) if operation.kind is Kind.MARK]
+    return marks[base_count - 1] + 1 if base_count else 0

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
 from sample_state import SampleState, digest_of_step
-from scenarios import AFTER_STEP, Scenario
+from scenarios import AFTER_STEP, NEW_STEP, Scenario
 
 import asyncckpt
 from asyncckpt import NotFoundError
@@ -45,6 +46,19 @@ def check_steps(root: Path, *, acknowledged: int | None, candidates: Collection[
     return steps
 
 
+def check_standing(scenario: Scenario, steps: Collection[int]) -> None:
+    """Nothing that stood there before is gone, unless retention has had its turn."""
+    if scenario.keep_latest is None or NEW_STEP not in steps:
+        assert scenario.standing <= set(steps), f"earlier checkpoints are gone, {sorted(steps)} are left"
+
+
+def is_done(scenario: Scenario, root: Path) -> bool:
+    """Whether what was disturbed is there."""
+    if scenario.act == "compact":
+        return (root / "manifests" / f"{NEW_STEP:012d}.full.json").exists()
+    return NEW_STEP in listed_steps(root)
+
+
 def check_load(root: Path, step: int, *, newest: bool = False) -> None:
     """A step loads and is the state of that step; asked for as the newest, or by its number."""
     state = SampleState()
@@ -64,10 +78,10 @@ def check_next_save(root: Path, scenario: Scenario, step: int = AFTER_STEP) -> N
 
 def check_no_leftovers(root: Path) -> None:
     """manifests/ and data/ hold what the checkpoints need, and nothing else."""
-    steps = asyncckpt.list_steps(root)
-    manifests = sorted(os.listdir(root / "manifests"))
-    assert manifests == [f"{step:012d}.json" for step in steps], f"manifests/ holds {manifests}"
-    files = {file for step in steps for file in asyncckpt.describe(root, step).files}
+    manifests = sorted((root / "manifests").iterdir())
+    files = {file["path"] for manifest in manifests for file in json.loads(manifest.read_text())["files"]}
+    named = {name for step in asyncckpt.list_steps(root) for name in (f"{step:012d}.json", f"{step:012d}.full.json")}
+    assert {manifest.name for manifest in manifests} <= named, f"manifests/ holds {manifests}"
     found = {str(path.relative_to(root)) for path in (root / "data").rglob("*") if not path.is_dir()}
     assert found == files, f"files differ from what the manifests name: {sorted(found ^ files)}"
     folders = {path.name for path in (root / "data").iterdir()}

@@ -1,16 +1,20 @@
-"""The saves that are killed and disturbed: what stands in the directory before, how the Saver is made, how it saves."""
+"""The saves that are killed and disturbed: what stands in the directory before, how the Saver is made, how it saves.
+
+A delta needs a checkpoint of the same Saver to build upon, so some scenarios begin with a `base`, made by the same
+process; only what comes after it is killed and disturbed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from sample_state import SampleState
 
-from asyncckpt import Saver, SaveResult, WriteBlock
+from asyncckpt import DeltaPolicy, Saver, SaveResult, WriteBlock
 from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
@@ -20,17 +24,27 @@ from asyncckpt.storage import directory
 
 NEW_STEP = 5  # The step whose save is disturbed.
 AFTER_STEP = 6  # The step that is saved afterwards.
+FAR_STEPS = 1000  # A state that many steps on shares no row with this one.
 FILE_BYTES = 6 << 10
 WRITE_BYTES = 4 << 10
 RESULT_SECONDS_MAX = 60.0
 
 
+# Nearly all of these small files is headers, so a share of bytes would say nothing.
+POLICY = DeltaPolicy(bytes_share_max=1e9)
+
+Act = Literal["full", "delta", "compact"]
+
+
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of save. `before` are steps that are committed already; `leftovers`: a killed save lies there too;
-    `linked`: the system has no renameat2; `left_open`: multi-level tables are exported behind the fence."""
+    """One kind of save. `before` are steps that are committed already, by another process; `base` is what the same
+    process does first; `leftovers`: a killed save lies there too; `linked`: the system has no renameat2; `left_open`:
+    multi-level tables are exported behind the fence."""
 
     name: str
+    act: Act = "full"
+    base: tuple[tuple[Act, int], ...] = ()
     staged: bool = True
     filtered: bool = False
     keep_latest: int | None = None
@@ -38,6 +52,15 @@ class Scenario:
     leftovers: bool = False
     linked: bool = False
     left_open: bool = False
+
+    @property
+    def standing(self) -> set[int]:
+        """The steps that are there when what is disturbed begins."""
+        return {*self.before, *(step for _, step in self.base)}
+
+    @property
+    def has_deltas(self) -> bool:
+        return bool(self.base)
 
     def open(self, root: Path, state: SampleState) -> Saver:
         if self.linked:
@@ -50,15 +73,38 @@ class Scenario:
             host_level="first_touch",
             filter_func=rewrite_all if self.filtered else identity,
             keep_latest=self.keep_latest,
+            deltas=POLICY if self.has_deltas else None,
         )
 
-    def save(self, saver: Saver, state: SampleState, step: int) -> SaveResult:
-        """Bring the state to `step` and save it; while an async save is in flight the state goes on to another step."""
+    def make_base(self, saver: Saver, state: SampleState) -> Iterator[int]:
+        """Do what comes first; yields every step that is acknowledged."""
+        for act, step in self.base:
+            result = saver.compact(step).result(RESULT_SECONDS_MAX) if act == "compact" else None
+            if result is None:
+                result = self.save(saver, state, step, full=act == "full")
+                assert result.kind == act
+            yield step
+
+    def disturbed(self, saver: Saver, state: SampleState) -> SaveResult:
+        """Do what is killed and disturbed: a save of NEW_STEP, or its compaction."""
+        if self.act == "compact":
+            return saver.compact(NEW_STEP).result(RESULT_SECONDS_MAX)
+        result = self.save(saver, state, NEW_STEP, full=self.act == "full")
+        assert result.kind == self.act
+        return result
+
+    def save(self, saver: Saver, state: SampleState, step: int, *, full: bool = False) -> SaveResult:
+        """Bring the state to `step` and save it; while an async save is in flight the state goes on to another step.
+
+        Where there are deltas the save is one, if its Saver has something to build it upon, unless it shall be full.
+        """
         state.fill(step)
+        kind: Any = "full" if full else "auto"
         if not self.staged:
-            return saver.save(step)
-        future = saver.save_async(step)
-        state.fill(step + 1000)
+            return saver.save(step, kind=kind)
+        future = saver.save_async(step, kind=kind)
+        # The next step, so that most rows stay what they are; or one that shares no row.
+        state.fill(step + 1 if self.has_deltas else step + FAR_STEPS)
         return future.result(RESULT_SECONDS_MAX)
 
 
@@ -73,6 +119,18 @@ SCENARIOS = {
         Scenario("after-crash", leftovers=True),
         Scenario("linked", linked=True),
         Scenario("left-open", left_open=True),
+        Scenario("delta", "delta", base=(("full", 3), ("delta", 4))),
+        # Retention takes a whole chain, and leaves one.
+        Scenario("retention-chain", "delta", base=(("full", 2), ("delta", 3), ("full", 4)), keep_latest=2, before=()),
+        Scenario("compaction", "compact", base=(("full", 3), ("delta", 4), ("delta", 5)), before=()),
+        # A compacted checkpoint stands for the end of the chain that stays; what it was made of goes.
+        Scenario(
+            "retention-compacted",
+            "delta",
+            base=(("full", 3), ("delta", 4), ("compact", 4)),
+            keep_latest=1,
+            before=(),
+        ),
     )
 }
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine import save_job
+from asyncckpt.engine import write_files
 from asyncckpt.plan import open_tables
 
 DIM = 2
@@ -167,13 +167,13 @@ class _PacedCut:
 def paced_exports() -> Iterator[Pace]:
     """Small windows, and exports that wait for their turn."""
     pace = Pace()
-    plain_export = save_job.export_tables
+    plain_export = write_files.export_tables
 
     def export_tables(opened: Any, cuts: Sequence[Any], **options: Any) -> Any:
         return plain_export(opened, [_PacedCut(cut, pace) for cut in cuts], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_job, "export_tables", export_tables)
+        patch.setattr(write_files, "export_tables", export_tables)
         patch.setattr(open_tables, "CHUNK_BYTES", WINDOW_BYTES)
         yield pace
 

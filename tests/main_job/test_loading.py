@@ -115,7 +115,7 @@ def test_one_checkpoint_into_many_tables_and_back(tmp_path: Path, count: int) ->
 
 def test_resharding_reads_split_blocks_by_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncckpt.plan.image.BLOCK_BYTES_MAX", 3000)
-    monkeypatch.setattr("asyncckpt.snapshot.restore.WINDOW_BYTES", 1000)
+    monkeypatch.setattr("asyncckpt.snapshot.windows.WINDOW_BYTES", 1000)
     source = filled_table("user", rows=800, seed=6)
     with asyncckpt.Saver(path=tmp_path, hashtables={"user": source}) as saver:
         saver.save_async(1).result(60)

@@ -176,3 +176,30 @@ def test_an_unreadable_manifest_stops_the_sweep_of_its_step(tmp_path: Path) -> N
     with make(tmp_path) as saver:
         saver.save(3)
     assert loser.exists()
+
+
+def test_a_delta_holds_what_was_trained_during_skipped_saves(tmp_path: Path) -> None:
+    gate = Gate()
+    table = asyncckpt.HashTable("user", 2)
+    policy = asyncckpt.DeltaPolicy(bytes_share_max=100.0)
+    tables = {"user": table}
+    with asyncckpt.Saver(path=tmp_path, hashtables=tables, filter_func=gate, deltas=policy) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+        for step in range(1, 6):
+            table.embedding[table.lookup(torch.arange(10 * step))[-10:]] = float(step)
+            table.remove(torch.tensor([step]))
+            began = periodic.step(step) is not None
+            assert began == (step in (1, 4, 5))
+            if step in (3, 4, 5):
+                gate.open()
+                periodic.drain(60)
+        assert periodic.statistics().skipped_count == 2
+        result = periodic.statistics().last_result
+        assert result is not None
+        assert (result.step, result.kind) == (5, "delta")
+    assert [asyncckpt.describe(tmp_path, step).parents for step in (1, 4, 5)] == [(), (1,), (4, 1)]
+    loaded = asyncckpt.HashTable("user", 2)
+    asyncckpt.Loader(tmp_path, hashtables={"user": loaded}).load()
+    assert sorted(loaded.ids().tolist()) == sorted(table.ids().tolist())
+    rows = loaded.lookup(table.ids(), insert=False)
+    assert torch.equal(loaded.embedding[rows], table.embedding[table.rows()])

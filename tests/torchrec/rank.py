@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.torchrec import models
-from tests.torchrec.runs import run
-from tests.torchrec.scenarios import PLAIN, SHARDED
+from tests.torchrec.runs import run, run_tracked, run_untracked
+from tests.torchrec.scenarios import PLAIN, PLAIN_TRACKED, SHARDED, TRACKED, UNTRACKED
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -22,13 +22,16 @@ def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    wanted = {**SHARDED, **PLAIN} if world == 1 else SHARDED
+    wanted = {**SHARDED, **TRACKED, **UNTRACKED}
+    if world == 1:
+        wanted |= {**PLAIN, **PLAIN_TRACKED}
     found: dict[str, list[str]] = {}
     for name, (function, arguments) in wanted.items():
         here = folder / name.replace(" ", "-")
         here.mkdir(exist_ok=True)
         try:
-            found[name] = run(partial(getattr(models, function), **arguments), here)
+            how = run_tracked if name.startswith("tracked ") else run_untracked if name.startswith("not ") else run
+            found[name] = how(partial(getattr(models, function), **arguments), here)
         except Exception:
             found[name] = [traceback.format_exc()]
             if world > 1:

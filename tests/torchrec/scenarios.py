@@ -26,6 +26,14 @@ SHARDED: dict[str, Scenario] = {
     **{f"sharded zch {policy}": ("sharded_zch", {"policy": policy}) for policy in POLICIES},
 }
 
+# Lookups that are tracked, on every rank of every world, and models without any that could be.
+TRACKED: dict[str, Scenario] = {
+    f"tracked {name}": scenario for name, scenario in SHARDED.items() if "zch" not in name and "parallel" not in name
+}
+UNTRACKED: dict[str, Scenario] = {
+    f"not {name}": SHARDED[name] for name in ("data parallel", *(f"sharded zch {policy}" for policy in POLICIES))
+}
+
 # On one rank.
 PLAIN: dict[str, Scenario] = {
     "plain bags": ("plain", {}),
@@ -33,4 +41,7 @@ PLAIN: dict[str, Scenario] = {
     **{f"plain zch {policy}": ("plain_zch", {"policy": policy}) for policy in POLICIES},
     "hash zch": ("hash_zch", {}),
     **{f"tbe {optimizer}": ("bare_tbe", {"optimizer": optimizer}) for optimizer in OPTIMIZERS},
+}
+PLAIN_TRACKED: dict[str, Scenario] = {
+    f"tracked tbe {optimizer}": ("bare_tbe", {"optimizer": optimizer}) for optimizer in OPTIMIZERS
 }

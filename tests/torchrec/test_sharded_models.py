@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.torchrec.scenarios import PLAIN, SHARDED
+from tests.torchrec.scenarios import PLAIN, PLAIN_TRACKED, SHARDED, TRACKED, UNTRACKED
 
 pytestmark = pytest.mark.skipif(find_spec("torchrec") is None, reason="no torchrec here: make test-torchrec")
 
@@ -62,11 +62,11 @@ def check(found: Found, world: int, scenario: str) -> None:
         assert said == [], f"rank {rank} of {world}: {said[:8]}"
 
 
-@pytest.mark.parametrize("scenario", [*SHARDED, *PLAIN])
+@pytest.mark.parametrize("scenario", [*SHARDED, *TRACKED, *UNTRACKED, *PLAIN, *PLAIN_TRACKED])
 def test_one_rank(found: Found, scenario: str) -> None:
     check(found, 1, scenario)
 
 
-@pytest.mark.parametrize("scenario", SHARDED)
+@pytest.mark.parametrize("scenario", [*SHARDED, *TRACKED, *UNTRACKED])
 def test_two_ranks(found: Found, scenario: str) -> None:
     check(found, 2, scenario)

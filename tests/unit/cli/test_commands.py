@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import asyncckpt
 from asyncckpt.cli import app
-from asyncckpt.cli.commands import ExitCode
+from asyncckpt.cli.exit_codes import ExitCode
 
 STEPS = [100, 200, 300]
 HOSTILE_NAME = "[bold]evil[/bold]\x1b[31m\nname"
@@ -116,7 +116,7 @@ def test_damage_outweighs_a_newer_format(checkpoints: Path) -> None:
     assert run("verify", checkpoints, "--all").exit_code == ExitCode.DAMAGED
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "compact"])
 def test_no_such_directory(tmp_path: Path, command: str) -> None:
     result = run(command, tmp_path / "nothing")
     assert result.exit_code == ExitCode.NOT_FOUND
@@ -125,20 +125,20 @@ def test_no_such_directory(tmp_path: Path, command: str) -> None:
     assert answer_of(result)["error"]["kind"] == "NotFoundError"
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "compact", "follow"])
 def test_a_file_is_no_directory(tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("")
     assert run(command, tmp_path / "file").exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
+@pytest.mark.parametrize("command", ["show", "verify", "compact"])
 def test_no_such_step(checkpoints: Path, command: str) -> None:
     result = run(command, checkpoints, 150)
     assert result.exit_code == ExitCode.NOT_FOUND
     assert "step 150" in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
+@pytest.mark.parametrize("command", ["show", "verify", "compact"])
 def test_a_directory_without_checkpoints_has_none_to_look_at(tmp_path: Path, command: str) -> None:
     asyncckpt.Saver(path=tmp_path / "new").close()
     assert run(command, tmp_path / "new").exit_code == ExitCode.NOT_FOUND
@@ -181,6 +181,7 @@ def test_verify_reads_every_byte_of_the_newest(checkpoints: Path) -> None:
     assert entry == {
         "step": 300,
         "sound": True,
+        "steps": [300],
         "blocks": len(blocks),
         "bytes_read": sum(block["bytes"] for block in blocks),
         "strays": [],
@@ -221,17 +222,17 @@ def test_verify_names_leftovers_of_crashed_saves(checkpoints: Path) -> None:
     assert stray in result.stdout
 
 
-def test_commands_write_nothing(checkpoints: Path) -> None:
+def test_only_compact_writes(checkpoints: Path) -> None:
     def state() -> list[tuple[str, int]]:
         return sorted((str(path), path.stat().st_mtime_ns) for path in checkpoints.rglob("*"))
 
     before = state()
-    for command in ("ls", "show", "verify"):
-        assert run(command, checkpoints).exit_code == ExitCode.OK
+    for command in (["ls"], ["show"], ["verify"], ["follow", "--until", 300]):
+        assert run(*command, checkpoints).exit_code == ExitCode.OK
     assert state() == before
 
 
-@pytest.mark.parametrize("arguments", [(), ("ls",), ("show",), ("verify",)])
+@pytest.mark.parametrize("arguments", [(), ("ls",), ("show",), ("verify",), ("compact",), ("follow",)])
 def test_help_tells_the_exit_codes(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--help")
     assert result.exit_code == 0

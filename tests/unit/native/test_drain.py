@@ -40,7 +40,7 @@ def opened(path: Path, *, direct: bool = False) -> Iterator[int]:
 
 
 def image(fd: int, data: U8, *, direct: bool = False) -> FileImage:
-    return FileImage(fd=fd, address=data.ctypes.data, bytes=data.nbytes, direct=direct)
+    return FileImage(fd=fd, extents=((data.ctypes.data, data.nbytes),), direct=direct)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -161,6 +161,50 @@ def test_misaligned_direct_file_is_refused(core: Core, tmp_path: Path, page_alig
     data = page_aligned(8192)[1:]
     with opened(tmp_path / "f", direct=True) as fd, pytest.raises(ValueError, match="direct"):
         core.drain([image(fd, data, direct=True)], NO_SPANS, DrainOptions(), Progress())
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("block_bytes", [0, 4096, 12345])
+def test_extents_follow_each_other(
+    core: Core, tmp_path: Path, page_aligned: Callable[[int], U8], block_bytes: int, direct: bool
+) -> None:
+    lengths = [8192, 0, 4096, 3 * 4096, 0, 5001] if direct else [8192, 0, 1, 4095, 70_001, 5, 0]
+    datas = [page_aligned(length) for length in lengths]
+    file_bytes = b"".join(data.tobytes() for data in datas)
+    progress = Progress()
+    with opened(tmp_path / "f", direct=direct) as fd:
+        file = FileImage(fd, tuple((data.ctypes.data, data.nbytes) for data in datas), direct)
+        assert file.bytes == len(file_bytes)
+        core.drain([file], NO_SPANS, DrainOptions(block_bytes=block_bytes), progress)
+    assert (tmp_path / "f").read_bytes() == file_bytes
+    assert progress.bytes_done == len(file_bytes)
+
+
+@pytest.mark.parametrize("extents", [(), ((0, 0),), ((0, 0), (0, 0))])
+def test_files_without_bytes(core: Core, tmp_path: Path, extents: tuple[tuple[int, int], ...]) -> None:
+    for direct in (False, True):
+        with opened(tmp_path / str(direct), direct=direct) as fd:
+            core.drain([FileImage(fd, extents, direct)], NO_SPANS, DrainOptions(), Progress())
+        assert (tmp_path / str(direct)).read_bytes() == b""
+
+
+def test_extents_that_break_the_contract_are_refused(
+    core: Core, tmp_path: Path, page_aligned: Callable[[int], U8]
+) -> None:
+    data = page_aligned(8192)
+    address = data.ctypes.data
+    cases = [
+        (((address, 8192), (address + 8, 100)), True, "extent 1 of file 1 is direct but its address"),
+        (((address, 100), (address + 4096, 100)), True, "extent 0 of file 1 is direct and not the last"),
+        (((address, -1),), False, "extent 0 of file 1 has address"),
+        (((0, 1),), False, "extent 0 of file 1 has address"),
+    ]
+    for extents, direct, message in cases:
+        with opened(tmp_path / "f") as good, opened(tmp_path / "g", direct=direct) as fd:
+            files = [image(good, data), FileImage(fd, extents, direct)]
+            with pytest.raises(ValueError, match=message):
+                core.drain(files, NO_SPANS, DrainOptions(), Progress())
+        assert (tmp_path / "f").read_bytes() == b""
 
 
 def test_write_at_offsets(core: Core, tmp_path: Path, page_aligned: Callable[[int], U8]) -> None:

@@ -1,0 +1,157 @@
+"""Marks for tables of FBGEMM and TorchRec, by hooks on the lookups of a TBE; see track_lookups.py.
+
+A TBE with a fused optimizer writes rows in its backward, and only those that its forward looked up:
+
+1. A hook behind the forward finds the rows of the batch from `indices` and `offsets`, and marks them.
+2. A hook on the gradient of the forward's output marks them once more, just before the backward writes: a save may have
+   come between, where batches are pipelined.
+
+Marks are collected in one mask per TBE, on the device of its indices, without waiting for it; the next cut reads it.
+
+What else writes to rows is not seen. Loads, by asyncckpt or into the module by load_state_dict, are a change of all
+rows.
+
+Source of the interface: fbgemm_gpu 1.8.0, found by attributes, without importing it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncckpt.adapters.fixed_marks import FixedMarks
+from asyncckpt.native import core
+
+BATCH_SIZES = "batch_size_per_feature_per_rank"
+FORWARD_ARGUMENTS = ("indices", "offsets", "per_sample_weights", "feature_requires_grad", BATCH_SIZES)
+
+_tracked: weakref.WeakKeyDictionary[torch.nn.Module, TbeMarks] = weakref.WeakKeyDictionary()
+
+
+def marks_of_table(tbe: torch.nn.Module, index: int) -> FixedMarks | None:
+    """The marks of a table of a TBE, while its lookups are tracked."""
+    found = _tracked.get(tbe)
+    return None if found is None else found.tables.get(index)
+
+
+def is_tracked(tbe: torch.nn.Module) -> bool:
+    """Whether lookups of a TBE are tracked."""
+    return tbe in _tracked
+
+
+class TbeMarks:
+    """The marks of one TBE's tables, and the hooks that make them, from `start` to `remove`.
+
+    tables are the numbers of those to track. Hooks run on the threads of forward and backward.
+    """
+
+    def __init__(self, tbe: Any, tables: Sequence[int]) -> None:
+        rows_counts = [int(spec[0]) for spec in tbe.embedding_specs]
+        # All rows of all tables are numbered in one go; a table's begin at begins[table].
+        self._begins = np.cumsum([0, *rows_counts])
+        self._table_of_feature = [int(table) for table in tbe.feature_table_map]
+        self._by_feature = torch.tensor(
+            [[int(self._begins[table]), rows_counts[table]] for table in self._table_of_feature], dtype=torch.int64
+        ).reshape(-1, 2)
+        self.tables = {table: FixedMarks(rows_counts[table], before_cut=self.settle) for table in tables}
+        self._guard = threading.Lock()
+        self._mask: torch.Tensor | None = None
+        self._handles: list[Any] = []
+
+    def start(self, tbe: torch.nn.Module, holder: torch.nn.Module) -> None:
+        """Begin to track; holder is the module that adapters find, which is the TBE itself or holds it."""
+        self._handles.append(tbe.register_forward_hook(self._after_forward, with_kwargs=True))
+        for module in {id(module): module for module in (tbe, holder)}.values():
+            self._handles.append(module.register_load_state_dict_post_hook(self._after_load))  # type: ignore[no-untyped-call]
+        _tracked[tbe] = self
+
+    def remove(self, tbe: torch.nn.Module) -> None:
+        """End it: cuts of the tables know nothing of touched rows from now on."""
+        if _tracked.get(tbe) is self:
+            del _tracked[tbe]
+        for handle in self._handles:
+            handle.remove()
+
+    def rows_of(self, indices: Any, offsets: Any, batch_sizes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
+        """The rows of a batch, numbered over all tables: int64 [n] on the device of indices.
+
+        indices and offsets are tensors, `[n]` and `[samples + 1]`, feature by feature; batch_sizes tell the samples of
+        each feature, rank by rank, where these differ.
+        """
+        features_count, samples_count = len(self._table_of_feature), offsets.numel() - 1
+        if batch_sizes is None:
+            begins = [samples_count // features_count * feature for feature in range(features_count)]
+        else:
+            begins = np.cumsum([0, *(sum(sizes) for sizes in batch_sizes)])[:-1].tolist()
+        device = indices.device
+        # Which feature an index belongs to: the last one that begins at its place or before. All on the device.
+        first_places = offsets.to(device).index_select(0, torch.tensor(begins, device=device))[1:].long()
+        places = torch.arange(indices.numel(), device=device)
+        feature = torch.searchsorted(first_places.contiguous(), places, right=True)
+        by_feature = self._by_feature.to(device, non_blocking=True).index_select(0, feature)
+        index = indices.reshape(-1).long()
+        # FBGEMM's bounds check makes row 0 of an index that is out of range.
+        in_range = (index >= 0) & (index < by_feature[:, 1])
+        return by_feature[:, 0] + torch.where(in_range, index, 0)
+
+    def mark(self, rows: torch.Tensor) -> None:
+        """Mark rows that `rows_of` returned, at the next `settle`."""
+        with self._guard, torch.no_grad():
+            if self._mask is None or self._mask.device != rows.device:
+                self._settle()
+                self._mask = torch.zeros(int(self._begins[-1]), dtype=torch.uint8, device=rows.device)
+            self._mask.index_fill_(0, rows, 1)
+
+    def settle(self) -> None:
+        """Put what was collected into the marks of the tables; waits for the device."""
+        with self._guard:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._mask is None:
+            return
+        if self._mask.is_cuda:
+            # Forward and backward may have run on other streams than this thread's.
+            torch.cuda.synchronize(self._mask.device)
+        rows = core.marked(self._mask.cpu().numpy(), 0)
+        self._mask = None
+        for table, marks in self.tables.items():
+            begin, end = np.searchsorted(rows, self._begins[table : table + 2])
+            marks.mark(rows[begin:end] - self._begins[table])
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _after_forward(self, tbe: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # There will be no backward.
+        given = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
+        with torch.no_grad():
+            rows = self.rows_of(*(given.get(name) for name in ("indices", "offsets", BATCH_SIZES)))
+        self.mark(rows)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_marking(self, rows))  # type: ignore[no-untyped-call]
+
+    def _after_load(self, module: torch.nn.Module, incompatible_keys: object) -> None:
+        for marks in self.tables.values():
+            marks.lose_all()
+
+
+def _marking(marks: TbeMarks, rows: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def mark(gradient: torch.Tensor) -> None:
+        marks.mark(rows)
+
+    return mark
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for part in output:
+            yield from _tensors(part)

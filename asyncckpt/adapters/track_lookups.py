@@ -1,0 +1,108 @@
+"""track_lookups: let saves of FBGEMM and TorchRec tables know which rows were written.
+
+Opt-in, since a TBE's memory may be written by anybody. Not tracked, and so saved in whole:
+
+- tables of other modules, whose optimizer is a torch one: nn.Embedding, plain collections, dense TBEs;
+- TBEs whose fused optimizer goes through all rows (ensemble, EMA) or is none;
+- tables behind a cache of another dtype: a row is rounded at random when it leaves the cache, without a lookup;
+- tables of sharded managed collision (ZCH) modules: an eviction gives rows their first values, without a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from asyncckpt.adapters.fbgemm import SPLIT_TBE
+from asyncckpt.adapters.fbgemm_cache import TbeCache
+from asyncckpt.adapters.lookup_hooks import TbeMarks, is_tracked
+from asyncckpt.adapters.registry import is_kind
+from asyncckpt.adapters.torchrec import SHARDED_COLLECTIONS, kernels_of
+from asyncckpt.adapters.walk import Claim, walk
+from asyncckpt.errors import UsageError
+
+# Values of OptimType: fused optimizers that write the rows of a batch and no others.
+ROW_OPTIMIZERS = frozenset(
+    (
+        "sgd",
+        "exact_sgd",
+        "exact_adagrad",
+        "row_wise_adagrad",
+        "exact_row_wise_adagrad",
+        "adam",
+        "partial_row_wise_adam",
+        "lamb",
+        "partial_row_wise_lamb",
+        "lars_sgd",
+    )
+)
+MANAGED_COLLISIONS = frozenset(
+    ("torchrec.distributed.mc_embedding_modules.BaseShardedManagedCollisionEmbeddingCollection",)
+)
+
+
+class LookupTracking:
+    """What track_lookups returns. `tables_count` is how many tables of the module are tracked."""
+
+    def __init__(self, tables_count: int, started: list[tuple[torch.nn.Module, TbeMarks]]) -> None:
+        self.tables_count = tables_count
+        self._started = started
+
+    def remove(self) -> None:
+        """End what this call began: later saves take all rows. A second call does nothing."""
+        for tbe, marks in self._started:
+            marks.remove(tbe)
+        self._started = []
+
+
+def track_lookups(module: torch.nn.Module) -> LookupTracking:
+    """Keep marks of the rows that the fused optimizers in a module write, from now on.
+
+    Their tables, made by `tables_of` before or after, then know which rows changed between saves. Rows that a
+    training forward looked up count as written. Whoever writes rows in another way tells the tables by
+    `FixedTable.touch(ids)`. Costs two bytes per row and two passes over the ids of a batch. CUDA graphs replay no hooks
+    and must not be used beside it. Raises UsageError when the module holds no table that can be tracked.
+    """
+    started: list[tuple[torch.nn.Module, TbeMarks]] = []
+    tables_count = 0
+    for claim in _claims(module):
+        for tbe in _tbes(claim.module):
+            tables = _tables_to_track(tbe)
+            tables_count += len(tables)
+            if tables and not is_tracked(tbe):
+                marks = TbeMarks(tbe, tables)
+                marks.start(tbe, claim.module)
+                started.append((tbe, marks))
+    if not tables_count:
+        what = "a module holds no table whose lookups can be tracked"
+        raise UsageError(what, found=type(module).__name__, expected="a split TBE with a fused optimizer")
+    return LookupTracking(tables_count, started)
+
+
+def _claims(module: torch.nn.Module) -> Iterator[Claim]:
+    walked = walk(module)
+    evicting = [path for path, other in walked.others if is_kind(other, MANAGED_COLLISIONS)]
+    for claim in walked.claims:
+        if not any(not path or f"{claim.path}.".startswith(f"{path}.") for path in evicting):
+            yield claim
+
+
+def _tbes(module: Any) -> Iterator[Any]:
+    found = [module]
+    if is_kind(module, frozenset(SHARDED_COLLECTIONS)):
+        found = [kernel._emb_module for kernel in kernels_of(module)]
+    return (tbe for tbe in found if is_kind(tbe, frozenset((SPLIT_TBE,))))
+
+
+def _tables_to_track(tbe: Any) -> list[int]:
+    if getattr(getattr(tbe, "optimizer", None), "value", None) not in ROW_OPTIMIZERS:
+        return []
+    weights = list(tbe.split_embedding_weights())
+    cache = TbeCache.of(tbe, weights=weights)
+    return [
+        index
+        for index, rows in enumerate(weights)
+        if not cache.holds(index) or rows.dtype is tbe.lxu_cache_weights.dtype
+    ]

@@ -1,0 +1,55 @@
+"""What a command ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from asyncckpt.cli.finding import Finding
+from asyncckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+
+
+class ExitCode(IntEnum):
+    """Of several, the first in this order that occurred (OK last)."""
+
+    OK = 0
+    DAMAGED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNREADABLE = 4
+    FAILED = 5
+    HELD = 6
+
+
+EXIT_CODES = """\
+Exit codes: 0 all is well; 1 a checkpoint is damaged; 2 wrong usage; 3 there is no such checkpoint or directory; \
+4 a checkpoint needs another version of asyncckpt; 5 the operating system refused; 6 another process writes to the \
+directory.
+"""
+
+
+def code_of(error: CheckpointError) -> ExitCode:
+    match error:
+        case CorruptError():
+            return ExitCode.DAMAGED
+        case UsageError():
+            return ExitCode.USAGE
+        case NotFoundError():
+            return ExitCode.NOT_FOUND
+        case IncompatibleError() | UnsupportedError():
+            return ExitCode.UNREADABLE
+        case ConflictError():
+            return ExitCode.HELD
+    return ExitCode.FAILED
+
+
+def worst_code(findings: Sequence[Finding[object]]) -> ExitCode:
+    return min((code_of(finding.error) for finding in findings if finding.error is not None), default=ExitCode.OK)

@@ -1,0 +1,104 @@
+"""Put a checkpoint together from its chain: a delta, the deltas below it, and the full checkpoint they all build upon.
+
+A delta pins every parent by step, attempt and digest. A parent is found when
+
+1. its manifest has just that digest and attempt, and what it builds upon itself is what comes next in the chain; or
+2. a compacted checkpoint stands for the manifest of that digest. It is full, so the chain ends there.
+
+Anything else is a CorruptError that prints the chain: what a delta was laid over must not be guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncckpt.commit.discover import read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import CorruptError, NotFoundError
+from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import ManifestHead, ParentFacts
+
+STEPS_SHOWN_MAX = 16
+
+
+def read_chain(root: CheckpointRoot, step: int) -> Chain:
+    """Read and check the manifests that a step is put together from.
+
+    Raises NotFoundError when there is no such step, CorruptError, IncompatibleError, UnsupportedError.
+    """
+    newest = read_manifest(root, step)
+    manifests = [newest]
+    for number, parent in enumerate(newest.head.parents):
+        try:
+            found = read_manifest(root, parent.step)
+        except NotFoundError as error:
+            raise _broken(newest.head, f"its parent step {parent.step} is missing") from error
+        except CorruptError as error:
+            raise _broken(newest.head, f"its parent step {parent.step} is damaged: {error}") from error
+        manifests.append(found)
+        if check_parent(newest.head, number, found.head, digest=found.digest):
+            break
+    return Chain(manifests=tuple(manifests))
+
+
+def check_parent(child: ManifestHead, number: int, found: ManifestHead, *, digest: str | None) -> bool:
+    """Whether the chain of `child` ends with its parent of this number, which is `found`; CorruptError if it is not it.
+
+    digest: the own one of the manifest found; None: not known, the attempt alone has to tell.
+    """
+    parent, rest = child.parents[number], child.parents[number + 1 :]
+    if found.replaces == parent.digest:
+        return True
+    if found.attempt != parent.attempt or digest not in (None, parent.digest):
+        what = f"its parent step {parent.step} was rewritten: another checkpoint is there"
+        raise _broken(child, what, found=found.replaces or digest or found.attempt, expected=parent.digest)
+    if not rest:
+        if found.kind != "full":
+            raise _broken(child, "it ends with a delta, not with a full checkpoint", found=found.kind, expected="full")
+        return True
+    _check_rest(child, parent, rest, found.parents)
+    return False
+
+
+def _check_rest(
+    child: ManifestHead, parent: ParentFacts, rest: tuple[ParentFacts, ...], found: tuple[ParentFacts, ...]
+) -> None:
+    """What a parent builds upon is what comes next; where that was compacted meanwhile, the chain may end earlier."""
+    if [item.step for item in rest] != [item.step for item in found[: len(rest)]]:
+        what = f"it has a gap, its parent step {parent.step} builds upon others"
+        raise _broken(child, what, found=_shown(found), expected=_shown(rest))
+    for theirs, ours in zip(found, rest, strict=False):
+        if theirs != ours:
+            what = f"its parent step {parent.step} builds upon another checkpoint of step {ours.step}"
+            pins = [(theirs.digest, ours.digest), (theirs.attempt, ours.attempt)]
+            differing = next(pair for pair in pins if pair[0] != pair[1])
+            raise _broken(child, what, found=differing[0], expected=differing[1])
+
+
+def chain_below(head: ManifestHead, head_of: Callable[[int], ManifestHead | None]) -> list[ManifestHead]:
+    """The heads that a checkpoint builds upon, newest first, known by their attempts.
+
+    head_of: of a step, None where there is none. CorruptError when the chain is broken.
+    """
+    below: list[ManifestHead] = []
+    for number, parent in enumerate(head.parents):
+        found = head_of(parent.step)
+        if found is None:
+            raise _broken(head, f"its parent step {parent.step} is missing")
+        below.append(found)
+        if check_parent(head, number, found, digest=None):
+            break
+    return below
+
+
+def _broken(child: ManifestHead, what: str, **facts: Any) -> CorruptError:
+    chain = f"chain {child.step} -> {_shown(child.parents)} (full)"
+    return CorruptError(f"checkpoint of step {child.step} (delta) cannot be put together: {what}; {chain}", **facts)
+
+
+def _shown(parents: Sequence[ParentFacts]) -> str:
+    steps = [str(parent.step) for parent in parents]
+    if len(steps) > STEPS_SHOWN_MAX:
+        steps = [*steps[: STEPS_SHOWN_MAX - 1], f"... {len(steps) - STEPS_SHOWN_MAX} more ...", steps[-1]]
+    return " -> ".join(steps)

@@ -1,0 +1,58 @@
+"""Compact a checkpoint directory that no training process holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.background import workers
+from asyncckpt.engine.compact import run_compaction
+from asyncckpt.errors import ConflictError, UsageError
+from asyncckpt.format.names import LOCK_NAME, STEP_MAX
+from asyncckpt.model.result import SaveResult
+from asyncckpt.native import Progress
+from asyncckpt.options import SaveOptions
+from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.owner_lock import OwnerLock
+
+
+def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
+    """Fold the chain of a delta checkpoint (default: the newest) into a full one of the same step.
+
+    The new checkpoint stands for the old one from then on: loads read it alone, later deltas that build upon the step
+    stay valid with shorter chains, and retention may remove what only the old one needed. Nothing is removed here. A
+    step that is full already is left as it is, and the result says `skipped`. Blocks until the new checkpoint is
+    durable; takes some 300 MiB for chunks and windows, and 8 to 24 bytes per row of the largest table.
+
+    Raises ConflictError while another process writes to the directory: use the `compact` of its Saver. Also
+    NotFoundError, CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.
+    """
+    checked = check_path(path)
+    if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
+        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None for the newest")
+    progress = Progress()
+    future = workers.submit(_compact, checked, step, progress)
+    try:
+        return future.result()
+    except BaseException:
+        # Interrupted: what is open belongs to the thread, which ends soon, and its commit is not cut in two.
+        progress.cancel()
+        future.exception()
+        raise
+
+
+def _compact(path: Path, step: int | None, progress: Progress) -> SaveResult:
+    with CheckpointRoot.for_reading(path) as root:
+        try:
+            lock = OwnerLock.acquire(root.root, LOCK_NAME)
+        except ConflictError as error:
+            raise ConflictError(
+                error.what,
+                found=error.found,
+                hint="while a training process holds the directory, compact with that process' Saver.compact()",
+            ) from error
+        try:
+            return run_compaction(root, step, options=SaveOptions(), progress=progress)
+        finally:
+            lock.release()

@@ -1,0 +1,35 @@
+"""Compaction beside training: on a worker thread, without the save lock."""
+
+from __future__ import annotations
+
+from asyncckpt.commit.discover import newest_step
+from asyncckpt.engine.background import workers
+from asyncckpt.engine.compact import run_compaction
+from asyncckpt.engine.future import FutureState, SaveFuture
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.errors import IndeterminateError, SaveCancelledError, UsageError
+from asyncckpt.format.names import STEP_MAX
+
+
+def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
+    """Begin to compact a step (None: the newest). UsageError, NotFoundError when there is no step at all."""
+    target.check_not_in_doubt()
+    if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
+        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None for the newest")
+    chosen = newest_step(target.root) if step is None else step
+    future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
+
+    def work() -> None:
+        try:
+            future.enter(FutureState.WRITING)
+            result = run_compaction(target.root, chosen, options=target.options, progress=future.native_progress)
+        except BaseException as error:
+            if isinstance(error, IndeterminateError):
+                target.in_doubt.append(error)
+            cancelled = isinstance(error, SaveCancelledError)
+            future.fail(error, FutureState.CANCELLED if cancelled else FutureState.FAILED)
+        else:
+            future.resolve(result, FutureState.COMMITTED)
+
+    workers.submit(work)
+    return future

@@ -1,0 +1,58 @@
+"""The live state of one step, held still while it is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.values import encode_value
+from asyncckpt.model.abilities import tracks_rows
+from asyncckpt.model.table import CutVersion, Table
+from asyncckpt.plan.save_plan import CutTable
+from asyncckpt.plan.state import FlatState, flatten
+
+
+@dataclass
+class Cut:
+    """The live state of one step, frozen: valid until `fence`."""
+
+    flat: FlatState
+    tables: list[CutTable]
+    fenced: bool = False
+
+    @staticmethod
+    def begin(state: Mapping[str, Any], tables: Mapping[str, Table]) -> Cut:
+        """Flatten the dense state and freeze every table."""
+        cut = Cut(flat=flatten(state), tables=[])
+        try:
+            for name, table in tables.items():
+                schema = table.schema()
+                cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
+        except BaseException:
+            cut.fence()
+            cut.end(ok=False)
+            raise
+        return cut
+
+    def versions(self) -> dict[str, CutVersion]:
+        """The version of every table's cut that has one. Before the fence."""
+        return {item.name: item.cut.version for item in self.tables if tracks_rows(item.cut)}
+
+    def values(self) -> tuple[Json, ...]:
+        return tuple(encode_value(value, owner="of the state") for value in self.flat.values)
+
+    def fence(self) -> None:
+        """The live state may change from here; nothing of the user's is held any longer."""
+        if not self.fenced:
+            self.fenced = True
+            self.flat = FlatState()
+            for item in self.tables:
+                item.cut.fence()
+
+    def end(self, *, ok: bool) -> None:
+        """Tell every table how the save ended."""
+        tables, self.tables = self.tables, []
+        for item in tables:
+            item.cut.end(ok)

@@ -1,0 +1,54 @@
+"""One save on its way from the call to the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asyncckpt.engine.cut import Cut
+from asyncckpt.engine.future import SaveFuture
+from asyncckpt.engine.lock import Ticket
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.saver_chain import Choice
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.tree import Node
+from asyncckpt.model.table import CutVersion
+from asyncckpt.plan.save_plan import SavePlan
+from asyncckpt.plan.table_rows import CapturedTable
+from asyncckpt.staging.arena import Arena
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A snapshot in an arena: the plan's image from `base` on, and the regions of `tables`, all before it."""
+
+    arena: Arena
+    base: int
+    tables: tuple[CapturedTable, ...]
+
+
+@dataclass
+class SaveJob:
+    """One save. `staged` is None for a blocking save, which keeps its cut unfenced.
+
+    plan      of what is not in regions
+    choice    full or delta, and the rows of every table by its number among the cuts
+    versions  of the cuts of all tables that have marks
+    """
+
+    target: SaveTarget
+    ticket: Ticket
+    future: SaveFuture
+    step: int
+    plan: SavePlan
+    choice: Choice
+    tree: Node
+    values: tuple[Json, ...]
+    metadata: Json
+    cut: Cut
+    versions: Mapping[str, CutVersion]
+    staged: Staged | None
+    fallback: str | None
+    begun: float = field(default_factory=time.perf_counter)
+    stall_seconds: float = 0.0

@@ -1,0 +1,121 @@
+"""Bring tables and tensors from the step they hold to the next one, by what a delta changed.
+
+Until the reads begin, no target is touched, and all that does not fit is known by then, as with every load. Tables that
+hold the step before get their changes: removals first, then rows over what is there. Others are loaded whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from asyncckpt.engine.load import _fill, _give_state_dicts, _values, metadata_of
+from asyncckpt.errors import CheckpointError, IncompatibleError
+from asyncckpt.format.chain import Chain
+from asyncckpt.model.result import LoadReport
+from asyncckpt.model.table import Table
+from asyncckpt.native import I64
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.contents import Contents, StoredTable
+from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
+from asyncckpt.plan.load_targets import dense_targets
+from asyncckpt.shard.reader import ChainReader
+from asyncckpt.snapshot.layer_rows import IdsReader
+
+
+@runtime_checkable
+class RemovesIds(Protocol):
+    """A table that can forget ids."""
+
+    def remove(self, ids: torch.Tensor, /) -> int:
+        """Forget ids, int64 [n]; those that are not there are passed over."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """A step, and its targets. changes: of the tables that hold the step before, what is new in this one."""
+
+    path: Path
+    chain: Chain
+    contents: Contents
+    tables: Mapping[str, Table]
+    state: Mapping[str, Any]
+    changes: Mapping[str, StoredTable]
+    strict: bool
+
+
+def can_take(table: Table, change: StoredTable) -> bool:
+    """Whether a change can be applied to a table: one that removes ids needs a table that can."""
+    return isinstance(table, RemovesIds) or not any(layer.removed_count for layer in change.layers)
+
+
+def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
+    """Load. Raises as Loader.load; then nobody knows what the targets hold."""
+    begun = time.perf_counter()
+    bytes_before = reader.bytes_read
+    targets = dense_targets(request.state, tables=iter(request.tables))
+    plan = make_load_plan(
+        request.chain, request.contents, targets, request.tables, filter_func=identity, strict=request.strict
+    )
+    whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in request.changes))
+    changed = [_change(item, request.changes[item.name]) for item in plan.tables if item.name in request.changes]
+    removed = read_removed([item.sources[0][0] for item in changed], reader)
+    rebuilt, rows = _fill(whole, reader, clear=True)
+    for item, ids in zip(changed, removed, strict=True):
+        _remove(item, ids)
+    # What only removes ids has no rows to load, and perhaps no columns.
+    over = [item for item in changed if any(layer.rows_count for layer in item.sources[0][0].layers)]
+    _, rows_over = _fill(_tables_only(plan, over), reader, clear=False)
+    _give_state_dicts(plan, request.chain.newest, request.contents, rebuilt)
+    return LoadReport(
+        step=request.chain.step,
+        path=request.path,
+        values=_values(targets, request.contents),
+        metadata=metadata_of(request.chain.newest),
+        loaded=plan.info,
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        rows={item.name: 0 for item in changed} | rows | rows_over,
+        bytes_read=reader.bytes_read - bytes_before,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def read_removed(changes: list[StoredTable], reader: ChainReader) -> list[I64]:
+    """The ids that each change removes, verified: distinct int64 [n]."""
+    ids = IdsReader(reader)
+    layers = [[ids.add(layer.removed, layer.removed_count) for layer in change.layers] for change in changes]
+    ids.run()
+    return [np.unique(np.concatenate(found)) for found in layers]
+
+
+def _change(item: TableLoadPlan, change: StoredTable) -> TableLoadPlan:
+    """The plan of a table with its newest layers alone. Without a load filter, a table has one source."""
+    ((_, columns),) = item.sources
+    return replace(item, sources=((change, columns),))
+
+
+def _tables_only(plan: LoadPlan, tables: list[TableLoadPlan]) -> LoadPlan:
+    return replace(plan, dense=(), tables=tuple(tables), objects=())
+
+
+def _remove(item: TableLoadPlan, ids: I64) -> None:
+    if not len(ids):
+        return
+    assert isinstance(item.table, RemovesIds)
+    try:
+        item.table.remove(torch.from_numpy(ids))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise IncompatibleError(
+            f"table {item.name!r} could not remove ids: {type(error).__name__}: {error}",
+            hint="the next load of it is a whole one",
+        ) from error

@@ -1,0 +1,317 @@
+"""Follow a checkpoint directory that another process writes to, so that a server stays seconds behind training.
+
+    async for update in asyncckpt.follow("run", cursor="served.json"):
+        await update.load(hashtables={"user": table}, tensors={"model": model})
+
+Each committed step is yielded once, ascending. It is finished when the next one is asked for, or with `update.done()`;
+then the cursor file names it, and a follower that starts anew goes on behind it. A step that was not finished when the
+process died is yielded again. Steps that retention removes before they are seen are passed over; nobody knows of them.
+
+The directory is only read: manifests are listed every `poll_seconds`, and no lock is taken. All files of an update are
+open until it is finished, so retention cannot take them away meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from asyncckpt.adapters import tables_of
+from asyncckpt.engine.background import workers
+from asyncckpt.engine.cursor import CursorFile, SeenStep
+from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.update import HeldTables, OpenUpdate, TableUpdate, find_update, seen_step
+from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.format.names import STEP_MAX
+from asyncckpt.model.result import LoadReport
+from asyncckpt.model.table import Table
+from asyncckpt.native import Progress
+from asyncckpt.options import BUSY_DEADLINE_S
+from asyncckpt.plan.named_tables import named_tables
+from asyncckpt.plan.state import named_state
+from asyncckpt.storage.directory import check_path
+
+T = TypeVar("T")
+BUSY_POLL_S = 0.02  # How often a load looks whether another one, or a save, has ended.
+
+
+def follow(
+    path: str | os.PathLike[str],
+    *,
+    after: int | None = None,
+    cursor: str | os.PathLike[str] | None = None,
+    poll_seconds: float = 1.0,
+    until: int | None = None,
+) -> Follower:
+    """Yield each step that is committed in a checkpoint directory: an async iterator of Updates.
+
+    path          the directory; it need not exist yet
+    after         begin behind this step; None: with the oldest step there is. A cursor file that exists wins
+    cursor        a small file, outside of the directory, that remembers the last finished step
+    poll_seconds  how long to wait between two looks
+    until         end when this step, or a later one, is finished; None: never
+
+    Used on one event loop, one update at a time. Ends by cancellation, `break` or `aclose()`; no thread stays behind.
+    Raises UsageError at once; while iterating CorruptError for a step that is damaged (asked again, it looks again),
+    IncompatibleError, UnsupportedError, IOFailedError.
+    """
+    checked = check_path(path)
+    for name, step in (("after", after), ("until", until)):
+        if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
+            raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None")
+    if isinstance(poll_seconds, bool) or not isinstance(poll_seconds, (int, float)) or not 0 < poll_seconds <= 86400:
+        raise UsageError("poll_seconds is wrong", found=poll_seconds, expected="seconds above 0, at most 86400")
+    return Follower(checked, after=after, cursor=_cursor(cursor, checked), poll_seconds=poll_seconds, until=until)
+
+
+def _cursor(cursor: str | os.PathLike[str] | None, path: Path) -> CursorFile | None:
+    if cursor is None:
+        return None
+    checked = check_path(cursor)
+    if path == checked or path in checked.parents:
+        raise UsageError(
+            "cursor lies in the checkpoint directory, into which only its writer writes",
+            found=str(checked),
+            expected="a file elsewhere",
+        )
+    return CursorFile(checked)
+
+
+class Follower:
+    """Made by `follow`; see there. `async with` closes it."""
+
+    def __init__(
+        self, path: Path, *, after: int | None, cursor: CursorFile | None, poll_seconds: float, until: int | None
+    ) -> None:
+        self._path = path
+        self._cursor = cursor
+        self._poll_seconds = poll_seconds
+        self._until = until
+        self._after = after
+        self._seen: SeenStep | None = None
+        self._begun = False
+        self._closed = False
+        self._busy = False
+        self._found: OpenUpdate | None = None
+        self._current: Update | None = None
+        self._held = HeldTables()
+
+    @property
+    def last_step(self) -> int | None:
+        """The last finished step; None before there is one."""
+        return None if self._seen is None else self._seen.step
+
+    def __aiter__(self) -> Follower:
+        return self
+
+    async def __anext__(self) -> Update:
+        """Finish the update before, wait for the next one and return it."""
+        if self._busy:
+            raise UsageError("a follower is used by one task at a time")
+        self._busy = True
+        try:
+            return await self._next()
+        finally:
+            self._busy = False
+
+    async def _next(self) -> Update:
+        await self._begin()
+        if self._current is not None:
+            await in_thread(self._current.done)
+            self._current = None
+        while not self._closed and (self._until is None or self._seen is None or self._seen.step < self._until):
+            await in_thread(self._look)
+            opened, self._found = self._found, None
+            if opened is not None and self._closed:
+                opened.close()
+            elif opened is not None:
+                self._current = Update(opened, self)
+                return self._current
+            else:
+                await asyncio.sleep(self._poll_seconds)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """End the iteration. An update that was not finished will be yielded again by whoever goes on."""
+        self._closed = True
+        current, self._current = self._current, None
+        found, self._found = self._found, None
+        if current is not None:
+            current._release()
+        if found is not None:
+            found.close()
+
+    async def __aenter__(self) -> Follower:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _begin(self) -> None:
+        if not self._begun:
+            self._seen = await in_thread(self._first_seen)
+            self._begun = True
+
+    def _first_seen(self) -> SeenStep | None:
+        """On a worker thread: where the last follower ended."""
+        seen = None if self._cursor is None else self._cursor.read()
+        if seen is None and self._after is not None:
+            return seen_step(self._path, self._after)
+        return seen
+
+    def _look(self) -> None:
+        """On a worker thread: open the next update. Whoever waits may be cancelled meanwhile; so it is kept here."""
+        if self._found is None:
+            self._found = find_update(self._path, self._seen)
+
+    def _finish(self, seen: SeenStep) -> None:
+        """On any thread: an update is finished."""
+        if self._cursor is not None:
+            self._cursor.write(seen)
+        self._seen = seen
+
+
+class Update:
+    """A committed step. Valid until it is finished, by asking for the next one or by `done()`, or the follower ends.
+
+    step      the step
+    kind      "full": it stands for itself. "delta": it tells what differs from `previous`
+    previous  of a delta: the step finished before it; else None
+    tables    per table its rows and removed ids here, and whether they are the whole table, also in a delta
+    metadata  the user metadata given to the save
+    """
+
+    def __init__(self, opened: OpenUpdate, follower: Follower) -> None:
+        self._opened = opened
+        self._follower = follower
+        self._guard = threading.Lock()
+        self._is_open = True
+        self.step: int = opened.step
+        self.kind: Literal["full", "delta"] = "full" if opened.previous is None else "delta"
+        self.previous: int | None = opened.previous
+        self.tables: Mapping[str, TableUpdate] = opened.tables
+        self.metadata: Mapping[str, Any] = opened.metadata
+
+    async def load(
+        self,
+        hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Bring tables and tensors to this step, on another thread; they must not be used until it is done.
+
+        A table that this follower has brought to `previous`, and that nobody has changed since, gets the removed ids
+        removed and the rows inserted over what it holds; any other one is emptied and loaded as by a Loader, from the
+        whole chain. Tensors are always all of this step. Waits while a save or load of this process is in flight.
+
+        Cancelled, it ends within a moment. That, or an error, may leave tables empty; the next load of them is a whole
+        one. Give the same table objects each time: where `hashtables` is a module whose tables are made anew for every
+        call, all loads are whole. Raises what Loader.load raises.
+        """
+        tables = dict(named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables))
+        state = named_state(tensors)
+        progress = Progress()
+
+        ticket = Ticket(kind="load", path=self._opened.path, step=self.step)
+
+        def work() -> LoadReport:
+            try:
+                with self._guard:
+                    self._check_open()
+                    return self._opened.load(tables, state, held=self._follower._held, strict=strict, progress=progress)
+            finally:
+                save_lock.release(ticket)
+
+        await _acquire(ticket)
+        return await in_thread(work, on_cancel=progress.cancel, on_refused=lambda: save_lock.release(ticket))
+
+    async def rows(self, table: str) -> dict[str, torch.Tensor]:
+        """The rows of a table that are here: column -> tensor [n, *row_shape] on the CPU, `id` among them.
+
+        Of a full update, and of a table that is whole here, these are all rows. Read and verified anew at every call.
+        Raises UsageError for a table that is not in this step, CorruptError, IOFailedError.
+        """
+        return await in_thread(lambda: self._read(self._opened.rows, table))
+
+    async def removed(self, table: str) -> torch.Tensor:
+        """The ids to remove before the rows are inserted: distinct, int64 [n] on the CPU. Raises as `rows`."""
+        return await in_thread(lambda: self._read(self._opened.removed, table))
+
+    def done(self) -> None:
+        """Finish this update now: the cursor names it when this returns, and its files are closed.
+
+        May be called from any thread. IOFailedError when the cursor cannot be written: it is not finished then.
+        """
+        with self._guard:
+            if self._is_open:
+                self._follower._finish(self._opened.seen)
+                self._close()
+
+    def _read(self, read: Callable[[str], T], table: str) -> T:
+        with self._guard:
+            self._check_open()
+            return read(table)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise UsageError(f"the update of step {self.step} is finished", hint="use it before asking for the next")
+
+    def _release(self) -> None:
+        with self._guard:
+            self._close()
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._opened.close()
+
+    def __repr__(self) -> str:
+        built = "" if self.previous is None else f" upon {self.previous}"
+        return f"<Update: step {self.step}, {self.kind}{built}>"
+
+
+async def _acquire(ticket: Ticket) -> None:
+    """Take the save lock without blocking the loop. DeadlineError."""
+    until = time.monotonic() + BUSY_DEADLINE_S
+    while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
+        if time.monotonic() > until:
+            raise DeadlineError(f"saves and loads in flight did not end within {BUSY_DEADLINE_S} s")
+        await asyncio.sleep(BUSY_POLL_S)
+
+
+def _nothing() -> None:
+    pass
+
+
+async def in_thread(
+    function: Callable[[], T], *, on_cancel: Callable[[], None] = _nothing, on_refused: Callable[[], None] = _nothing
+) -> T:
+    """Run a function on a worker thread. Cancelled, tell it with on_cancel and wait for its end, which comes soon.
+
+    on_refused: called when no thread could be started for it.
+    """
+    try:
+        future: concurrent.futures.Future[T] = workers.submit(function)
+    except BaseException:
+        on_refused()
+        raise
+    waiter = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        on_cancel()
+        await asyncio.wait([waiter])
+        waiter.exception()  # Nobody else will ask.
+        raise

@@ -1,0 +1,85 @@
+"""zstd over shuffled bytes: the first bytes of all numbers, then the second ones, and so on.
+
+High bytes of neighbours are alike and low ones are noise, so they compress better apart. A frame says how large its
+content is, and that is compared with the block's shape before anything is unpacked.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.errors import UnsupportedError
+from asyncckpt.format.encodings.form import Form, Malformed, Stage, as_bytes, integer
+from asyncckpt.model.block import EncodingStep
+
+U8 = NDArray[np.uint8]
+
+LEVEL_MIN, LEVEL_MAX = 1, 22
+_LANE_MAX = 16  # Bytes of the largest number, complex128.
+
+
+class Zstd:
+    members = frozenset({"level", "shuffle"})
+
+    def misfit(self, form: Form, step: EncodingStep) -> str | None:
+        return "it is compressed already" if form.stage is Stage.COMPRESSED else None
+
+    def encode(self, values: torch.Tensor, form: Form, step: EncodingStep) -> tuple[torch.Tensor, EncodingStep] | None:
+        if not form.bytes:
+            return None
+        level = integer(step, "level", at_least=LEVEL_MIN, at_most=LEVEL_MAX)
+        compressor = zstandard().ZstdCompressor(level=level, write_content_size=True)
+        frame = compressor.compress(_shuffled(as_bytes(values), form.lane).numpy())
+        if len(frame) >= form.bytes:
+            return None
+        return torch.frombuffer(bytearray(frame), dtype=torch.uint8), {**step, "shuffle": form.lane}
+
+    def stored(self, form: Form, step: EncodingStep) -> Form:
+        integer(step, "level", at_least=LEVEL_MIN, at_most=LEVEL_MAX)
+        integer(step, "shuffle", at_least=1, at_most=_LANE_MAX)
+        return Form(dtype=torch.uint8, shape=(1,), lane=1, stage=Stage.COMPRESSED)
+
+    def decode(self, stored: torch.Tensor, form: Form, step: EncodingStep) -> torch.Tensor:
+        zstd = zstandard()
+        raw = stored.numpy()
+        try:
+            size = zstd.get_frame_parameters(raw).content_size
+            if size != form.bytes:
+                raise Malformed(f"its zstd frame holds {size} bytes, not {form.bytes}")
+            content = zstd.ZstdDecompressor().decompress(raw, max_output_size=form.bytes, allow_extra_data=False)
+        except zstd.ZstdError as error:
+            raise Malformed(f"its zstd frame is damaged: {error}") from error
+        if len(content) != form.bytes:
+            raise Malformed(f"its zstd frame holds {len(content)} bytes, not {form.bytes}")
+        shuffled = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return _unshuffled(shuffled, step["shuffle"]).view(form.dtype).reshape(form.shape)
+
+
+def zstandard() -> ModuleType:
+    """The package that compresses; UnsupportedError where it is not installed."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UnsupportedError(
+            "zstd needs the package zstandard, which is not installed", hint="pip install 'asyncckpt[zstd]'"
+        ) from error
+    return zstandard
+
+
+def _shuffled(raw: torch.Tensor, lane: int) -> torch.Tensor:
+    """Byte 0 of every lane, then byte 1, ...; what is left behind the last whole lane stays at the end."""
+    whole = len(raw) // lane * lane
+    if lane == 1 or whole == 0:
+        return raw
+    return torch.cat([raw[:whole].reshape(-1, lane).t().reshape(-1), raw[whole:]])
+
+
+def _unshuffled(raw: torch.Tensor, lane: int) -> torch.Tensor:
+    whole = len(raw) // lane * lane
+    if lane == 1 or whole == 0:
+        return raw
+    return torch.cat([raw[:whole].reshape(lane, -1).t().reshape(-1), raw[whole:]])

@@ -1,0 +1,160 @@
+"""Decode and check the head of a manifest: what it is, of which save, in which files, and upon what it builds.
+
+The order is that of trust: the manifest's own digest, then version and required features, then all else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
+from asyncckpt.format.fields import Fields
+from asyncckpt.format.manifest import (
+    CHAIN_STEPS_MAX,
+    DIGEST_ALGORITHM,
+    FEATURES,
+    FORMAT,
+    MANIFEST_BYTES_MAX,
+    VERSION,
+    FileFacts,
+    ManifestHead,
+    ParentFacts,
+    manifest_digest,
+)
+from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory, split_shard_path
+from asyncckpt.format.strict_json import loads
+
+FEATURES_MAX = 1000
+FILES_MAX = 1_000_000
+VALUES_MAX = 10_000_000
+RANKS_MAX = 1_000_000
+
+
+def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> ManifestHead:
+    """Only the head of a manifest: a fraction of the work when its blocks do not matter."""
+    return open_manifest(raw, owner=owner, step=step, compacted=compacted)[1]
+
+
+def open_manifest(raw: bytes, *, owner: str, step: int, compacted: bool) -> tuple[Fields, ManifestHead, str]:
+    """All members, the head, and the manifest's own digest. `step` and `compacted` are what the file name tells."""
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise CorruptError(f"{owner} is too large", found=len(raw), expected=MANIFEST_BYTES_MAX)
+    # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
+    digest = manifest_digest(raw, owner=owner)
+    fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
+    _check_version(fields)
+    head = _head(fields)
+    if head.step != step:
+        raise CorruptError(f"{owner} tells another step than its name", found=head.step, expected=step)
+    if compacted != (head.replaces is not None):
+        what = "names no manifest that it replaces" if compacted else "replaces another manifest, but its name does not"
+        raise CorruptError(f"{owner} {what}", found=head.replaces)
+    check_features(fields, head.features)
+    return fields, head, digest
+
+
+def check_features(fields: Fields, used: Collection[str]) -> None:
+    """CorruptError unless `requires` names every feature that is used."""
+    unnamed = sorted(set(used) - set(fields.texts("requires", count_max=FEATURES_MAX)))
+    if unnamed:
+        raise CorruptError(f"{fields.owner} uses features that it does not require", found=unnamed)
+
+
+def _check_version(fields: Fields) -> None:
+    if fields.text("format") != FORMAT:
+        raise CorruptError(f"{fields.owner} is of another format", found=fields.text("format"), expected=FORMAT)
+    version = fields.integer("version", at_least=1)
+    required = fields.texts("requires", count_max=FEATURES_MAX)
+    if version > VERSION or not FEATURES.issuperset(required):
+        raise IncompatibleError(
+            f"{fields.owner} was written by {fields.text('writer')} in a newer format",
+            found=(version, *required),
+            expected=f"version {VERSION} with features among {sorted(FEATURES)}",
+            hint="upgrade asyncckpt to read it",
+        )
+    algorithm = fields.text("digest_algorithm")
+    if algorithm != DIGEST_ALGORITHM:
+        raise UnsupportedError(f"{fields.owner} uses another digest", found=algorithm, expected=DIGEST_ALGORITHM)
+    if fields.text("byteorder") != "little":
+        raise UnsupportedError(f"{fields.owner} has another byte order", found=fields.text("byteorder"))
+
+
+def _head(fields: Fields) -> ManifestHead:
+    kind = fields.text("kind")
+    if kind not in ("full", "delta"):
+        raise UnsupportedError(f"{fields.owner} is a checkpoint of a kind that this version cannot read", found=kind)
+    attempt = Attempt(step=fields.integer("step", at_most=STEP_MAX), id=fields.digest("attempt").hex())
+    ranks_count = fields.integer("ranks_count", at_least=1, at_most=RANKS_MAX)
+    files = tuple(_file(item, attempt, ranks_count) for item in fields.objects("files", count_max=FILES_MAX))
+    paths = {file.path for file in files}
+    if len(paths) != len(files):
+        raise CorruptError(f"{fields.owner} lists a file twice")
+    _check_ranks(fields, files, ranks_count)
+    replaces = None if fields.optional_text("replaces") is None else fields.digest("replaces").hex()
+    if replaces is not None and kind != "full":
+        raise CorruptError(f"{fields.owner} is compacted but not full", found=kind)
+    return ManifestHead(
+        step=attempt.step,
+        kind=kind,
+        parents=_parents(fields, kind=kind, step=attempt.step),
+        attempt=attempt.id,
+        created=fields.text("created"),
+        writer=fields.text("writer"),
+        ranks_count=ranks_count,
+        files=files,
+        values=tuple(fields.items("values", count_max=VALUES_MAX)),
+        metadata=fields.value("metadata"),
+        replaces=replaces,
+    )
+
+
+def _parents(fields: Fields, *, kind: str, step: int) -> tuple[ParentFacts, ...]:
+    """The chain below a delta, whose steps descend: so no chain has a cycle. A full checkpoint has none."""
+    items = fields.objects("parents", count_max=CHAIN_STEPS_MAX)
+    parents = tuple(
+        ParentFacts(
+            step=item.integer("step", at_most=STEP_MAX),
+            attempt=item.digest("attempt").hex(),
+            digest=item.digest("digest").hex(),
+        )
+        for item in items
+    )
+    if (kind == "delta") != bool(parents):
+        raise CorruptError(f"{fields.owner}: a full checkpoint has no parents, a delta has", found=(kind, len(parents)))
+    steps = [step, *(item.step for item in parents)]
+    if any(above <= below for above, below in itertools.pairwise(steps)):
+        raise CorruptError(
+            f"{fields.owner}: steps of parents do not descend",
+            found=steps[1:21],
+            expected=f"each below the one before it, the first below {step}",
+        )
+    if len({item.digest for item in parents}) != len(parents):
+        raise CorruptError(f"{fields.owner} names a parent twice", found=steps[1:21])
+    return parents
+
+
+def _check_ranks(fields: Fields, files: Sequence[FileFacts], ranks_count: int) -> None:
+    """Every rank has written a file."""
+    silent = set(range(ranks_count)) - {file.rank for file in files}
+    if silent:
+        raise CorruptError(
+            f"{fields.owner} has no file of rank {min(silent)}", expected=f"files of {ranks_count} ranks"
+        )
+    if ranks_count > 1:
+        raise UnsupportedError(f"{fields.owner} is a checkpoint of several ranks", found=ranks_count, expected=1)
+
+
+def _file(fields: Fields, attempt: Attempt, ranks_count: int) -> FileFacts:
+    path = fields.text("path")
+    directory, _ = split_shard_path(path, owner=fields.owner)
+    if attempt_of_directory(directory) != attempt:
+        raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
+    size = fields.integer("bytes", at_least=8)
+    return FileFacts(
+        path=path,
+        rank=fields.integer("rank", at_most=ranks_count - 1),
+        bytes=size,
+        header_bytes=fields.integer("header_bytes", at_least=8, at_most=size),
+        header_digest=fields.digest("header_digest"),
+    )

@@ -1,0 +1,163 @@
+"""Which filter of a Saver is for which table and which block, and whether it can be.
+
+A name stands for itself, or is a pattern with `*`, `?` and `[...]`. What is named must exist and must fit; a pattern
+takes what fits and passes over the rest, ids among it.
+
+Encodings of one block come in this order, at most one of each line, and of several that match the first one counts:
+
+    cast, quantize     change numbers
+    skip_zero_rows
+    compress           comes last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import UsageError
+from asyncckpt.format.encodings import misfit
+from asyncckpt.model.block import EncodingStep
+from asyncckpt.model.table import Role, TableSchema
+
+# All columns of some rows of a table, by name, each [n, *row_shape]: which of the rows to keep, bool [n].
+Predicate = Callable[[dict[str, torch.Tensor]], Any]
+
+_RANKS = {"cast": 0, "quantize": 0, "skip_zero_rows": 1, "zstd": 2}
+
+
+@dataclass(frozen=True)
+class KeepRows:
+    """Only rows that the predicate wants, of the tables that `table` names."""
+
+    table: str
+    predicate: Predicate
+
+    @property
+    def pattern(self) -> str:
+        return self.table
+
+    @property
+    def predicate_name(self) -> str:
+        return str(getattr(self.predicate, "__qualname__", type(self.predicate).__qualname__))
+
+    def __str__(self) -> str:
+        return f"keep_rows({self.table!r}, {self.predicate_name})"
+
+
+@dataclass(frozen=True)
+class EncodeBlocks:
+    """A step of the encoding of the blocks that `name` names, given as it is recorded."""
+
+    name: str
+    step: EncodingStep
+
+    @property
+    def pattern(self) -> str:
+        return self.name
+
+    def __str__(self) -> str:
+        members = ", ".join(f"{key}={value}" for key, value in self.step.items() if key != "kind")
+        return f"{self.step['kind']}({self.name!r}{', ' if members else ''}{members})"
+
+
+RowFilter = KeepRows | EncodeBlocks
+
+
+def check_filters(filters: Iterable[RowFilter], tables: Mapping[str, TableSchema]) -> tuple[RowFilter, ...]:
+    """The filters of a Saver over these tables, companions among them; UsageError when one cannot be for any save.
+
+    What is no column of a table may be a dense tensor; these are known, and checked, when a save is made.
+    """
+    if isinstance(filters, str) or not isinstance(filters, Iterable):
+        raise UsageError("filters are no list", found=type(filters).__name__, expected="a list of asyncckpt.filters")
+    checked = tuple(filters)
+    for item in checked:
+        if not isinstance(item, KeepRows | EncodeBlocks):
+            raise UsageError("filters hold something else", found=repr(item), expected="what asyncckpt.filters makes")
+        _check_name(item, tables)
+    for table, schema in tables.items():
+        for column in schema.columns:
+            shape = (1, *column.row_shape)
+            steps_for(checked, f"{table}@{column.name}", column.role, column.dtype, shape, error=UsageError)
+    return checked
+
+
+def check_named(filters: Sequence[RowFilter], *, tables: Iterable[str], blocks: Iterable[str]) -> None:
+    """UsageError when a filter names a table or block that is not among those of a save."""
+    known = {KeepRows: set(tables), EncodeBlocks: set(blocks)}
+    for item in filters:
+        if not is_pattern(item.pattern) and item.pattern not in known[type(item)]:
+            what = "table" if isinstance(item, KeepRows) else "tensor"
+            raise UsageError(
+                f"filter {item} names a {what} that is not saved",
+                found=item.pattern,
+                hint="a pattern such as 'name*' may match nothing",
+            )
+
+
+def row_rules(filters: Sequence[RowFilter], table: str) -> list[KeepRows]:
+    """The filters that choose the rows of a table."""
+    return [item for item in filters if isinstance(item, KeepRows) and matches(item.pattern, table)]
+
+
+def steps_for(
+    filters: Sequence[RowFilter],
+    name: str,
+    role: Role,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    error: type[UsageError],
+) -> tuple[EncodingStep, ...]:
+    """How a block is to be stored. Raises `error` for a step that is named for it but cannot be done to it."""
+    steps: list[EncodingStep] = []
+    ranks: list[int] = []
+    for item in filters:
+        if not isinstance(item, EncodeBlocks) or not matches(item.pattern, name):
+            continue
+        rank = _RANKS[item.step["kind"]]
+        if role in (Role.ID, Role.REMOVED, Role.PAD):
+            reason: str | None = "ids are always stored as they are"
+        elif rank in ranks:
+            reason = "an earlier filter of the same kind is for it already"
+        elif ranks and rank < ranks[-1]:
+            raise error(
+                f"filter {item} comes too late for {name!r}",
+                found=[step["kind"] for step in steps],
+                hint="cast or quantize first, then skip_zero_rows, compress last",
+            )
+        else:
+            reason = misfit(dtype, shape, [*steps, item.step])
+        if reason is None:
+            steps.append(item.step)
+            ranks.append(rank)
+        elif not is_pattern(item.pattern):
+            raise error(f"filter {item} cannot be for {name!r}: {reason}")
+    return tuple(steps)
+
+
+def matches(pattern: str, name: str) -> bool:
+    return pattern == name or fnmatchcase(name, pattern)
+
+
+def is_pattern(name: str) -> bool:
+    return any(mark in name for mark in "*?[")
+
+
+def _check_name(item: RowFilter, tables: Mapping[str, TableSchema]) -> None:
+    """A table that is named is there, and a column of a table that is there is one."""
+    if is_pattern(item.pattern):
+        return
+    if isinstance(item, KeepRows):
+        if item.table not in tables:
+            raise UsageError(f"filter {item} names no table", found=item.table, expected=sorted(tables))
+        return
+    table, at, column = item.name.rpartition("@")
+    if at and table in tables and tables[table].column(column) is None:
+        columns = [column.name for column in tables[table].columns]
+        raise UsageError(f"filter {item} names no column of table {table!r}", found=column, expected=columns)

@@ -1,0 +1,152 @@
+"""Run the row filters of a Saver on the staged state of one save, in the background.
+
+1. `keep_rows` chooses rows, the same of all columns of a table.
+2. Every column and tensor is cut into blocks, and every block gets its spec and the source of its stored bytes.
+
+Blocks whose stored size is known beforehand (plain, cast, quantized) are made while they are written, window by
+window. The others (skip_zero_rows, zstd) are encoded here and held until they are written, because a shard file begins
+with the places of its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from asyncckpt.errors import FilterError, UsageError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, TableFacts
+from asyncckpt.model.table import Role
+from asyncckpt.pipeline.filter_rules import RowFilter, check_filters, check_named, row_rules, steps_for
+from asyncckpt.pipeline.kept_rows import keep_rows
+from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of, rows_count
+from asyncckpt.pipeline.row_sources import LastTensor, RecentWindows, gather
+from asyncckpt.pipeline.staged_state import FilteredState, OutBlock, StagedColumn, StagedDense, StagedTable
+
+__all__ = [
+    "FilteredState",
+    "OutBlock",
+    "RowFilter",
+    "StagedColumn",
+    "StagedDense",
+    "StagedTable",
+    "check_filters",
+    "run_row_filters",
+]
+
+
+def run_row_filters(
+    filters: Sequence[RowFilter],
+    tables: Sequence[StagedTable],
+    dense: Sequence[StagedDense],
+    *,
+    go_on: Callable[[], None] = lambda: None,
+) -> FilteredState:
+    """Apply the filters. `go_on` is called before every piece of work, and ends the run by raising.
+
+    Raises FilterError naming filter and table or block; numbers that a cast or quantize cannot take may be found only
+    when they are written, and then their source raises it. The sources call what was staged, so that must stay valid
+    until all is written.
+    """
+    columns = [column.spec.name for table in tables for column in table.columns]
+    try:
+        names = [*columns, *(item.spec.name for item in dense)]
+        check_named(filters, tables=[table.facts.name for table in tables], blocks=names)
+    except UsageError as error:
+        raise FilterError(str(error)) from error
+    run = _Run(tuple(filters), go_on)
+    facts: list[TableFacts] = []
+    blocks: list[OutBlock] = []
+    for table in tables:
+        go_on()
+        chosen = keep_rows(table, row_rules(filters, table.facts.name))
+        facts.append(_facts(chosen))
+        for column in chosen.columns:
+            blocks += run.column_blocks(chosen, column)
+        blocks += run.removed_blocks(chosen)
+    for number, item in enumerate(dense):
+        blocks += run.dense_blocks(number, item)
+    return FilteredState(tables=tuple(facts), blocks=tuple(blocks))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run over one state."""
+
+    filters: tuple[RowFilter, ...]
+    go_on: Callable[[], None]
+    recent: RecentWindows = field(default_factory=RecentWindows)
+    last_tensor: LastTensor = field(default_factory=LastTensor)
+
+    def column_blocks(self, table: StagedTable, column: StagedColumn) -> Iterator[OutBlock]:
+        kept = table.kept
+        spec = column.spec if kept is None else _with_rows(column.spec, len(kept))
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            if kept is None:
+                return column.rows(begin, end)
+            return gather(column.rows, kept[begin:end], window_rows=column.window_rows)
+
+        def row_name(row: int) -> str:
+            position = row if kept is None else int(kept[row])
+            return f"the row of id {int(table.columns[0].rows(position, position + 1)[0])}"
+
+        filtered = FilteredRows(
+            spec=spec,
+            dtype=column.dtype,
+            steps=self._steps(spec, column.dtype),
+            rows=rows,
+            owns=kept is not None,
+            row_name=row_name,
+        )
+        return blocks_of(filtered, recent=self.recent, go_on=self.go_on)
+
+    def removed_blocks(self, table: StagedTable) -> Iterator[OutBlock]:
+        """The ids that a delta takes out, where there are any."""
+        if not len(table.removed):
+            return iter(())
+        ids = _with_rows(table.columns[0].spec, len(table.removed))
+        name = f"{ids.table}@{REMOVED_COLUMN}"
+        removed = torch.from_numpy(table.removed)
+        filtered = FilteredRows(
+            spec=replace(ids, name=name, column=REMOVED_COLUMN, role=Role.REMOVED),
+            dtype=torch.int64,
+            steps=(),
+            rows=lambda begin, end: removed[begin:end],
+            owns=True,
+            row_name=str,
+        )
+        return blocks_of(filtered, recent=self.recent, go_on=self.go_on)
+
+    def dense_blocks(self, number: int, item: StagedDense) -> Iterator[OutBlock]:
+        spec = item.spec
+        dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+
+        def rows(begin: int, end: int) -> torch.Tensor:
+            tensor = self.last_tensor.get(number, item.tensor)
+            return tensor[begin:end] if spec.shape and end - begin < rows_count(spec) else tensor
+
+        filtered = FilteredRows(
+            spec=spec,
+            dtype=dtype,
+            steps=self._steps(spec, dtype),
+            rows=rows,
+            owns=True,
+            row_name=lambda row: f"row {spec.row_begin + row}",
+        )
+        return blocks_of(filtered, recent=self.recent, go_on=self.go_on)
+
+    def _steps(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[EncodingStep, ...]:
+        return steps_for(self.filters, spec.name, spec.role, dtype, spec.shape, error=FilterError)
+
+
+def _facts(table: StagedTable) -> TableFacts:
+    """What the manifest tells of a table, with the numbers of what is written of it."""
+    count = table.columns[0].spec.shape[0] if table.kept is None else len(table.kept)
+    return replace(table.facts, rows_count=count, removed_count=len(table.removed))
+
+
+def _with_rows(spec: BlockSpec, count: int) -> BlockSpec:
+    return replace(spec, shape=(count, *spec.shape[1:]), stored_shape=(count, *spec.stored_shape[1:]))

@@ -1,0 +1,193 @@
+"""Bring tables into their regions of an arena.
+
+    the arena holds           the save wants       copied
+    nothing of the table      all rows             all: runs by one native copy, tails and cached rows by index
+    an earlier snapshot       all rows             rows written since, and those that stand elsewhere now, by index
+    whatever                  some rows (a delta)  these by index, one behind the other
+
+By index costs more per row than a plain copy does. So a column of which too large a share would be copied (the narrower
+the less, see refresh_share_max) is copied plainly.
+
+1. `TableCapture` finds out what has to be copied.
+2. `segments`: what a plain copy brings over; whoever captures joins them with those of the dense tensors.
+3. `gather`: copies the rows that are copied by index; cached rows of a multi-level table win over those of its storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.model.abilities import is_overlaid, tracks_rows
+from asyncckpt.model.arena_contents import TableContents
+from asyncckpt.model.block import TableFacts
+from asyncckpt.model.row_places import RowPlaces
+from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
+from asyncckpt.native import U8, core
+from asyncckpt.plan.regions import TableRegion
+from asyncckpt.plan.save_plan import CutTable
+from asyncckpt.plan.table_rows import CapturedTable, TableRows
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+# Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as
+# long by index and less in a plain copy. Measured: bench/results/2026-11-21-rows.txt, by `python -m bench.rows`.
+REFRESH_SHARE_MAX = 0.4
+WIDE_ROW_BYTES = 64
+
+
+def refresh_share_max(row_bytes: int) -> float:
+    """Above which share of the rows a column is copied plainly."""
+    return REFRESH_SHARE_MAX * min(1.0, row_bytes / WIDE_ROW_BYTES)
+
+
+class TableCapture:
+    """One table on its way into its region of the arena at `address`; its bytes are `image`."""
+
+    def __init__(
+        self,
+        item: CutTable,
+        region: TableRegion,
+        chosen: TableRows,
+        *,
+        held: TableContents | None,
+        address: int,
+        image: U8,
+    ) -> None:
+        self._item, self._region, self._chosen = item, region, chosen
+        self._address, self._image = address, image
+        cut = item.cut
+        self.version: CutVersion | None = cut.version if tracks_rows(cut) else None
+        self.places: RowPlaces | None = None
+        self._rows: I64 | None = chosen.rows  # Storage rows to copy by index; None: no such choice, all of them.
+        self._plain: set[str] = set()  # Columns that are copied plainly.
+        if chosen.is_whole:
+            self.places = RowPlaces.of(cut.runs, cut.rows_count, None if held is None else held.places)
+            self._rows = _to_refresh(item, self.places, held)
+            share = 1.0 if self._rows is None else len(self._rows) / max(1, cut.rows_count)
+            self._plain = {
+                name for name, column in region.columns.items() if share > refresh_share_max(column.row_bytes)
+            }
+
+    @property
+    def name(self) -> str:
+        return self._item.name
+
+    @property
+    def captured(self) -> CapturedTable:
+        """What will be in the region."""
+        cut, chosen = self._item.cut, self._chosen
+        facts = TableFacts(
+            name=self._item.name,
+            rows_count=chosen.count(cut.rows_count),
+            shard=self._item.table.shard,
+            whole=chosen.is_whole,
+            removed_count=len(chosen.removed),
+        )
+        by_index = self._rows is not None and len(self._plain) < len(self._region.columns)
+        copied_count = len(self._rows) if by_index and self._rows is not None else cut.rows_count
+        return CapturedTable(
+            region=self._region,
+            schema=self._item.schema,
+            facts=facts,
+            version=self.version,
+            places=self.places,
+            copied_count=copied_count,
+        )
+
+    def segments(self) -> U64:
+        """(source, target, bytes) of the runs of columns that are copied plainly."""
+        cut = self._item.cut
+        runs = cut.runs[cut.runs[:, 0] < cut.rows_count]
+        begins = runs[:, 0]
+        counts = np.minimum(runs[:, 1], cut.rows_count) - begins
+        found = [np.empty((0, 3), dtype=np.uint64)]
+        for name, column in self._region.columns.items():
+            if name not in self._plain:
+                continue
+            segments = np.empty((len(runs), 3), dtype=np.uint64)
+            segments[:, 0] = cut.column(name).data_ptr() + begins * column.row_bytes
+            segments[:, 1] = self._address + column.offset + begins * column.row_bytes
+            segments[:, 2] = counts * column.row_bytes
+            found.append(segments)
+        return np.concatenate(found)
+
+    def gather(self) -> None:
+        """Copy what is copied by index; after the plain copy."""
+        cut = self._item.cut
+        plain = {name: cut.column(name) for name in self._region.columns if name in self._plain}
+        by_index = {name: cut.column(name) for name in self._region.columns if name not in self._plain}
+        if plain:
+            assert self.places is not None
+            self._copy(plain, self.places.tails, self.places.holes)
+        if by_index:
+            assert self._rows is not None
+            self._copy(by_index, self._rows, self._targets(self._rows))
+        if is_overlaid(cut):
+            self._lay_over(cut, plain, None)
+            self._lay_over(cut, by_index, self._rows)
+        if self._region.removed is not None:
+            at = self._region.removed.offset
+            self._image[at : at + self._chosen.removed.nbytes] = self._chosen.removed.view(np.uint8)
+
+    def _targets(self, rows: I64) -> I64 | None:
+        """Where storage rows go; None: one behind the other."""
+        return None if self.places is None else self.places.of_rows(rows)
+
+    def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None) -> None:
+        """Copy the rows that the cache level holds, as far as they are wanted (storage rows, ascending; None: all)."""
+        columns = {name: cut.cached_column(name) for name in names if name != ID_COLUMN}
+        cached = {name: column for name, column in columns.items() if column is not None}
+        if not cached:
+            return
+        cache_map = cut.cache_map.numpy()
+        cache_rows = np.flatnonzero(cache_map >= 0)
+        rows = cache_map[cache_rows]
+        if wanted is not None:
+            inside = _among(rows, wanted)
+            cache_rows, rows = cache_rows[inside], rows[inside]
+        targets = self._targets(rows)
+        if targets is None:
+            assert wanted is not None
+            targets = np.searchsorted(wanted, rows)
+        self._copy(cached, cache_rows, targets)
+
+    def _copy(self, sources: Mapping[str, torch.Tensor], rows: I64, places: I64 | None) -> None:
+        if not len(rows):
+            return
+        columns = []
+        for name, source in sources.items():
+            region = self._region.columns[name]
+            target = self._address + region.offset
+            if source.is_cpu and source.is_contiguous():
+                columns.append((source.data_ptr(), target, region.row_bytes))
+            else:
+                found = source.index_select(0, torch.from_numpy(rows).to(source.device)).cpu().contiguous()
+                one = np.array([(found.data_ptr(), target, region.row_bytes)], dtype=np.uint64)
+                core.copy_rows(one, np.arange(len(rows), dtype=np.int64), places)
+        core.copy_rows(np.array(columns, dtype=np.uint64).reshape(-1, 3), rows, places)
+
+
+def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -> I64 | None:
+    """The storage rows that differ from the snapshot held, ascending; None: copy all."""
+    cut = item.cut
+    touched = cut.touched_since(held.version) if held is not None and tracks_rows(cut) else None
+    if held is None or touched is None:
+        return None
+    moved = places.moved_since(held.places)
+    return touched if not len(moved) else np.union1d(touched, moved)
+
+
+def _among(rows: I64, wanted: I64) -> NDArray[np.bool_]:
+    """Which of rows are in wanted, ascending: bool [n]."""
+    if not len(wanted):
+        return np.zeros(len(rows), dtype=np.bool_)
+    # A mask instead of a search, which takes ten times as long.
+    mask = np.zeros(int(max(wanted[-1], rows.max(initial=0))) + 1, dtype=np.bool_)
+    mask[wanted] = True
+    found: NDArray[np.bool_] = mask[rows]
+    return found

@@ -1,0 +1,290 @@
+"""Which kind of checkpoint a save makes, what a delta holds, and what it builds upon."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt import DeltaPolicy, HashTable, Loader, Saver, SaveResult, UsageError
+
+ALWAYS = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0)
+ROWS = 300
+
+
+def new_table(name: str = "user", dim: int = 4) -> HashTable:
+    return HashTable(name, dim, optimizer_slots={"sum": torch.float32})
+
+
+def write(table: HashTable, ids: torch.Tensor, value: float) -> None:
+    rows = table.lookup(ids)
+    table.embedding[rows] = value
+    table.slot("sum")[rows] = -value
+
+
+def filled_table(name: str = "user") -> HashTable:
+    table = new_table(name)
+    write(table, torch.arange(ROWS), 1.0)
+    return table
+
+
+def content(table: HashTable) -> dict[int, tuple[Any, ...]]:
+    rows = table.rows()
+    columns = [table.embedding[rows].tolist(), table.slot("sum")[rows].tolist()]
+    return {id: (tuple(a), tuple(b)) for id, a, b in zip(table.ids().tolist(), *columns, strict=True)}
+
+
+def loaded(path: Path, step: int) -> dict[int, tuple[Any, ...]]:
+    table = new_table()
+    Loader(path, {"user": table}, step=step).load()
+    return content(table)
+
+
+def manifest(path: Path, step: int) -> Any:
+    return json.loads((path / "manifests" / f"{step:012d}.json").read_text())
+
+
+def save(saver: Saver, step: int, **options: Any) -> SaveResult:
+    return saver.save_async(step, **options).result(60)
+
+
+@pytest.mark.parametrize("kind", ["full", "auto"])
+def test_without_a_policy_saves_are_full(tmp_path: Path, kind: Any) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}) as saver:
+        assert [save(saver, step, kind=kind).kind for step in (1, 2, 3)] == ["full"] * 3
+
+
+def test_a_delta_needs_something_to_build_upon(tmp_path: Path) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}) as saver:
+        with pytest.raises(UsageError, match="nothing to build upon"):
+            saver.save_async(1, kind="delta")
+        save(saver, 1)
+        assert save(saver, 2, kind="delta").kind == "delta"
+    with Saver(path=tmp_path, hashtables={"user": table}) as saver, pytest.raises(UsageError, match="nothing to build"):
+        saver.save_async(3, kind="delta")
+
+
+def test_a_wrong_kind_is_named(tmp_path: Path) -> None:
+    with Saver(path=tmp_path) as saver, pytest.raises(UsageError, match="kind is wrong"):
+        saver.save_async(1, kind="incremental")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"deltas_max": 0}, {"deltas_max": True}, {"bytes_share_max": 0}, {"bytes_share_max": "1"}, {"seconds_max": -1}],
+)
+def test_a_wrong_policy_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        DeltaPolicy(**wrong)
+
+
+def test_a_full_one_after_so_many_deltas(tmp_path: Path) -> None:
+    table = filled_table()
+    policy = DeltaPolicy(deltas_max=2, bytes_share_max=1000.0)
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=policy) as saver:
+        kinds = [save(saver, step).kind for step in range(7)]
+        assert saver.statistics().deltas_count == 4
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta", "full"]
+
+
+def test_a_full_one_when_deltas_grow_too_large(tmp_path: Path) -> None:
+    table = HashTable("user", 256)
+    table.lookup(torch.arange(ROWS))
+    policy = DeltaPolicy(deltas_max=1000, bytes_share_max=0.5)
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=policy) as saver:
+        kinds = []
+        for step in range(6):
+            kinds.append(save(saver, step).kind)
+            table.lookup(torch.arange(60))  # A fifth of the rows, so two deltas fit.
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta"]
+
+
+def test_a_full_one_when_the_last_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("asyncckpt.engine.saver_chain.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncckpt.engine.save_job.time.monotonic", lambda: now[0])
+    table = filled_table()
+    policy = DeltaPolicy(deltas_max=1000, bytes_share_max=1000.0, seconds_max=60.0)
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=policy) as saver:
+        kinds = []
+        for step in range(6):
+            kinds.append(save(saver, step).kind)
+            now[0] += 25.0
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta"]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_delta_holds_what_was_written_since(tmp_path: Path, blocking: bool) -> None:
+    table = filled_table()
+    w = torch.zeros(3)
+    with Saver(path=tmp_path, hashtables={"user": table}, tensors={"w": w}, deltas=ALWAYS) as saver:
+
+        def one(step: int) -> SaveResult:
+            return saver.save(step) if blocking else save(saver, step)
+
+        one(1)
+        write(table, torch.tensor([5, 7, 1000]), 2.0)
+        table.remove(torch.tensor([9, 7, 10]))
+        write(table, torch.tensor([10]), 3.0)  # Gone and back.
+        w += 1
+        result = one(2)
+        expected = content(table)
+    assert (result.kind, result.rows_count) == ("delta", 3)
+    info = manifest(tmp_path, 2)
+    assert [parent["step"] for parent in info["parents"]] == [1]
+    assert info["tables"] == [{"name": "user", "rows": 3, "shard": [0, 1], "whole": False, "removed": 3}]
+    assert loaded(tmp_path, 2) == expected
+    target = torch.zeros(3)
+    Loader(tmp_path, tensors={"w": target}, step=2).load()
+    assert target.tolist() == [1.0] * 3
+
+
+def test_rows_written_during_a_save_are_in_the_next_delta(tmp_path: Path) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
+        rows = table.lookup(torch.tensor([3, 4]))
+        future = saver.save_async(1)
+        before = content(table)
+        table.touch(rows)  # Held across the cut.
+        table.embedding[rows] = 9.0
+        future.result(60)
+        assert save(saver, 2).rows_count == 2
+        assert loaded(tmp_path, 1) == before
+        assert loaded(tmp_path, 2) == content(table)
+
+
+def test_a_queued_delta_builds_upon_what_is_committed(tmp_path: Path) -> None:
+    table = filled_table()
+    opened = threading.Event()
+
+    def wait(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        assert opened.wait(60)
+        return blocks
+
+    images = {}
+    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=wait, deltas=ALWAYS, keep_latest=1) as saver:
+        opened.set()
+        save(saver, 1)
+        opened.clear()
+        futures = []
+        for step in (2, 3):
+            write(table, torch.tensor([step]), float(step))
+            images[step] = content(table)
+            futures.append(saver.save_async(step, on_busy="queue", kind="full" if step == 2 else "delta"))
+        opened.set()
+        kinds = [future.result(60).kind for future in futures]
+    assert kinds == ["full", "delta"]
+    # Step 1 was not needed by the full step 2, but by the delta that was queued behind it.
+    assert [parent["step"] for parent in manifest(tmp_path, 3)["parents"]] == [1]
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]
+    assert loaded(tmp_path, 3) == images[3]
+
+
+def test_a_delta_is_not_committed_on_top_of_nothing(tmp_path: Path) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
+        save(saver, 1)
+        (tmp_path / "manifests" / f"{1:012d}.json").unlink()
+        with pytest.raises(asyncckpt.ConflictError, match="step 1, which the delta of step 2 builds upon"):
+            save(saver, 2)
+        assert save(saver, 3, kind="full").kind == "full"
+    assert loaded(tmp_path, 3) == content(table)
+
+
+def test_a_cleared_table_is_whole(tmp_path: Path) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
+        save(saver, 1)
+        table.clear()
+        write(table, torch.tensor([5]), 5.0)
+        assert save(saver, 2).kind == "delta"
+    assert "whole" not in manifest(tmp_path, 2)["tables"][0]
+    assert loaded(tmp_path, 2) == content(table)
+
+
+def test_a_loaded_table_is_whole(tmp_path: Path) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
+        save(saver, 1)
+        write(table, torch.tensor([5]), 5.0)
+        save(saver, 2)
+        Loader(tmp_path, {"user": table}, step=1).load()
+        save(saver, 3)
+        assert loaded(tmp_path, 3) == loaded(tmp_path, 1) == content(table)
+
+
+def test_a_user_filter_sees_all_rows_and_the_delta_holds_some(tmp_path: Path) -> None:
+    seen = []
+
+    def doubled(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        seen.append({block.tensor_name(): block.shape for block in blocks})
+        return [b.replace(data=b.data * 2) if b.column == "embedding" else b for b in blocks]
+
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=doubled, deltas=ALWAYS) as saver:
+        save(saver, 1)
+        write(table, torch.tensor([5, 6]), 2.0)
+        table.remove(torch.tensor([7]))
+        result = save(saver, 2)
+    assert (result.kind, result.rows_count) == ("delta", 2)
+    assert seen[1]["user@embedding"] == (ROWS - 1, 4)
+    found = loaded(tmp_path, 2)
+    assert found[5] == ((4.0,) * 4, (-2.0,) * 4)
+    assert found[8] == ((2.0,) * 4, (-1.0,) * 4)
+    assert 7 not in found
+
+
+def test_a_user_filter_that_renames_makes_tables_whole(tmp_path: Path) -> None:
+    def renamed(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        return [block.replace(name=f"other@{block.column}") for block in blocks]
+
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=renamed, deltas=ALWAYS) as saver:
+        save(saver, 1)
+        table.remove(torch.tensor([7]))
+        assert save(saver, 2).kind == "delta"
+    target = new_table("other")
+    Loader(tmp_path, {"other": target}, step=2).load()
+    assert content(target) == content(table)
+
+
+def test_a_user_filter_that_renames_later_is_refused(tmp_path: Path) -> None:
+    names = ["user", "other"]
+
+    def renamed(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        name = names.pop(0)
+        return [block.replace(name=f"{name}@{block.column}") for block in blocks]
+
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=renamed, deltas=ALWAYS) as saver:
+        save(saver, 1)
+        table.remove(torch.tensor([7]))
+        with pytest.raises(asyncckpt.FilterError, match="another name"):
+            save(saver, 2)
+    assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+def test_saver_compacts_beside_training(tmp_path: Path) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS, keep_latest=2) as saver:
+        for step in range(1, 5):
+            write(table, torch.tensor([step]), float(step))
+            save(saver, step)
+        assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4]
+        assert not saver.compact(3).result(60).skipped
+        assert saver.compact(1).result(60).skipped
+        write(table, torch.tensor([50]), 5.0)
+        save(saver, 5)  # Its chain ends at step 3 now, so the older ones go.
+        assert asyncckpt.list_steps(tmp_path) == [3, 4, 5]
+        with pytest.raises(asyncckpt.NotFoundError):
+            saver.compact(77).result(60)
+        with pytest.raises(UsageError, match="step is wrong"):
+            saver.compact(-1)
+    assert loaded(tmp_path, 5) == content(table)

@@ -1,0 +1,187 @@
+"""Random training, saves, failures, compaction and retention: every step that is there is what was saved.
+
+500 runs of up to 50 steps on the compiled core, fewer on the twin, which tests the same Python. What the runs do is in
+saves_world.py and table_world.py. That they can fail is shown at the end: with a table that forgets one kind of mark a
+delta or a refreshed snapshot keeps an old row, and some run finds it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from asyncckpt.model.table import CutVersion
+from asyncckpt.native import implementation
+from asyncckpt.tables.touched_rows import TouchedRows
+from tests.deltas.saves_world import SavesWorld
+
+IDS_COUNT = 12
+LANES = 4  # So that processes can share the runs.
+RUNS_PER_LANE = 125 if implementation == "native" else 13
+STEPS_COUNT = 50
+MEMORY_FILE_SYSTEM = "/dev/shm"
+
+NAMES = st.sampled_from(["plain", "levels"])
+KINDS = st.sampled_from(["auto", "auto", "full", "delta", "delta"])
+# A set of ids as the bits of one number: one draw, and less bits are simpler.
+IDS = st.integers(1, 2**IDS_COUNT - 1).map(lambda bits: [id for id in range(IDS_COUNT) if bits >> id & 1])
+
+
+class Saves(RuleBasedStateMachine):
+    """One run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parent = MEMORY_FILE_SYSTEM if Path(MEMORY_FILE_SYSTEM).is_dir() else None
+        self.folder = Path(tempfile.mkdtemp(prefix="asyncckpt-deltas-", dir=parent))
+        self.world = SavesWorld(self.folder / "checkpoints")
+
+    def teardown(self) -> None:
+        try:
+            self.world.check_all()
+        finally:
+            self.world.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    @rule(name=NAMES, ids=IDS)
+    def insert(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].insert(ids)
+
+    @rule(name=NAMES, ids=IDS)
+    def insert_embeddings(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].insert_embeddings(ids)
+
+    @rule(name=NAMES, ids=IDS)
+    def look_up(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].look_up(ids)
+
+    @rule(name=NAMES, ids=IDS)
+    def train(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].train(ids)
+
+    @rule(name=NAMES, ids=IDS)
+    def find_and_touch(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].find_and_touch(ids)
+
+    @rule(name=NAMES, ids=IDS)
+    def see(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].see(ids)
+
+    @rule(name=NAMES, ids=IDS)
+    def remove(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].remove(ids)
+
+    @rule(name=NAMES, age=st.integers(0, 40))
+    def evict(self, name: str, age: int) -> None:
+        world = self.world.worlds[name]
+        world.evict(below=world.number - age)
+
+    @rule(name=NAMES)
+    def grow(self, name: str) -> None:
+        self.world.worlds[name].grow()
+
+    @rule(name=NAMES)
+    def clear(self, name: str) -> None:
+        self.world.worlds[name].clear()
+
+    # -- saves ---------------------------------------------------------------------------------------------------
+
+    @rule(kind=KINDS, meanwhile=IDS)
+    def save_async(self, kind: str, meanwhile: list[int]) -> None:
+        self.world.save(kind, meanwhile=meanwhile)
+
+    @rule(kind=KINDS)
+    def save(self, kind: str) -> None:
+        self.world.save(kind, blocking=True)
+
+    @rule(kind=KINDS, at=st.integers(0, 10))
+    def fail(self, kind: str, at: int) -> None:
+        self.world.fail(kind, at=at)
+
+    @rule(kind=KINDS)
+    def cancel(self, kind: str) -> None:
+        self.world.cancel(kind)
+
+    @precondition(lambda self: self.world.committed)
+    @rule(choice=st.integers(0, 100))
+    def load(self, choice: int) -> None:
+        self.world.check_step(self._step(choice))
+
+    @precondition(lambda self: self.world.committed)
+    @rule(choice=st.integers(0, 100))
+    def load_live(self, choice: int) -> None:
+        self.world.load_live(self._step(choice))
+
+    @precondition(lambda self: self.world.committed)
+    @rule(choice=st.integers(0, 100), offline=st.booleans())
+    def compact(self, choice: int, offline: bool) -> None:
+        self.world.compact(self._step(choice), offline=offline)
+
+    @rule(
+        keep_latest=st.sampled_from([None, 1, 2, 3]),
+        host_level=st.sampled_from(["copy", "first_touch"]),
+        refresh=st.booleans(),
+    )
+    def reopen(self, keep_latest: int | None, host_level: str, refresh: bool) -> None:
+        self.world.close()
+        self.world.open(keep_latest=keep_latest, host_level=host_level, refresh=refresh)
+
+    def _step(self, choice: int) -> int:
+        steps = self.world.steps()
+        return steps[choice % len(steps)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Batches of a few rows gain nothing from threads, and lose much where other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run_machine(runs_count: int, **options: Any) -> None:
+    run_state_machine_as_test(
+        Saves,
+        settings=settings(
+            deadline=None,
+            max_examples=runs_count,
+            stateful_step_count=STEPS_COUNT,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+            database=None,
+            **options,
+        ),
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:cache of table")
+@pytest.mark.parametrize("lane", range(LANES))
+def test_every_step_is_what_was_saved(lane: int) -> None:
+    run_machine(RUNS_PER_LANE)
+
+
+@pytest.mark.filterwarnings("ignore:cache of table")
+def test_a_forgotten_mark_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the runs above would show nothing: each cut forgets the last of the rows written since another one."""
+    plain = TouchedRows.touched_since
+
+    def forgetful(self: TouchedRows, version: CutVersion) -> Any:
+        rows = plain(self, version)
+        return rows if rows is None else rows[:-1]
+
+    monkeypatch.setattr(TouchedRows, "touched_since", forgetful)
+    with pytest.raises(AssertionError, match="is not what was saved"):
+        run_machine(RUNS_PER_LANE, phases=[Phase.generate])

@@ -1,0 +1,64 @@
+"""Publication beside compacted checkpoints: one step, one meaning."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import asyncckpt
+from asyncckpt.commit.discover import is_committed, read_head
+from asyncckpt.commit.publish import begin_attempt, publish
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.format.names import Attempt
+from tests.chains.model import layer_of
+from tests.chains.written import Written, write
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Written:
+    return write(tmp_path / "root", 5, {"user": layer_of({})})
+
+
+def publish_again(saved: Written, made: Written, *, compacted: bool) -> None:
+    """Publish the manifest of `made`, which lies elsewhere, into the directory of `saved`."""
+    attempt = Attempt(step=made.head.step, id=made.head.attempt)
+    raw = made.manifest.read_bytes()
+    with CheckpointRoot.for_writing(saved.root) as root, ThreadPoolExecutor(1) as threads:
+        folder = begin_attempt(root, attempt)
+        try:
+            asyncio.run(publish(root, folder, attempt, raw, durable=True, threads=threads, compacted=compacted))
+        finally:
+            folder.close()
+
+
+def test_compacted_checkpoint_stands_for_its_step(saved: Written, tmp_path: Path) -> None:
+    made = write(tmp_path / "elsewhere", 5, {"user": layer_of({})}, replaces=saved.digest)
+    publish_again(saved, made, compacted=True)
+    with CheckpointRoot.for_reading(saved.root) as root:
+        assert read_head(root, 5).attempt == made.head.attempt
+        assert asyncckpt.list_steps(saved.root) == [5]
+        saved.manifest.unlink()
+        assert is_committed(root, 5)
+        assert not is_committed(root, 6)
+
+
+def test_step_is_compacted_once(saved: Written, tmp_path: Path) -> None:
+    for number in range(2):
+        made = write(tmp_path / f"elsewhere{number}", 5, {"user": layer_of({})}, replaces=saved.digest)
+        if number == 0:
+            publish_again(saved, made, compacted=True)
+        else:
+            with pytest.raises(asyncckpt.ConflictError, match="step 5 exists already"):
+                publish_again(saved, made, compacted=True)
+
+
+def test_step_that_is_there_only_compacted_is_not_saved_again(saved: Written, tmp_path: Path) -> None:
+    """Its own manifest is gone, so that nothing but the look for the compacted one stands in the way."""
+    publish_again(saved, write(tmp_path / "a", 5, {"user": layer_of({})}, replaces=saved.digest), compacted=True)
+    saved.manifest.unlink()
+    with pytest.raises(asyncckpt.ConflictError, match="step 5 exists already"):
+        publish_again(saved, write(tmp_path / "b", 5, {"user": layer_of({})}), compacted=False)
+    assert not saved.manifest.exists()

@@ -1,0 +1,213 @@
+"""Retention of chains: what a kept checkpoint builds upon stays, and nothing else; at no moment is a chain broken."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import asyncckpt
+from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import CorruptError
+from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.storage.directory import Directory
+from tests.chains.model import DIM, layer_of, load
+from tests.chains.written import Written, write
+
+
+def row(value: float) -> tuple[float, ...]:
+    return (value,) * (DIM + 1)
+
+
+def full(root: Path, step: int, *, replaces: str | None = None) -> Written:
+    return write(root, step, {"user": layer_of({0: row(step)})}, replaces=replaces)
+
+
+def delta(root: Path, step: int, chain: tuple[ParentFacts, ...]) -> Written:
+    return write(root, step, {"user": layer_of({step: row(step)})}, parents=chain)
+
+
+def retain(root: Path, count: int, *protected: int) -> list[int]:
+    with CheckpointRoot.for_reading(root) as opened:
+        return keep_latest(opened, KnownHeads(opened), count=count, protected=protected)
+
+
+def folders(root: Path) -> set[str]:
+    return {path.name for path in (root / "data").iterdir()}
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in (root / "manifests").iterdir()}
+
+
+def two_chains(root: Path) -> dict[int, Written]:
+    """1 (full) <- 2 <- 3, and 4 (full) <- 5 <- 6 <- 7."""
+    found: dict[int, Written] = {}
+    for step in range(1, 8):
+        found[step] = full(root, step) if step in (1, 4) else delta(root, step, found[step - 1].chain)
+    return found
+
+
+def test_a_kept_delta_keeps_what_it_builds_upon(tmp_path: Path) -> None:
+    found = two_chains(tmp_path)
+    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert asyncckpt.list_steps(tmp_path) == [4, 5, 6, 7]
+    assert folders(tmp_path) == {found[step].folder.name for step in (4, 5, 6, 7)}
+    for step in (4, 5, 6, 7):
+        load(tmp_path, step)
+
+
+def test_a_protected_step_keeps_its_chain_and_nothing_above(tmp_path: Path) -> None:
+    two_chains(tmp_path)
+    assert retain(tmp_path, 1, 2, 99) == [3]
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 4, 5, 6, 7]
+
+
+def test_full_checkpoints_free_the_chains_before_them(tmp_path: Path) -> None:
+    two_chains(tmp_path)
+    full(tmp_path, 8)
+    assert retain(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
+    assert len(folders(tmp_path)) == 1
+
+
+def test_nothing_to_do(tmp_path: Path) -> None:
+    two_chains(tmp_path)
+    assert retain(tmp_path, 7) == []
+    assert retain(tmp_path, 4) == [1, 2, 3]
+    assert retain(tmp_path, 3) == []
+
+
+def test_compaction_frees_what_lies_below(tmp_path: Path) -> None:
+    found = two_chains(tmp_path)
+    compacted = full(tmp_path, 6, replaces=found[6].digest)
+    assert retain(tmp_path, 2) == [1, 2, 3, 4, 5]
+    assert names(tmp_path) == {"000000000006.full.json", "000000000007.json"}
+    assert folders(tmp_path) == {compacted.folder.name, found[7].folder.name}
+    assert load(tmp_path, 7) == {0: row(6), 7: row(7)}
+
+
+def test_compacted_step_loses_its_own_manifest_although_it_is_kept(tmp_path: Path) -> None:
+    """Not more checkpoints than may be, but one has two manifests."""
+    found = two_chains(tmp_path)
+    compacted = full(tmp_path, 7, replaces=found[7].digest)
+    assert retain(tmp_path, 10) == []
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+    assert "000000000007.json" not in names(tmp_path)
+    assert folders(tmp_path) == {found[step].folder.name for step in range(1, 7)} | {compacted.folder.name}
+    assert load(tmp_path, 7) == {0: row(7)}
+
+
+def test_old_compacted_step_goes_with_both_manifests(tmp_path: Path) -> None:
+    found = two_chains(tmp_path)
+    full(tmp_path, 3, replaces=found[3].digest)
+    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert asyncckpt.list_steps(tmp_path) == [4, 5, 6, 7]
+    assert len(folders(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("damage", ["manifest is gone", "manifest is damaged", "rewritten", "data is gone", "short"])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_broken_chain_stops_everything(tmp_path: Path, damage: str, step: int) -> None:
+    """An older checkpoint may be the only one that loads."""
+    found = two_chains(tmp_path)
+    manifest, shard = found[step].manifest, next(found[step].folder.iterdir())
+    if damage == "manifest is gone":
+        manifest.unlink()
+    elif damage == "manifest is damaged":
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    elif damage == "rewritten":
+        manifest.unlink()
+        full(tmp_path, step)
+    elif damage == "data is gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-1])
+    before = names(tmp_path), folders(tmp_path)
+    with pytest.raises(CorruptError):
+        retain(tmp_path, 1)
+    assert (names(tmp_path), folders(tmp_path)) == before
+
+
+def test_no_delta_is_ever_without_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed behind any removal, with all or none of what was not yet synced done: every step listed can be loaded."""
+    found = two_chains(tmp_path)
+    full(tmp_path, 6, replaces=found[6].digest)
+    full(tmp_path, 8)
+    removals: list[str | None] = []
+    remove_file, sync = Directory.remove_file, Directory.sync
+
+    def note_removal(self: Directory, name: str) -> None:
+        removals.append(name)
+        remove_file(self, name)
+        for step in asyncckpt.list_steps(tmp_path):
+            load(tmp_path, step)
+
+    def note_sync(self: Directory) -> None:
+        removals.append(None)
+        sync(self)
+
+    monkeypatch.setattr(Directory, "remove_file", note_removal)
+    monkeypatch.setattr(Directory, "sync", note_sync)
+    assert retain(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
+    order = [name for name in removals if name is not None]
+    wanted = ["7", "6", "6.full", "5", "4", "3", "2", "1"]
+    assert order == [f"{name[0]:0>12}{name[1:]}.json" for name in wanted]
+    for at, name in enumerate(removals):
+        if name is not None and name.partition(".")[0] in {f"{step:012d}" for step in (7, 5, 3, 2)}:
+            assert removals[at + 1] is None, "a delta's removal is durable before its parents go"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_retention_leaves_what_loads(tmp_path: Path, seed: int) -> None:
+    choose = random.Random(seed)
+    found: dict[int, Written] = {}
+    expected: dict[int, object] = {}
+    for step in range(1, 25):
+        newest = found.get(step - 1)
+        if newest is None or choose.random() < 0.2:
+            found[step] = full(tmp_path, step)
+        else:
+            found[step] = delta(tmp_path, step, newest.chain)
+        expected[step] = load(tmp_path, step)
+        if choose.random() < 0.2:
+            old = choose.choice(asyncckpt.list_steps(tmp_path))
+            if found[old].head.kind == "delta" and found[old].manifest.exists():
+                rows = load(tmp_path, old)
+                if f"{old:012d}.full.json" not in names(tmp_path):
+                    write(tmp_path, old, {"user": layer_of(rows)}, replaces=found[old].digest)
+        if choose.random() < 0.3:
+            retain(tmp_path, choose.randrange(1, 6), choose.randrange(1, 25))
+            left = asyncckpt.list_steps(tmp_path)
+            assert step in left
+            for one in left:
+                assert load(tmp_path, one) == expected[one], (seed, step, one)
+    assert sweep_names(tmp_path) == []
+
+
+def sweep_names(root: Path, *keep: str) -> list[str]:
+    with CheckpointRoot.for_reading(root) as opened:
+        return sweep(opened, KnownHeads(opened), keep_attempts=keep)
+
+
+def test_sweep_knows_both_manifests_of_a_step(tmp_path: Path) -> None:
+    found = two_chains(tmp_path)
+    compacted = full(tmp_path, 3, replaces=found[3].digest)
+    stray = full(tmp_path / "elsewhere", 3)
+    target = tmp_path / "data" / stray.folder.name
+    stray.folder.rename(target)
+    assert sweep_names(tmp_path, stray.head.attempt) == []
+    assert sweep_names(tmp_path) == [stray.folder.name]
+    found[3].manifest.unlink()
+    assert sweep_names(tmp_path) == [found[3].folder.name]
+    assert compacted.folder.name in folders(tmp_path)
+    assert load(tmp_path, 3) == {0: row(3)}
+
+
+def test_sweep_does_nothing_where_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+    found = two_chains(tmp_path)
+    compacted = full(tmp_path, 3, replaces=found[3].digest)
+    compacted.manifest.write_bytes(b"{}")
+    assert sweep_names(tmp_path) == []
+    assert len(folders(tmp_path)) == 8

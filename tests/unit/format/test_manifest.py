@@ -1,0 +1,181 @@
+"""What the encoder writes, the decoder reads: heads, chains, tables of deltas, pads, encoded blocks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from asyncckpt.errors import CorruptError, IncompatibleError
+from asyncckpt.format.manifest import (
+    FEATURES,
+    FileFacts,
+    ManifestHead,
+    ParentFacts,
+    encode_manifest,
+    manifest_digest,
+    render_body,
+    written_digest,
+)
+from asyncckpt.format.names import (
+    compacted_manifest_name,
+    is_compacted_manifest,
+    manifest_name,
+    step_of_manifest,
+)
+from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
+from asyncckpt.model.table import Role
+
+OWNER = "manifest"
+STEP = 130
+HEADER_BYTES = 4096
+PARENTS = tuple(ParentFacts(step=step, attempt=f"{step:032x}", digest=f"{step + 7:032x}") for step in (125, 120, 100))
+
+
+def column(name: str, rows: int, **changes: Any) -> BlockSpec:
+    """A float32 column of two values a row; `id` is int64."""
+    is_id = name in ("id", REMOVED_COLUMN)
+    spec = BlockSpec(
+        name=f"user@{name}",
+        role={"id": Role.ID, REMOVED_COLUMN: Role.REMOVED}.get(name, Role.WEIGHT),
+        dtype="int64" if is_id else "float32",
+        stored_dtype="I64" if is_id else "F32",
+        stored_itemsize=8 if is_id else 4,
+        shape=(rows,) if is_id else (rows, 2),
+        stored_shape=(rows,) if is_id else (rows, 2),
+        table="user",
+        column=name,
+        slice_info="0@1@1",
+    )
+    return replace(spec, **changes)
+
+
+def pad(number: int, size: int) -> BlockSpec:
+    return BlockSpec(
+        name=f"#pad.{number}",
+        role=Role.PAD,
+        dtype="uint8",
+        stored_dtype="U8",
+        stored_itemsize=1,
+        shape=(size,),
+        stored_shape=(size,),
+    )
+
+
+def head_of(total: int, **changes: Any) -> ManifestHead:
+    path = f"data/{STEP:012d}-{'a' * 32}/r00000-000.safetensors"
+    file = FileFacts(path=path, rank=0, header_bytes=HEADER_BYTES, header_digest=bytes(16), bytes=total)
+    head = ManifestHead(
+        step=STEP,
+        kind="full",
+        parents=(),
+        attempt="a" * 32,
+        created="2026-01-01T00:00:00Z",
+        writer="test",
+        ranks_count=1,
+        files=(file,),
+        values=(),
+        metadata={"loss": {"float": "0x1p-1"}},
+    )
+    return replace(head, **changes)
+
+
+def placed(specs: list[BlockSpec]) -> tuple[list[PlacedBlock], int]:
+    blocks, at = [], HEADER_BYTES
+    for number, spec in enumerate(specs):
+        blocks.append(PlacedBlock(spec=spec, key=f"k{number}", file_index=0, offset=at))
+        at += spec.bytes
+    return blocks, at
+
+
+def encoded(specs: list[BlockSpec], tables: tuple[TableFacts, ...], **changes: Any) -> bytes:
+    blocks, total = placed(specs)
+    digests = np.arange(16 * len(specs), dtype=np.uint8).reshape(-1, 16)
+    body = render_body(tables, ("dict", (), ()), blocks)
+    return bytes(encode_manifest(head_of(total, **changes), body, digests))
+
+
+DELTA = {"kind": "delta", "parents": PARENTS}
+ENCODED = {
+    "encoding": ({"kind": "cast", "dtype": "bfloat16"}, {"kind": "zstd", "level": 3}),
+    "stored_dtype": "U8",
+    "stored_itemsize": 1,
+    "stored_shape": (11,),
+}
+TABLE = TableFacts(name="user", rows_count=3, shard=(0, 1))
+CHANGE = TableFacts(
+    name="user", rows_count=3, shard=(1, 4), whole=False, removed_count=2, filters=({"kind": "keep_rows", "kept": 3},)
+)
+
+
+@pytest.mark.parametrize(
+    ("specs", "table", "head", "features"),
+    [
+        ([column("id", 3), column("w", 3)], TABLE, {}, []),
+        ([column("id", 3), column("w", 3)], TABLE, {"replaces": "b" * 32}, ["compacted"]),
+        ([column("id", 3), column("w", 3), pad(0, 4095), pad(1, 0)], TABLE, {}, ["pad"]),
+        ([column("id", 3), column("w", 3, **ENCODED)], TABLE, {}, ["encoding"]),
+        ([column("id", 3), column("w", 3), column(REMOVED_COLUMN, 2)], CHANGE, DELTA, ["delta"]),
+        ([column("id", 3), column("w", 3)], TABLE, DELTA, ["delta"]),
+        ([column("id", 3), column("w", 3, **ENCODED), pad(0, 1)], TABLE, DELTA, ["delta", "encoding", "pad"]),
+    ],
+)
+def test_round_trip(specs: list[BlockSpec], table: TableFacts, head: dict[str, Any], features: list[str]) -> None:
+    raw = encoded(specs, (table,), **head)
+    blocks, total = placed(specs)
+    compacted = "replaces" in head
+    manifest = decode_manifest(raw, owner=OWNER, step=STEP, compacted=compacted)
+    assert manifest.head == head_of(total, **head)
+    assert decode_head(raw, owner=OWNER, step=STEP, compacted=compacted) == manifest.head
+    assert manifest.tables == (table,)
+    assert [block.placed for block in manifest.blocks] == blocks
+    assert manifest.digest == written_digest(raw) == manifest_digest(raw, owner=OWNER)
+    assert json.loads(raw)["requires"] == features
+
+
+def test_members_of_deltas_are_there_only_where_they_say_something() -> None:
+    document = json.loads(encoded([column("id", 3), column("w", 3)], (TABLE,)))
+    assert document["tables"] == [{"name": "user", "rows": 3, "shard": [0, 1]}]
+    assert "replaces" not in document
+    assert not {"encoding", "stored"} & set().union(*document["blocks"])
+    changed = json.loads(encoded([column("id", 3), column("w", 3), column(REMOVED_COLUMN, 2)], (CHANGE,), **DELTA))
+    filters = [{"kind": "keep_rows", "kept": 3}]
+    wanted = {"name": "user", "rows": 3, "shard": [1, 4], "whole": False, "removed": 2, "filters": filters}
+    assert changed["tables"] == [wanted]
+    assert changed["parents"][0] == {"step": 125, "attempt": f"{125:032x}", "digest": f"{132:032x}"}
+
+
+def test_name_tells_whether_a_manifest_is_compacted() -> None:
+    specs = [column("id", 3), column("w", 3)]
+    plain, compacted = encoded(specs, (TABLE,)), encoded(specs, (TABLE,), replaces="b" * 32)
+    with pytest.raises(CorruptError, match="names no manifest that it replaces"):
+        decode_head(plain, owner=OWNER, step=STEP, compacted=True)
+    with pytest.raises(CorruptError, match="its name does not"):
+        decode_manifest(compacted, owner=OWNER, step=STEP)
+
+
+def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
+    raw = encoded([column("id", 3)], (TABLE,)).replace(b'"requires":[]', b'"requires":["pad","x"]')
+    text = raw[: raw.rindex(b',"digest"')]
+    signed = text + b',"digest":"' + xxhash.xxh3_128_hexdigest(text).encode() + b'"}\n'
+    with pytest.raises(IncompatibleError, match=r"found \(1, 'pad', 'x'\).*compacted.*delta.*encoding.*pad"):
+        decode_head(signed, owner=OWNER, step=STEP)
+    assert {"delta", "compacted", "encoding", "pad"} == FEATURES
+
+
+def test_names_of_manifests() -> None:
+    assert manifest_name(120) == "000000000120.json"
+    assert compacted_manifest_name(120) == "000000000120.full.json"
+    for name in (manifest_name(120), compacted_manifest_name(120)):
+        assert step_of_manifest(name) == 120
+    assert is_compacted_manifest(compacted_manifest_name(120))
+    assert not is_compacted_manifest(manifest_name(120))
+    for name in ("000000000120.ful.json", "120.full.json", "000000000120.full", "000000000120.full.json.bak", ""):
+        assert step_of_manifest(name) is None
+        assert not is_compacted_manifest(name)

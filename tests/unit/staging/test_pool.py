@@ -1,0 +1,73 @@
+"""Which arena a save gets: one that it can bring up to date before all others, one of use to another save last."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncckpt.errors import DeadlineError
+from asyncckpt.model.arena_contents import ArenaContents
+from asyncckpt.staging.arena import Arena
+from asyncckpt.staging.pool import ArenaPool
+
+MIB = 1 << 20
+LAYOUT, OTHER = object(), object()
+
+
+def filled(pool: ArenaPool, bytes: int, layout: object) -> Arena:
+    """An arena that holds a snapshot."""
+    arena = pool.acquire(bytes, deadline_s=1, limit_bytes=1000 * MIB)
+    arena.contents = ArenaContents(layout=layout, tables={})
+    pool.release(arena)
+    return arena
+
+
+def take(pool: ArenaPool, bytes: int, layout: object = None, limit_bytes: int = 1000 * MIB) -> Arena:
+    return pool.acquire(bytes, deadline_s=0, limit_bytes=limit_bytes, layout=layout)
+
+
+def test_one_whose_contents_can_be_used_comes_first() -> None:
+    pool = ArenaPool()
+    first = filled(pool, 2 * MIB, LAYOUT)
+    second = filled(pool, 2 * MIB, OTHER)
+    assert second is not first
+    assert take(pool, MIB, LAYOUT) is first
+    assert first.contents is not None
+    assert take(pool, MIB, OTHER) is second
+
+
+def test_a_small_save_does_not_take_an_arena_of_use() -> None:
+    pool = ArenaPool()
+    first = filled(pool, 8 * MIB, LAYOUT)
+    small = take(pool, MIB)
+    assert small is not first
+    pool.release(small)
+    assert take(pool, MIB) is small
+    assert first.contents is not None
+
+
+def test_without_room_for_a_second_one_the_contents_go() -> None:
+    pool = ArenaPool()
+    first = filled(pool, 8 * MIB, LAYOUT)
+    assert take(pool, MIB, limit_bytes=8 * MIB) is first
+    assert first.contents is None
+
+
+def test_two_are_the_most() -> None:
+    pool = ArenaPool()
+    filled(pool, 2 * MIB, LAYOUT)
+    second = filled(pool, 2 * MIB, OTHER)
+    third = take(pool, MIB)
+    assert third.contents is None
+    assert take(pool, MIB) in (second, *pool._arenas)
+    with pytest.raises(DeadlineError):
+        take(pool, MIB)
+
+
+def test_contents_are_forgotten_with_their_layout() -> None:
+    pool = ArenaPool()
+    first = filled(pool, 2 * MIB, LAYOUT)
+    pool.forget(OTHER)
+    assert first.contents is not None
+    pool.forget(LAYOUT)
+    assert first.contents is None
+    assert take(pool, MIB, OTHER) is first
