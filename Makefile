@@ -14,6 +14,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+# Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
+PARALLEL = -n $(WORKERS) --dist worksteal
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
@@ -32,10 +34,10 @@ demo: $(READY) ## a training run, killed in the middle of a save and resumed; ab
 test: lint test-native test-suite test-twin ## all that must pass before a change goes in
 
 test-suite: $(READY) ## the suite on the compiled core
-	ASYNCCKPT_NATIVE=1 $(PYTEST) -n $(WORKERS) $(ARGS)
+	ASYNCCKPT_NATIVE=1 $(PYTEST) $(PARALLEL) $(ARGS)
 
-test-twin: $(READY) ## the suite on the portable twin
-	ASYNCCKPT_NATIVE=0 $(PYTEST) -n $(WORKERS) $(ARGS)
+test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
+	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not once' $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test program, under sanitizers
 	$(PYTEST) -m slow tests/unit/native $(ARGS)

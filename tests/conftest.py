@@ -3,6 +3,39 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
+ONCE = (
+    "adapters",
+    "bad_input/test_arbitrary_bytes.py",
+    "bad_input/test_case_table.py",
+    "bad_input/test_manifest.py",
+    "bad_input/test_values_and_names.py",
+    "bench",
+    "demo",
+    "docs",
+    "embcache",
+    "test_floors.py",
+    "testing/test_documented_suite.py",
+    "testing/test_tiny_marks.py",
+    "testing/test_tiny_tables.py",
+    "unit/cli",
+    "unit/format",
+    "unit/native",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs no second run on the twin."""
+    for item in items:
+        path = item.path.relative_to(TESTS)
+        if any(path.is_relative_to(once) for once in ONCE):
+            item.add_marker(pytest.mark.once)
+
 
 # A shell without job control starts background commands with SIGINT ignored, and children inherit that; the tests of
 # interrupts need Python's own handler. Children get the default again, for an exec resets what is handled.

@@ -14,6 +14,7 @@ from asyncckpt.model.table import Table
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import FilterFunction
 from asyncckpt.pipeline.row_filters import RowFilter
+from asyncckpt.plan.region_files import RegionFilesCache
 from asyncckpt.plan.regions import RegionCache
 from asyncckpt.plan.save_plan import PlanCache
 
@@ -35,6 +36,7 @@ class SaveTarget:
     heads: KnownHeads
     filters: tuple[RowFilter, ...] = ()
     regions: RegionCache = field(default_factory=RegionCache)
+    region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     chain: SaverChain = field(default_factory=SaverChain)
     parent_steps: list[int] = field(default_factory=list)
     in_doubt: list[IndeterminateError] = field(default_factory=list)

@@ -36,7 +36,7 @@ from asyncckpt.pipeline.filters import FilteredBlock
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.pipeline.row_prints import RowPrints
 from asyncckpt.plan.image import ImagePlan, plan_image
-from asyncckpt.plan.region_files import RegionFiles, plan_region_files
+from asyncckpt.plan.region_files import RegionFiles
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.export import export_tables
 from asyncckpt.shard.stream import stream_sources
@@ -92,7 +92,7 @@ def _drain(job: SaveJob, selections: Selections, folder: Directory, attempt: Att
     plan, staged = job.plan, job.staged
     files_count = len(plan.image.files) + len(plan.open.tables)
     parallel = job.target.options.parallel
-    regions = plan_region_files(staged.tables, parallel=parallel, rank=0, first_file=files_count)
+    regions = job.target.region_files.plan(staged.tables, parallel=parallel, rank=0, first_file=files_count)
     job.future.expect_bytes(plan.files_bytes + sum(file.bytes for file in regions.files))
     # Open tables first: until their rows are out, the old values of rows that change take memory.
     exported, late_digests = _export(job, folder, attempt)

@@ -52,14 +52,15 @@ def _table(fields: Fields, *, kind: str) -> TableFacts:
             f"{fields.owner}: {fields.where} is a change to a table where there is nothing to change",
             found={"kind": kind, "whole": whole, "removed": removed_count},
         )
-    filters = () if fields.absent("filters") else fields.objects("filters", count_max=TABLE_FILTERS_MAX)
+    if not fields.absent("filters"):
+        fields.objects("filters", count_max=TABLE_FILTERS_MAX)  # Each is an object; what it says is for people.
     return TableFacts(
         name=fields.text("name"),
         rows_count=fields.integer("rows"),
         shard=(shard[0], shard[1]),
         whole=whole,
         removed_count=removed_count,
-        filters=tuple(fields.items("filters", count_max=TABLE_FILTERS_MAX)) if filters else (),
+        filters=() if fields.absent("filters") else tuple(fields.items("filters", count_max=TABLE_FILTERS_MAX)),
     )
 
 

@@ -46,6 +46,22 @@ class RegionFiles:
         return sum(placed.spec.bytes for placed in self.blocks if placed.spec.role is not Role.PAD)
 
 
+class RegionFilesCache:
+    """Plans region files, and keeps the last ones as long as no table has got or lost rows."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._kept: RegionFiles | None = None
+
+    def plan(self, tables: Sequence[CapturedTable], *, parallel: int, rank: int, first_file: int) -> RegionFiles:
+        """The files of these tables."""
+        key = ([(table.region, table.schema, table.facts) for table in tables], parallel, rank, first_file)
+        if self._kept is None or key != self._key:
+            self._kept = plan_region_files(tables, parallel=parallel, rank=rank, first_file=first_file)
+            self._key = key
+        return self._kept
+
+
 def captured_specs(table: CapturedTable) -> list[BlockSpec]:
     """The columns of a captured table, whole, and its removed ids if there are any."""
     facts = table.facts

@@ -13,12 +13,15 @@ tables is remembered in `contents`, whether that snapshot was written or not: it
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum
 
 from asyncckpt.model.arena_contents import ArenaContents
 from asyncckpt.native import U8, core
 
 MAPPED_UNIT_BYTES = 2 << 20
+
+_fillings = itertools.count(1)
 
 
 class ArenaState(Enum):
@@ -34,6 +37,7 @@ class Arena:
         self.state = ArenaState.FREE
         self.is_being_prepared = False
         self.contents: ArenaContents | None = None
+        self.filled_at = 0
         self._memory = core.map_memory(MAPPED_UNIT_BYTES)
         self.touched_bytes = 0
         self.touches_count = 0
@@ -60,6 +64,7 @@ class Arena:
     def seal(self) -> None:
         """The image is complete and will be read from now on."""
         assert self.state is ArenaState.FILLING
+        self.filled_at = next(_fillings)
         self.state = ArenaState.DRAINING
 
     def close(self) -> None:

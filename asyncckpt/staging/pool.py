@@ -102,7 +102,7 @@ class ArenaPool:
         plain = [arena for arena in free if arena.contents is None]
         has_room = len(self._arenas) < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas)
         if usable:
-            arena = usable[0]
+            arena = max(usable, key=lambda item: item.filled_at)  # Least has been written since.
         elif plain:
             arena = _best(plain, bytes)
         elif has_room and (not free or may_add()):
