@@ -6,7 +6,7 @@ asyncckpt.Loader("ckpt", hashtables={"user": table}, tensors={"model": model, "o
 """
 
 from asyncckpt import filters
-from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, describe, list_steps, verify
+from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, TableInfo, describe, list_steps, verify
 from asyncckpt.compaction import compact
 from asyncckpt.engine.future import LoadFuture, SaveFuture
 from asyncckpt.engine.update import TableUpdate
@@ -108,6 +108,7 @@ __all__ = [
     "SparseSGD",
     "Table",
     "TableCut",
+    "TableInfo",
     "TableLoad",
     "TableSchema",
     "TableUpdate",

@@ -14,10 +14,8 @@ open until it is finished, so retention cannot take them away meanwhile.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,22 +24,20 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.engine.background import workers
 from asyncckpt.engine.cursor import CursorFile, SeenStep
 from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.loop_calls import acquire_save_lock, in_thread
 from asyncckpt.engine.update import HeldTables, OpenUpdate, TableUpdate, find_update, seen_step
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.format.names import STEP_MAX
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
-from asyncckpt.options import BUSY_DEADLINE_S
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
 from asyncckpt.storage.directory import check_path
 
 T = TypeVar("T")
-BUSY_POLL_S = 0.02  # How often a load looks whether another one, or a save, has ended.
 
 
 def follow(
@@ -223,7 +219,6 @@ class Update:
         tables = dict(named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables))
         state = named_state(tensors)
         progress = Progress()
-
         ticket = Ticket(kind="load", path=self._opened.path, step=self.step)
 
         def work() -> LoadReport:
@@ -234,7 +229,7 @@ class Update:
             finally:
                 save_lock.release(ticket)
 
-        await _acquire(ticket)
+        await acquire_save_lock(ticket)
         return await in_thread(work, on_cancel=progress.cancel, on_refused=lambda: save_lock.release(ticket))
 
     async def rows(self, table: str) -> dict[str, torch.Tensor]:
@@ -280,38 +275,3 @@ class Update:
     def __repr__(self) -> str:
         built = "" if self.previous is None else f" upon {self.previous}"
         return f"<Update: step {self.step}, {self.kind}{built}>"
-
-
-async def _acquire(ticket: Ticket) -> None:
-    """Take the save lock without blocking the loop. DeadlineError."""
-    until = time.monotonic() + BUSY_DEADLINE_S
-    while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
-        if time.monotonic() > until:
-            raise DeadlineError(f"saves and loads in flight did not end within {BUSY_DEADLINE_S} s")
-        await asyncio.sleep(BUSY_POLL_S)
-
-
-def _nothing() -> None:
-    pass
-
-
-async def in_thread(
-    function: Callable[[], T], *, on_cancel: Callable[[], None] = _nothing, on_refused: Callable[[], None] = _nothing
-) -> T:
-    """Run a function on a worker thread. Cancelled, tell it with on_cancel and wait for its end, which comes soon.
-
-    on_refused: called when no thread could be started for it.
-    """
-    try:
-        future: concurrent.futures.Future[T] = workers.submit(function)
-    except BaseException:
-        on_refused()
-        raise
-    waiter = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiter)
-    except asyncio.CancelledError:
-        on_cancel()
-        await asyncio.wait([waiter])
-        waiter.exception()  # Nobody else will ask.
-        raise

@@ -51,6 +51,8 @@ class Trainer:
     def step(self) -> None:
         for table, batches in zip(self._state.tables, self._batches, strict=True):
             rows = batches[self._index % BATCHES_COUNT]
+            if table.hashtable is not None:
+                table.hashtable.touch(rows)  # Row numbers held across saves: the table has to be told.
             table.adagrad.index_add_(0, rows, self._gradient_squared)
             denominator = table.adagrad.index_select(0, rows).sqrt_().add_(1e-8)
             update = torch.div(self._gradient, denominator, out=denominator)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from asyncckpt.commit.chain import read_chain
@@ -24,7 +25,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.fold import FoldedChain, fold_chain
 from asyncckpt.engine.running_compactions import running_compactions
 from asyncckpt.engine.save_job import WRITER, as_ours
-from asyncckpt.errors import ConflictError, IndeterminateError
+from asyncckpt.errors import ConflictError, IndeterminateError, SaveCancelledError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import encode_manifest, render_body
 from asyncckpt.format.names import Attempt
@@ -40,7 +41,12 @@ from asyncckpt.storage.directory import Directory
 
 
 def run_compaction(
-    root: CheckpointRoot, step: int | None = None, *, options: SaveOptions, progress: Progress
+    root: CheckpointRoot,
+    step: int | None = None,
+    *,
+    options: SaveOptions,
+    progress: Progress,
+    may_commit: Callable[[], bool] | None = None,
 ) -> SaveResult:
     """Compact a step (default: the newest) and return when that is durable. Needs no save lock.
 
@@ -49,6 +55,8 @@ def run_compaction(
     `options` the number of files and the durability are used. Raises NotFoundError, also when retention has removed the
     step meanwhile, CorruptError, IncompatibleError, UnsupportedError, ConflictError, IndeterminateError, IOFailedError,
     and SaveCancelledError after `progress.cancel()`.
+
+    may_commit: asked once, right before the commit; False: it was cancelled. Afterwards a cancel comes too late.
     """
     begun = time.perf_counter()
     step = newest_step(root) if step is None else step
@@ -58,7 +66,9 @@ def run_compaction(
         if chain.newest.head.kind == "full":
             return SaveResult(step=step, kind="full", path=root.path, skipped=True, seconds=time.perf_counter() - begun)
         try:
-            folded, bytes_written = _compact(root, chain, attempt, options=options, progress=progress)
+            folded, bytes_written = _compact(
+                root, chain, attempt, options=options, progress=progress, may_commit=may_commit
+            )
         except (OSError, MemoryError) as error:
             raise as_ours(error, step) from error
     return SaveResult(
@@ -72,15 +82,23 @@ def run_compaction(
 
 
 def _compact(
-    root: CheckpointRoot, chain: Chain, attempt: Attempt, *, options: SaveOptions, progress: Progress
+    root: CheckpointRoot,
+    chain: Chain,
+    attempt: Attempt,
+    *,
+    options: SaveOptions,
+    progress: Progress,
+    may_commit: Callable[[], bool] | None,
 ) -> tuple[FoldedChain, int]:
-    # Stored blocks are verified where they are read in full, whether all their rows are needed or not.
     with ChainReader(root.data, chain, threads=1, verify=True, progress=Progress()) as reader:
         folded = fold_chain(chain, reader, progress)
+        reader.verify = False  # From here blocks are read by windows, and their sources verify them.
         folder = begin_attempt(root, attempt)
         try:
             raw, files_bytes = _write(chain, folded, reader, folder, attempt, options=options, progress=progress)
             _check_still_there(root, chain, folder)
+            if progress.cancelled or (may_commit is not None and not may_commit()):
+                raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
             durable = options.durability == "fsync"
             threads = IdleEndingThreads("asyncckpt-compaction", 1)
             asyncio.run(publish(root, folder, attempt, raw, durable=durable, threads=threads, compacted=True))

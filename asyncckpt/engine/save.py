@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncckpt.commit.discover import committed_steps
+from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.future import FutureState, SaveFuture
@@ -17,7 +17,7 @@ from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, UsageError
-from asyncckpt.format.names import STEP_MAX, manifest_name
+from asyncckpt.format.names import STEP_MAX
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
@@ -172,7 +172,7 @@ def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
         step = max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
     if type(step) is not int or not 0 <= step <= STEP_MAX:
         raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
-    if step in others or target.root.manifests.exists(manifest_name(step)):
+    if step in others or is_committed(target.root, step):
         raise ConflictError(
             f"step {step} exists already in {str(path)!r}",
             hint="steps are never overwritten: save another step, or remove that checkpoint first",

@@ -209,9 +209,8 @@ def _go_on(job: SaveJob, state: FutureState) -> None:
 
 def _sweep(job: SaveJob, attempt: Attempt) -> None:
     """What cannot be swept is in nobody's way."""
-    running = (attempt.id, *running_compactions.attempts())
     try:
-        sweep(job.target.root, job.target.heads, keep_attempts=running)
+        sweep(job.target.root, job.target.heads, keep_attempts=running_compactions.beside(attempt))
     except CheckpointError as error:
         log_warning("leftovers in %s were kept: %s", job.target.root.path, error)
 

@@ -300,6 +300,8 @@ def test_a_cancelled_compaction_leaves_nothing(chain: Chain) -> None:
     progress.cancel()
     with CheckpointRoot.for_reading(chain.path) as root, pytest.raises(asyncckpt.SaveCancelledError):
         run_compaction(root, 4, options=SaveOptions(), progress=progress)
+    with CheckpointRoot.for_reading(chain.path) as root, pytest.raises(asyncckpt.SaveCancelledError):
+        run_compaction(root, 4, options=SaveOptions(), progress=Progress(), may_commit=lambda: False)
     assert files_of(chain.path) == before
 
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import asyncckpt
+import asyncckpt.engine.update
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.format.chain import Chain
 from tests.main_job.chains import ALWAYS_DELTAS, TrainingRun
 from tests.main_job.state import Gate, State
 
@@ -201,6 +204,68 @@ async def test_steps_that_are_gone_are_passed_over(tmp_path: Path) -> None:
                 run.save(step, "full")
             run.save(5)
             assert await serve(run, [4, 5], served, follower) == [False, True]
+
+
+async def test_a_step_that_goes_while_it_is_opened_is_passed_over(
+    run: TrainingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_chain = asyncckpt.engine.update.read_chain
+    read: list[int] = []
+
+    def read_and_lose(root: CheckpointRoot, step: int) -> Chain:
+        chain = read_chain(root, step)
+        read.append(step)
+        if len(read) == 1:
+            manifest(run.path, 1).unlink()
+            shutil.rmtree(run.path / "data" / f"{1:012d}-{chain.newest.head.attempt}")
+        return chain
+
+    monkeypatch.setattr(asyncckpt.engine.update, "read_chain", read_and_lose)
+    run.save(1)
+    run.save(2, "full")
+    async with follow(run) as follower:
+        assert (await anext(follower)).step == 2
+    assert read == [1, 2]
+
+
+async def test_a_chain_that_is_compacted_while_it_is_opened_is_read_again(
+    run: TrainingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_chain = asyncckpt.engine.update.read_chain
+    kinds: list[str] = []
+
+    def read_and_compact(root: CheckpointRoot, step: int) -> Chain:
+        chain = read_chain(root, step)
+        if step == 2 and "delta" not in kinds:
+            run.saver.compact(2).result(60)
+            shutil.rmtree(run.path / "data" / f"{1:012d}-{chain.manifests[1].head.attempt}")
+            manifest(run.path, 1).unlink()
+            manifest(run.path, 2).unlink()
+        kinds.append(chain.newest.head.kind)
+        return chain
+
+    monkeypatch.setattr(asyncckpt.engine.update, "read_chain", read_and_compact)
+    run.save(1)
+    served = State.empty()
+    async with follow(run) as follower:
+        await serve(run, [1], served, follower)
+        run.save(2)
+        await serve(run, [2], served, follower)
+    assert kinds == ["full", "delta", "full"]
+
+
+async def test_a_step_that_nobody_knows_is_nothing_to_build_upon(tmp_path: Path) -> None:
+    """The number of a step alone does not tell which checkpoint a server holds."""
+    path = tmp_path / "later"
+    async with asyncckpt.follow(path, after=1, poll_seconds=POLL_S) as follower:
+        waiting = next_of(follower)
+        while not follower._begun:
+            await asyncio.sleep(POLL_S)
+        with TrainingRun(path) as later:
+            await asyncio.to_thread(later.save, 1)
+            await asyncio.to_thread(later.save, 2)
+            update = await asyncio.wait_for(waiting, 60)
+            assert (update.step, update.kind, update.previous) == (2, "full", None)
 
 
 async def test_another_checkpoint_of_the_same_step_is_not_the_one_before(run: TrainingRun, tmp_path: Path) -> None:
