@@ -45,6 +45,7 @@ from asyncckpt.model.table import (
     TableCut,
     TableLoad,
     TableSchema,
+    TracksIds,
     TracksRows,
 )
 from asyncckpt.model.write_block import WriteBlock
@@ -112,6 +113,7 @@ __all__ = [
     "TableLoad",
     "TableSchema",
     "TableUpdate",
+    "TracksIds",
     "TracksRows",
     "Uniform",
     "UnsupportedError",

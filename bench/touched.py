@@ -141,6 +141,9 @@ class _Ours:
         last = self.results[-1]
         return {"bytes_written": last.bytes_written, "rows_copied": last.rows_copied, "rows_count": last.rows_count}
 
+    def tidy(self) -> None:
+        """Retention has done it."""
+
     def close(self) -> None:
         self._saver.close()
 
@@ -154,13 +157,13 @@ class _Floor(RawFloor):
         folder.mkdir()
         super().__init__(State(tables=(), dense=columns | dict(state.dense), bytes=state.bytes), folder)
         self.prepare()
-        self._newest: Path | None = None
 
     def save_async(self, step: int) -> Any:
-        if self._newest is not None:
-            (self._newest / "image").unlink()
         self._newest = Path(self._directory / str(step))
         return super().save_async(step)
+
+    def tidy(self) -> None:
+        (self._newest / "image").unlink()
 
     def facts(self) -> dict[str, int]:
         return {"bytes_written": self.bytes, "rows_copied": 0, "rows_count": 0}
@@ -186,6 +189,7 @@ def run_one(spec: TouchedSpec) -> dict[str, Any]:
             if number_of > 0:
                 touched = {"touched_rows": rows, "touched_bytes": rows * ROW_BYTES + DENSE_BYTES}
                 found.append({"share": share, "save": asdict(figures), **touched, **peer.facts()})
+            peer.tidy()
     peer.close()
     return {"way": spec.way, "state_bytes": state.bytes, "saves": found}
 

@@ -79,6 +79,11 @@ class TracksFixedRows:
         self._check_open("removed ids")
         return self._marks.removed_since(version)
 
+    def begun_since(self, version: CutVersion) -> I64 | None:
+        """Return no rows: ids never change. None when it is not known. Raises UsageError."""
+        self._check_open("begun rows")
+        return None if self._marks.touched_since(version) is None else np.empty(0, dtype=np.int64)
+
     def start_tracking(self, marks: FixedMarks) -> None:
         """End an epoch of the marks by this cut."""
         self._marks = marks

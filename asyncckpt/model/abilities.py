@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-from asyncckpt.model.table import OpenCut, OverlaidCut, TableCut, TracksRows
+from asyncckpt.model.table import OpenCut, OverlaidCut, TableCut, TracksIds, TracksRows
 
 _offers: dict[tuple[type, type], bool] = {}
 
@@ -14,6 +14,11 @@ _offers: dict[tuple[type, type], bool] = {}
 def tracks_rows(cut: TableCut) -> TypeGuard[TracksRows]:
     """Whether the table knows which rows were written since an earlier cut."""
     return _offers_all(cut, TracksRows)
+
+
+def tracks_ids(cut: TableCut) -> TypeGuard[TracksIds]:
+    """Whether the table also knows which rows were given to another id."""
+    return _offers_all(cut, TracksIds)
 
 
 def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:

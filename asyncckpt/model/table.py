@@ -118,6 +118,15 @@ class TracksRows(TableCut, Protocol):
 
 
 @runtime_checkable
+class TracksIds(TracksRows, Protocol):
+    """A TracksRows that also knows whose id has changed: of most touched rows it has not."""
+
+    def begun_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+        """The rows given to an id since that cut, ascending int64 [n]; some may be free again. None: not known."""
+        ...
+
+
+@runtime_checkable
 class OverlaidCut(TableCut, Protocol):
     """A cut of a table with a cache level over its storage. A cached row wins over the storage's."""
 

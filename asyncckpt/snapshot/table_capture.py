@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.model.abilities import is_overlaid, tracks_rows
+from asyncckpt.model.abilities import is_overlaid, tracks_ids, tracks_rows
 from asyncckpt.model.arena_contents import TableContents
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces
@@ -64,14 +64,19 @@ class TableCapture:
         self.version: CutVersion | None = cut.version if tracks_rows(cut) else None
         self.places: RowPlaces | None = None
         self._rows: I64 | None = chosen.rows  # Storage rows to copy by index; None: no such choice, all of them.
+        self._id_rows: I64 | None = chosen.rows  # The same of the ids, of which fewer change.
         self._plain: set[str] = set()  # Columns that are copied plainly.
         if chosen.is_whole:
             self.places = RowPlaces.of(cut.runs, cut.rows_count, None if held is None else held.places)
-            self._rows = _to_refresh(item, self.places, held)
-            share = 1.0 if self._rows is None else len(self._rows) / max(1, cut.rows_count)
-            self._plain = {
-                name for name, column in region.columns.items() if share > refresh_share_max(column.row_bytes)
-            }
+            self._rows, self._id_rows = _to_refresh(item, self.places, held)
+            self._plain = {name for name, column in region.columns.items() if self._is_plain(name, column.row_bytes)}
+
+    def _is_plain(self, name: str, row_bytes: int) -> bool:
+        rows = self._rows_of(name)
+        return rows is None or len(rows) > refresh_share_max(row_bytes) * self._item.cut.rows_count
+
+    def _rows_of(self, name: str) -> I64 | None:
+        return self._id_rows if name == ID_COLUMN else self._rows
 
     @property
     def name(self) -> str:
@@ -124,15 +129,20 @@ class TableCapture:
         if plain:
             assert self.places is not None
             self._copy(plain, self.places.tails, self.places.holes)
-        if by_index:
-            assert self._rows is not None
-            self._copy(by_index, self._rows, self._targets(self._rows))
+        if self._id_rows is not self._rows and ID_COLUMN in by_index:
+            self._copy_by_index({ID_COLUMN: by_index.pop(ID_COLUMN)}, self._id_rows)
+        self._copy_by_index(by_index, self._rows)
         if is_overlaid(cut):
             self._lay_over(cut, plain, None)
             self._lay_over(cut, by_index, self._rows)
         if self._region.removed is not None:
             at = self._region.removed.offset
             self._image[at : at + self._chosen.removed.nbytes] = self._chosen.removed.view(np.uint8)
+
+    def _copy_by_index(self, columns: Mapping[str, torch.Tensor], rows: I64 | None) -> None:
+        if columns:
+            assert rows is not None
+            self._copy(columns, rows, self._targets(rows))
 
     def _targets(self, rows: I64) -> I64 | None:
         """Where storage rows go; None: one behind the other."""
@@ -172,14 +182,19 @@ class TableCapture:
         core.copy_rows(np.array(columns, dtype=np.uint64).reshape(-1, 3), rows, places)
 
 
-def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -> I64 | None:
-    """The storage rows that differ from the snapshot held, ascending; None: copy all."""
+def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -> tuple[I64 | None, I64 | None]:
+    """The storage rows that differ from the snapshot held, and those whose id does, ascending; None: copy all."""
     cut = item.cut
     touched = cut.touched_since(held.version) if held is not None and tracks_rows(cut) else None
     if held is None or touched is None:
-        return None
+        return None, None
     moved = places.moved_since(held.places)
-    return touched if not len(moved) else np.union1d(touched, moved)
+    rows = np.union1d(touched, moved) if len(moved) else touched
+    begun = cut.begun_since(held.version) if tracks_ids(cut) else None
+    if begun is None:
+        return rows, rows
+    begun = begun[_among(begun, touched)]  # Others are free again.
+    return rows, np.union1d(begun, moved) if len(moved) else begun
 
 
 def _among(rows: I64, wanted: I64) -> NDArray[np.bool_]:

@@ -68,6 +68,12 @@ class HashTableCut:
         self._check_held("removed ids")
         return self._store.marks.removed_since(version)
 
+    def begun_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+        """Return the rows given to an id since a cut, ascending int64 [n]; None when it is not known. Raises
+        UsageError."""
+        self._check_held("begun rows")
+        return self._store.marks.begun_since(version)
+
     def column(self, name: str) -> torch.Tensor:
         """Return the live storage of a column; `id` is a view of the id map on the CPU. Raises UsageError."""
         self._check_held(f"column {name!r}")

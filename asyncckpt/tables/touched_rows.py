@@ -10,8 +10,8 @@ Epochs are counted without end, a mark is one byte: the epoch minus an offset.
     2 .. 255  written in epoch offset + mark
 
 When the epochs have gone through all bytes, the older half of the marks becomes 1, the others go down, and versions of
-that time are not known any more. Removed ids are logged beside the marks (removed_ids.py): their rows may have gone to
-other ids.
+that time are not known any more. Removed ids are logged beside the marks (epoch_log.py), for their rows may have gone
+to other ids; and so are rows that were given to an id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion
 from asyncckpt.native import core
-from asyncckpt.tables.removed_ids import RemovedIds
+from asyncckpt.tables.epoch_log import EpochLog
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -35,6 +35,8 @@ STEP_DOWN = (LAST - FIRST + 1) // 2
 PART_ROWS = 1 << 18
 # The log of removed ids may hold as many as there are rows in use, and always this many.
 REMOVED_IDS_MAX = 1_000_000
+# The log of rows given to an id may hold so many. More of them are copied with all touched rows.
+BEGUN_ROWS_MAX = 1 << 18
 
 _sources = itertools.count(1)
 
@@ -53,7 +55,8 @@ class TouchedRows:
         self._offset = self._epoch - FIRST
         # The oldest cut that can be asked about; cuts are numbered by the epochs that they end.
         self._known_from = self._epoch
-        self._removed = RemovedIds()
+        self._removed = EpochLog()
+        self._begun = EpochLog()
 
     # -- writes --------------------------------------------------------------------------------------------------------
 
@@ -71,6 +74,7 @@ class TouchedRows:
     def begin_rows(self, rows: I64, *, rows_end: int) -> None:
         """Mark rows that were free until now; rows_end is one more than the last row in use."""
         self._rows_end = max(self._rows_end, rows_end)
+        self._begun.add(rows, epoch=self._epoch, count_max=BEGUN_ROWS_MAX)
         self.mark(rows)
 
     def remove(self, rows: I64, ids: I64, *, used_count: int) -> None:
@@ -88,6 +92,7 @@ class TouchedRows:
         """Take note that any row may have been written or removed: no cut so far can be asked about any more."""
         self._known_from = self._epoch
         self._removed.forget_all(epoch=self._epoch)
+        self._begun.forget_all(epoch=self._epoch)
 
     def grow(self, capacity: int) -> None:
         """Make room for rows up to a capacity; marks stay."""
@@ -113,6 +118,10 @@ class TouchedRows:
     def removed_since(self, version: CutVersion) -> I64 | None:
         """Return the distinct ids removed since a cut, ascending int64 [n]; None when that is not known."""
         return self._removed.since(version.number) if self._knows(version) else None
+
+    def begun_since(self, version: CutVersion) -> I64 | None:
+        """Return the rows given to an id since a cut, ascending int64 [n], some free again; None when not known."""
+        return self._begun.since(version.number) if self._knows(version) else None
 
     def _knows(self, version: CutVersion) -> bool:
         return version.source == self._source and self._known_from <= version.number < self._epoch

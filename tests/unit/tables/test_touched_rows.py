@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion
-from asyncckpt.tables import removed_ids, touched_rows
+from asyncckpt.tables import epoch_log, touched_rows
 from asyncckpt.tables.touched_rows import LAST, STEP_DOWN, TouchedRows
 
 ROWS = 60
@@ -194,4 +194,30 @@ def test_the_log_of_removed_ids_may_be_as_long_as_there_are_rows(monkeypatch: py
     marks.end_epoch()
     marks.remove(array([0]), array([77]), used_count=1)
     assert removed(marks, version) is None
-    assert removed_ids.FIRST_ROOM > 10
+    assert epoch_log.FIRST_ROOM > 10
+
+
+def test_rows_that_begin_are_told_apart_from_others() -> None:
+    marks = TouchedRows(100)
+    first = marks.end_epoch()
+    marks.begin_rows(np.arange(10), rows_end=10)
+    second = marks.end_epoch()
+    marks.mark(np.array([3, 4]))
+    marks.begin_rows(np.array([10, 11]), rows_end=12)
+    for version, expected in ((second, [10, 11]), (first, list(range(12)))):
+        begun = marks.begun_since(version)
+        assert begun is not None
+        assert begun.tolist() == expected
+    marks.lose_all()
+    assert marks.begun_since(second) is None
+
+
+def test_too_many_rows_that_begin_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touched_rows, "BEGUN_ROWS_MAX", 5)
+    marks = TouchedRows(100)
+    version = marks.end_epoch()
+    marks.begin_rows(np.arange(10), rows_end=10)
+    assert marks.begun_since(version) is None
+    touched = marks.touched_since(version)
+    assert touched is not None
+    assert len(touched) == 10

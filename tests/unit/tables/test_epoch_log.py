@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncckpt.tables.removed_ids import RemovedIds
+from asyncckpt.tables.epoch_log import EpochLog
 
 
-def log_of(*epochs: tuple[int, list[int]], count_max: int = 1000) -> RemovedIds:
-    log = RemovedIds()
+def log_of(*epochs: tuple[int, list[int]], count_max: int = 1000) -> EpochLog:
+    log = EpochLog()
     for epoch, ids in epochs:
         log.add(np.array(ids, dtype=np.int64), epoch=epoch, count_max=count_max)
     return log
 
 
-def since(log: RemovedIds, epoch: int) -> list[int] | None:
+def since(log: EpochLog, epoch: int) -> list[int] | None:
     found = log.since(epoch)
     assert found is None or found.dtype == np.int64
     return None if found is None else found.tolist()
@@ -56,7 +56,7 @@ def test_forgotten() -> None:
 def test_against_a_list(seed: int) -> None:
     """Through many doublings and drops; whatever the log still knows is right, and it knows what fits."""
     random = np.random.default_rng(seed)
-    log, all_of, count_max = RemovedIds(), [], 3000
+    log, all_of, count_max = EpochLog(), [], 3000
     for epoch in range(1, 120):
         for _ in range(int(random.integers(0, 4))):
             ids = random.integers(-500, 500, size=int(random.integers(0, 200)))
@@ -68,3 +68,16 @@ def test_against_a_list(seed: int) -> None:
             assert since(log, asked) in (None, sorted(set(later)))
             if len(later) <= count_max and asked:
                 assert since(log, asked) is not None
+
+
+def test_more_numbers_than_it_may_hold_are_not_kept() -> None:
+    log = EpochLog()
+    log.add(np.arange(3), epoch=1, count_max=10)
+    log.add(np.arange(1000), epoch=2, count_max=10)
+    assert len(log) == 0
+    assert log.since(0) is None
+    assert log.since(1) is None
+    log.add(np.array([5, 4]), epoch=3, count_max=10)
+    found = log.since(2)
+    assert found is not None
+    assert found.tolist() == [4, 5]

@@ -1,7 +1,7 @@
-"""The ids that a table lost, by the epoch in which it lost them: what a delta has to take out of its parents.
+"""Numbers by the epoch in which something happened to them: ids that a table lost, rows that were given to an id.
 
-The log is bounded. When it would grow beyond, the oldest epochs are dropped, and what was removed since a cut before
-them is not known any more.
+The log is bounded. When it would grow beyond, the oldest epochs are dropped, and what happened since a cut before them
+is not known any more.
 """
 
 from __future__ import annotations
@@ -16,59 +16,62 @@ I64 = NDArray[np.int64]
 FIRST_ROOM = 1024
 
 
-class RemovedIds:
-    """A log of removed ids, int64, in the order of their removal. Callers hold the table's lock.
+class EpochLog:
+    """A log of int64 numbers in the order in which they came. Callers hold the table's lock.
 
-    Epochs are ascending. `add` may be called often with few ids: they all lie in one array that doubles.
+    Epochs are ascending. `add` may be called often with few numbers: they all lie in one array that doubles.
     """
 
     def __init__(self) -> None:
-        # Removals up to the end of this epoch are not known.
+        # What happened up to the end of this epoch is not known.
         self._known_from = 0
         self._start_anew()
 
     def __len__(self) -> int:
         return self._end - self._begin
 
-    def add(self, ids: I64, *, epoch: int, count_max: int) -> None:
-        """Log ids that were removed in an epoch, then drop oldest epochs until at most count_max ids are left."""
-        if not ids.size:
+    def add(self, numbers: I64, *, epoch: int, count_max: int) -> None:
+        """Log numbers of an epoch, then drop oldest epochs until at most count_max of them are left."""
+        if not numbers.size:
             return
-        self._make_room(ids.size)
+        if numbers.size > count_max:
+            self.forget_all(epoch=epoch)
+            return
+        self._make_room(numbers.size)
         if not self._epochs or self._epochs[-1] != epoch:
             self._epochs.append(epoch)
             self._begins.append(self._end)
-        self._ids[self._end : self._end + ids.size] = ids
-        self._end += ids.size
+        self._numbers[self._end : self._end + numbers.size] = numbers
+        self._end += numbers.size
         self._drop_oldest(count_max)
 
     def since(self, epoch: int) -> I64 | None:
-        """Return the distinct ids removed after the end of an epoch, ascending; None when that is not known."""
+        """Return the distinct numbers logged after the end of an epoch, ascending; None when that is not known."""
         if epoch < self._known_from:
             return None
         later = bisect_right(self._epochs, epoch)
         begin = self._begins[later] if later < len(self._begins) else self._end
-        return np.unique(self._ids[begin : self._end])
+        return np.unique(self._numbers[begin : self._end])
 
     def forget_all(self, *, epoch: int) -> None:
-        """Drop everything; what is removed after the end of epoch will be known again."""
+        """Drop everything; what happens after the end of epoch will be known again."""
         self._known_from = epoch
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._ids: I64 = np.empty(FIRST_ROOM, dtype=np.int64)
+        self._numbers: I64 = np.empty(FIRST_ROOM, dtype=np.int64)
         self._begin = self._end = 0
         # Epoch i of the log begins at place begins[i] of the array.
         self._epochs: list[int] = []
         self._begins: list[int] = []
 
     def _make_room(self, more: int) -> None:
-        if self._end + more <= len(self._ids):
+        if self._end + more <= len(self._numbers):
             return
-        held = self._ids[self._begin : self._end]
-        # Not zeroed: pages that no id has reached yet cost nothing.
-        self._ids = np.empty(max(FIRST_ROOM, 2 * (held.size + more)), dtype=np.int64)
-        self._ids[: held.size] = held
+        held = self._numbers[self._begin : self._end]
+        # Not zeroed: pages that no number has reached yet cost nothing.
+        self._numbers = np.empty(max(FIRST_ROOM, 2 * (held.size + more)), dtype=np.int64)
+        self._numbers[: held.size] = held
         self._begins = [begin - self._begin for begin in self._begins]
         self._begin, self._end = 0, held.size
 
