@@ -22,7 +22,13 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     def work() -> None:
         try:
             future.enter(FutureState.WRITING)
-            result = run_compaction(target.root, chosen, options=target.options, progress=future.native_progress)
+            result = run_compaction(
+                target.root,
+                chosen,
+                options=target.options,
+                progress=future.native_progress,
+                may_commit=lambda: future.enter(FutureState.COMMITTING),
+            )
         except BaseException as error:
             if isinstance(error, IndeterminateError):
                 target.in_doubt.append(error)

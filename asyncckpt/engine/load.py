@@ -107,16 +107,16 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
     with ChainReader(request.root.data, chain, threads=request.threads, verify=check, progress=progress) as reader:
         if request.verify == "before":
             verify(request.root, step, progress=progress)
-        rebuilt, rows = _fill(plan, reader, clear=not request.merge)
+        rebuilt, rows = fill(plan, reader, clear=not request.merge)
         bytes_read = reader.bytes_read
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
-    _give_state_dicts(plan, chain.newest, contents, rebuilt)
+    give_state_dicts(plan, chain.newest, contents, rebuilt)
     if is_verified:
         mark_verified(request.root, step)
     return LoadReport(
         step=step,
         path=request.root.path,
-        values=_values(targets, contents),
+        values=values_of(targets, contents),
         metadata=metadata,
         loaded=plan.info,
         missing=plan.missing,
@@ -127,7 +127,8 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
     )
 
 
-def _fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
+def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Fill all targets of a plan, and end the loads of its tables; returns new tensors, and rows loaded per table."""
     opened = OpenLoads()
     try:
         with torch.no_grad():
@@ -142,7 +143,7 @@ def _fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[tor
     return rebuilt, opened.rows
 
 
-def _give_state_dicts(plan: LoadPlan, manifest: Manifest, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
+def give_state_dicts(plan: LoadPlan, manifest: Manifest, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
     """Call load_state_dict of every object; modules get their own tensors back, others new ones."""
     new = iter(rebuilt)
     by_source = {load.source.path: next(new) for load in plan.dense if load.target is None}
@@ -191,7 +192,8 @@ def _stored_state(
     return rebuild(node, iter(leaf_tensors), iter(values))
 
 
-def _values(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
+def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
+    """The plain values of a checkpoint by dotted name, but those inside of objects."""
     inside = [item.path for item in targets.rebuilt]
     paths = [path for path in contents.values if not any(path[: len(outer)] == outer for outer in inside)]
     names = unique_names(path_name(path) for path in paths)

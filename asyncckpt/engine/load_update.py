@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from asyncckpt.engine.load import _fill, _give_state_dicts, _values, metadata_of
+from asyncckpt.engine.load import fill, give_state_dicts, metadata_of, values_of
 from asyncckpt.errors import CheckpointError, IncompatibleError
 from asyncckpt.format.chain import Chain
 from asyncckpt.model.result import LoadReport
@@ -67,17 +67,17 @@ def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
     whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in request.changes))
     changed = [_change(item, request.changes[item.name]) for item in plan.tables if item.name in request.changes]
     removed = read_removed([item.sources[0][0] for item in changed], reader)
-    rebuilt, rows = _fill(whole, reader, clear=True)
+    rebuilt, rows = fill(whole, reader, clear=True)
     for item, ids in zip(changed, removed, strict=True):
         _remove(item, ids)
     # What only removes ids has no rows to load, and perhaps no columns.
     over = [item for item in changed if any(layer.rows_count for layer in item.sources[0][0].layers)]
-    _, rows_over = _fill(_tables_only(plan, over), reader, clear=False)
-    _give_state_dicts(plan, request.chain.newest, request.contents, rebuilt)
+    _, rows_over = fill(_tables_only(plan, over), reader, clear=False)
+    give_state_dicts(plan, request.chain.newest, request.contents, rebuilt)
     return LoadReport(
         step=request.chain.step,
         path=request.path,
-        values=_values(targets, request.contents),
+        values=values_of(targets, request.contents),
         metadata=metadata_of(request.chain.newest),
         loaded=plan.info,
         missing=plan.missing,

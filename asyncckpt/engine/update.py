@@ -206,7 +206,7 @@ class OpenUpdate:
         if self._reader is None:
             with CheckpointRoot.for_reading(self.path) as root:
                 self._reader = self._open(root)
-        self._reader._progress = progress or Progress()
+        self._reader.progress = progress or Progress()
         try:
             yield self._reader
         except BaseException:

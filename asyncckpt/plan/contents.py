@@ -121,7 +121,7 @@ def contents_of(chain: Chain) -> Contents:
 
 
 def _tables(chain: Chain) -> dict[str, StoredTable]:
-    """Every table of the newest manifest, with its layers down to one that is whole or to a parent without it."""
+    """Every table of the newest manifest, with its layers down to one that is whole."""
     layers: dict[str, list[StoredLayer]] = defaultdict(list)
     ended: set[str] = set()
     for depth, (manifest, first) in enumerate(_numbered(chain)):
@@ -132,7 +132,12 @@ def _tables(chain: Chain) -> dict[str, StoredTable]:
             layers[table.name].append(found[table.name])
             if table.whole:
                 ended.add(table.name)
-        ended |= layers.keys() - found.keys()
+        for name in layers.keys() - found.keys() - ended:
+            steps = " -> ".join(map(str, chain.steps))
+            raise CorruptError(
+                f"table {name!r} of step {chain.step} cannot be put together: step {manifest.step}, which it builds "
+                f"upon, does not have it; chain {steps} (full)"
+            )
     tables = {name: StoredTable(name=name, layers=tuple(stack)) for name, stack in layers.items()}
     for stored in tables.values():
         _check_layers(stored, chain)

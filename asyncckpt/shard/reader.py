@@ -43,7 +43,7 @@ class ChainReader:
         self._chain = chain
         self._threads = threads
         self.verify = verify
-        self._progress = progress
+        self.progress = progress
         self._queue: list[BlockRead] = []
         self.bytes_read = 0
         self._checked: set[int] = set()
@@ -88,7 +88,7 @@ class ChainReader:
         step = self._chain.step
         try:
             digests = core.read(
-                items, fds, direct=direct, digests=self.verify, threads=self._threads, progress=self._progress
+                items, fds, direct=direct, digests=self.verify, threads=self._threads, progress=self.progress
             )
         except ShortFile as error:
             raise CorruptError(f"a shard file of step {step} ended while it was read: {error}") from error

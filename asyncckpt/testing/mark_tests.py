@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncckpt.model.table import CutVersion, Table, TableCut, TableSchema, TracksRows
+from asyncckpt.model.table import CutVersion, Table, TableCut, TableSchema, TracksIds, TracksRows
 from asyncckpt.testing.case import STEPS, TableCase, shuffled, skip
 from asyncckpt.testing.cuts import cut_rows, run_rows
 
@@ -44,6 +44,13 @@ class Remembered:
         _, now, then = np.intersect1d(self.rows, since.rows, assume_unique=True, return_indices=True)
         differ = (self.contents[now] != since.contents[then]).any(axis=1)
         return np.union1d(self.rows[now[differ]], np.setdiff1d(self.rows, since.rows))
+
+
+    def begun_rows(self, since: Remembered) -> I64:
+        """The rows of the storage that hold another id than at an earlier cut, or did not hold any then."""
+        _, now, then = np.intersect1d(self.rows, since.rows, assume_unique=True, return_indices=True)
+        others = self.rows[now[self.ids[now] != since.ids[then]]]
+        return np.union1d(others, np.setdiff1d(self.rows, since.rows))
 
 
 class MarkTests(TableCase):
@@ -153,6 +160,9 @@ class MarkTests(TableCase):
                     _check_touched(touched, now, since, what=what)
                 if removed is not None:
                     _check_removed(removed, now, since, what=what)
+                begun = cut.begun_since(since.version) if isinstance(cut, TracksIds) else None
+                if begun is not None:
+                    _check_begun(begun, now, since, what=what)
             own = cut.touched_since(cut.version)
             assert own is None or not own.size, "rows were written after the cut that is being made"
         return now
@@ -181,6 +191,14 @@ def _check_touched(touched: I64, now: Remembered, since: Remembered, *, what: st
     assert not outside.size, f"touched rows are not of the cut {what}: {outside[:5].tolist()}"
     missed = np.setdiff1d(now.changed_rows(since), touched)
     assert not missed.size, f"{missed.size} rows changed and are not among the touched {what}: {missed[:5].tolist()}"
+
+
+def _check_begun(begun: I64, now: Remembered, since: Remembered, *, what: str) -> None:
+    assert begun.dtype == np.int64
+    assert begun.ndim == 1
+    assert bool((np.diff(begun) > 0).all()), f"begun rows are not ascending and distinct {what}"
+    missed = np.setdiff1d(now.begun_rows(since), begun)
+    assert not missed.size, f"{missed.size} rows have another id and are not told {what}: {missed[:5].tolist()}"
 
 
 def _check_removed(removed: I64, now: Remembered, since: Remembered, *, what: str) -> None:

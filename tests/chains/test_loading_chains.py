@@ -96,14 +96,23 @@ def test_merge_adds_the_rows_of_a_chain(tmp_path: Path) -> None:
 
 
 def test_tables_that_come_and_go(tmp_path: Path) -> None:
-    """A table ends where a parent has none; one that is only in a parent is not in the checkpoint."""
+    """A new table is whole; one that is only in a parent is not in the checkpoint."""
     full = write(tmp_path, 1, {"user": layer_of({1: row(1)}), "gone": layer_of({1: row(1)})})
     without = write(tmp_path, 2, {"gone": layer_of({2: row(2)})}, parents=full.chain)
-    write(tmp_path, 3, {"user": layer_of({3: row(3)})}, parents=without.chain)
+    write(tmp_path, 3, {"user": layer_of({3: row(3)}, whole=True)}, parents=without.chain)
     assert load(tmp_path, 3) == {3: row(3)}
     assert list(asyncckpt.describe(tmp_path, 3).tables) == ["user"]
     with pytest.raises(asyncckpt.IncompatibleError, match="'gone' is missing"):
         asyncckpt.Loader(tmp_path, {"gone": new_table("gone")}).load()
+
+
+def test_a_table_builds_upon_one_that_is_there(tmp_path: Path) -> None:
+    """Rows of the step below may be missing: they must not be guessed, nor passed over."""
+    full = write(tmp_path, 1, {"user": layer_of({1: row(1)}), "gone": layer_of({1: row(1)})})
+    without = write(tmp_path, 2, {"gone": layer_of({2: row(2)})}, parents=full.chain)
+    write(tmp_path, 3, {"user": layer_of({3: row(3)})}, parents=without.chain)
+    with pytest.raises(asyncckpt.CorruptError, match=r"table 'user' of step 3 .* step 2, .*; chain 3 -> 2 -> 1 \(full\)"):
+        load(tmp_path, 3)
 
 
 def test_whole_layer_ends_a_table(tmp_path: Path) -> None:
