@@ -34,8 +34,8 @@ class DeltaPolicy:
     seconds_max       age of the full one; None: no bound
     """
 
-    deltas_max: int = 10
-    bytes_share_max: float = 0.5
+    deltas_max: int = 20
+    bytes_share_max: float = 1.0
     seconds_max: float | None = None
 
     def __post_init__(self) -> None:

@@ -89,9 +89,7 @@ class ArenaPool:
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
             return arena
 
-    def _take(
-        self, bytes: int, *, layout: object = None, may_add: Callable[[], bool] = lambda: False
-    ) -> Arena | None:
+    def _take(self, bytes: int, *, layout: object = None, may_add: Callable[[], bool] = lambda: False) -> Arena | None:
         """Under the lock: a free arena, the smallest that suffices, else the largest, else a new one.
 
         One whose contents the save can use comes first, one with contents of use to others last: rather than that, a

@@ -45,7 +45,6 @@ class Remembered:
         differ = (self.contents[now] != since.contents[then]).any(axis=1)
         return np.union1d(self.rows[now[differ]], np.setdiff1d(self.rows, since.rows))
 
-
     def begun_rows(self, since: Remembered) -> I64:
         """The rows of the storage that hold another id than at an earlier cut, or did not hold any then."""
         _, now, then = np.intersect1d(self.rows, since.rows, assume_unique=True, return_indices=True)

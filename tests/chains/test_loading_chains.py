@@ -111,7 +111,9 @@ def test_a_table_builds_upon_one_that_is_there(tmp_path: Path) -> None:
     full = write(tmp_path, 1, {"user": layer_of({1: row(1)}), "gone": layer_of({1: row(1)})})
     without = write(tmp_path, 2, {"gone": layer_of({2: row(2)})}, parents=full.chain)
     write(tmp_path, 3, {"user": layer_of({3: row(3)})}, parents=without.chain)
-    with pytest.raises(asyncckpt.CorruptError, match=r"table 'user' of step 3 .* step 2, .*; chain 3 -> 2 -> 1 \(full\)"):
+    with pytest.raises(
+        asyncckpt.CorruptError, match=r"table 'user' of step 3 .* step 2, .*; chain 3 -> 2 -> 1 \(full\)"
+    ):
         load(tmp_path, 3)
 
 

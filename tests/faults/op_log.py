@@ -72,7 +72,10 @@ def read_log(path: Path) -> list[Operation]:
     return operations
 
 
-def begin_of_disturbed(log: Sequence[Operation], base_count: int) -> int:
-    """The log line behind the last acknowledgement of a base of that many acts."""
+def begin_of_disturbed(log: Sequence[Operation], *, base_count: int, from_commit: bool) -> int:
+    """The log line behind the last acknowledgement of a base of that many acts; or the publication after it."""
     marks = [index for index, operation in enumerate(log) if operation.kind is Kind.MARK]
-    return marks[base_count - 1] + 1 if base_count else 0
+    begin = marks[base_count - 1] + 1 if base_count else 0
+    if from_commit:
+        return next(index for index in range(begin, len(log)) if log[index].kind is Kind.RENAME)
+    return begin

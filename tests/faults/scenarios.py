@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from op_log import Operation, begin_of_disturbed
 from sample_state import SampleState
 
 from asyncckpt import DeltaPolicy, Saver, SaveResult, WriteBlock
@@ -47,6 +48,7 @@ class Scenario:
     base: tuple[tuple[Act, int], ...] = ()
     staged: bool = True
     filtered: bool = False
+    from_commit: bool = False
     keep_latest: int | None = None
     before: tuple[int, ...] = (1,)
     leftovers: bool = False
@@ -57,6 +59,10 @@ class Scenario:
     def standing(self) -> set[int]:
         """The steps that are there when what is disturbed begins."""
         return {*self.before, *(step for _, step in self.base)}
+
+    def begin_of_disturbed(self, log: Sequence[Operation]) -> int:
+        """The log line with which what is disturbed begins."""
+        return begin_of_disturbed(log, base_count=len(self.base), from_commit=self.from_commit)
 
     @property
     def has_deltas(self) -> bool:
@@ -121,13 +127,21 @@ SCENARIOS = {
         Scenario("left-open", left_open=True),
         Scenario("delta", "delta", base=(("full", 3), ("delta", 4))),
         # Retention takes a whole chain, and leaves one.
-        Scenario("retention-chain", "delta", base=(("full", 2), ("delta", 3), ("full", 4)), keep_latest=2, before=()),
+        Scenario(
+            "retention-chain",
+            "delta",
+            base=(("full", 2), ("delta", 3), ("full", 4)),
+            from_commit=True,
+            keep_latest=2,
+            before=(),
+        ),
         Scenario("compaction", "compact", base=(("full", 3), ("delta", 4), ("delta", 5)), before=()),
         # A compacted checkpoint stands for the end of the chain that stays; what it was made of goes.
         Scenario(
             "retention-compacted",
             "delta",
             base=(("full", 3), ("delta", 4), ("compact", 4)),
+            from_commit=True,
             keep_latest=1,
             before=(),
         ),

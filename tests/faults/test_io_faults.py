@@ -39,10 +39,7 @@ TELLING_FAULTS = [
     Fault(Action.SHORT, at=0, sticky=ALL),
 ]
 # Every run of these makes a chain first. They differ from the others in what they rely on, not in how they write.
-CHAIN_FAULTS = [
-    Fault(Action.FAIL, at=0, error=errno.EIO),
-    Fault(Action.FAIL, at=0, error=errno.ENOSPC, sticky=STICKY_KINDS[errno.ENOSPC]),
-]
+CHAIN_FAULTS = [Fault(Action.FAIL, at=0, error=errno.EIO)]
 FULLY_DISTURBED = "async"
 OTHERS = [name for name in SCENARIOS if name != FULLY_DISTURBED]
 # The twin makes the same operations from Python; these are the ways in which it can write.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from child_runs import check_after_crashes, check_after_random_kills, save_for_ever, save_once
 from fork_lanes import ForkLanes, Lane
-from op_log import Operation, begin_of_disturbed, read_log
+from op_log import Operation, read_log
 from scenarios import SCENARIOS, Scenario
 from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
 from templates import Templates
@@ -57,7 +57,7 @@ def kill_at_every_operation(
     lanes.run(lambda lane: lane.messages(save_once, scenario, trial, template, NOTHING))
     # Nothing on disk changes at a read, so a kill there is the same as one at the operation before.
     log = read_log(Path(f"{trial}.log"))
-    disturbed = log[begin_of_disturbed(log, len(scenario.base)) :]
+    disturbed = log[scenario.begin_of_disturbed(log) :]
     operations = [operation for operation in disturbed if operation.kind not in (Kind.READ, Kind.MARK)]
     before = [(operation, Action.KILL_BEFORE) for operation in operations]
     if scenario.base:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from child_runs import CHECKPOINT, check_disks, save_again, save_and_resolve, save_once
 from fork_lanes import ForkLanes, Lane
-from op_log import Operation, begin_of_disturbed, read_log
+from op_log import Operation, read_log
 from scenarios import AFTER_STEP, NEW_STEP, SCENARIOS, Scenario
 from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
 from templates import Templates
@@ -45,7 +45,7 @@ def disks_after(
 ) -> Iterator[CutDisk]:
     """Every different disk that a power cut may leave after operations of these kinds, from log line `begin` on."""
     generator = random.Random(SEED)
-    begin = max(begin, begin_of_disturbed(log, len(scenario.base)))
+    begin = max(begin, scenario.begin_of_disturbed(log))
     disk = WeakDisk(watched, template)
     acknowledged = max(scenario.before, default=None)
     seen = set()
@@ -124,7 +124,7 @@ def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_check
     scenario = SCENARIOS[name]
     template = templates.of(scenario)
     log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    disturbed = log[begin_of_disturbed(log, len(scenario.base)) :]
+    disturbed = log[scenario.begin_of_disturbed(log) :]
     kills = [o for o in disturbed if o.kind in CHANGING_KINDS and o.kind is not Kind.SYNC and not is_in_attempt(o)]
     works = [
         (str(kill), partial(killed_and_saved_again, scenario, kill, template, next(run_folders))) for kill in kills
@@ -147,7 +147,7 @@ def killed_and_saved_again(
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("name", ["first", "retention", "compaction"])
+@pytest.mark.parametrize("name", ["first", "retention", pytest.param("compaction", marks=pytest.mark.slow)])
 def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:
@@ -156,7 +156,7 @@ def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     scenario = SCENARIOS[name]
     template = templates.of(scenario)
     log, _ = logged_save(scenario, NOTHING, lanes, template, next(run_folders))
-    disturbed = log[begin_of_disturbed(log, len(scenario.base)) :]
+    disturbed = log[scenario.begin_of_disturbed(log) :]
     syncs = [operation for operation in disturbed if operation.kind is Kind.SYNC]
     works = [
         (str(sync), partial(failed_and_saved_again, scenario, sync, template, next(run_folders))) for sync in syncs
