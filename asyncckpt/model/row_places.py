@@ -14,6 +14,8 @@ import numpy as np
 
 from asyncckpt.model.row_runs import I64, gaps, rows_of
 
+NO_ROWS: I64 = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
@@ -26,6 +28,8 @@ class RowPlaces:
     @staticmethod
     def of(runs: I64, rows_count: int, previous: RowPlaces | None = None) -> RowPlaces:
         """Place the rows of runs. With previous, tails that can stay where they stood do so."""
+        if len(runs) == 1 and int(runs[0, 0]) == 0:
+            return RowPlaces(rows_count, NO_ROWS, NO_ROWS)
         holes = rows_of(gaps(runs[runs[:, 0] < rows_count], rows_count))
         tails = rows_of(np.maximum(runs[runs[:, 1] > rows_count], rows_count))
         assert len(holes) == len(tails)
@@ -54,6 +58,8 @@ class RowPlaces:
         """Rows that may stand elsewhere than they stood, or not have been there; rows in [0, rows_count) that are new
         are not among them: they were written, which marks tell.
         """
+        if not len(self.tails) and not len(previous.tails):
+            return NO_ROWS
         at = np.minimum(np.searchsorted(previous.holes, self.holes), max(0, len(previous.holes) - 1))
         is_fresh = np.ones(len(self.holes), dtype=np.bool_)
         if len(previous.holes):

@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "libasyncckpt.so"
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
@@ -89,6 +89,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_memory_resize": (c_int32, [c_void_p, c_uint64, c_uint64, POINTER(c_void_p), _ERROR]),
     "ac_memory_touch": (c_int32, [c_void_p, c_uint64, c_uint64, c_uint32, _ERROR]),
     "ac_memory_unmap": (c_int32, [c_void_p, c_uint64, _ERROR]),
+    "ac_memory_advise_huge": (None, [c_void_p, c_uint64]),
     "ac_digest": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint32, _ERROR]),
     "ac_digester_new": (c_void_p, []),
     "ac_digester_update": (None, [c_void_p, c_void_p, c_uint64]),

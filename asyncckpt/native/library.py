@@ -122,6 +122,9 @@ class NativeCore:
             raise ValueError(f"cannot map {bytes} bytes")
         return NativeMemory(self._library, bytes)
 
+    def advise_huge(self, address: int, bytes: int) -> None:
+        self._library.ac_memory_advise_huge(address, bytes)
+
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
         check_table(spans, columns_count=2, name="spans")
         digests, error = _empty_digests(len(spans)), AcError()

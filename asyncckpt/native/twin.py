@@ -171,6 +171,9 @@ class TwinCore:
     def map_memory(self, bytes: int) -> Memory:
         return TwinMemory(bytes)
 
+    def advise_huge(self, address: int, bytes: int) -> None:
+        """Nothing: it is a wish."""
+
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
         return self._digests(spans, Progress())
 

@@ -51,7 +51,8 @@ class EpochLog:
             return None
         later = bisect_right(self._epochs, epoch)
         begin = self._begins[later] if later < len(self._begins) else self._end
-        return np.unique(self._numbers[begin : self._end])
+        found = self._numbers[begin : self._end]
+        return np.unique(found) if len(found) else found.copy()
 
     def forget_all(self, *, epoch: int) -> None:
         """Drop everything; what happens after the end of epoch will be known again."""

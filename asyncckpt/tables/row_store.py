@@ -250,7 +250,11 @@ def new_column(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.devi
     torch.inference_mode() makes the table grow: the optimizer could not update that later.
     """
     with torch.inference_mode(mode=False):
-        return torch.empty(shape, dtype=dtype, device=device)
+        column = torch.empty(shape, dtype=dtype, device=device)
+    if column.is_cpu:
+        # Rows are read and written at random: with small pages most of that is looking up where the page is.
+        core.advise_huge(column.data_ptr(), column.nbytes)
+    return column
 
 
 def _first_mentions(ids: I64) -> I64:

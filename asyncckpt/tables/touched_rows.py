@@ -38,6 +38,9 @@ REMOVED_IDS_MAX = 1_000_000
 # The log of rows given to an id may hold so many. More of them are copied with all touched rows.
 BEGUN_ROWS_MAX = 1 << 18
 
+# Marks of so many rows lie in huge pages: a cut reads all of them.
+HUGE_ROWS_MIN = 1 << 18
+
 _sources = itertools.count(1)
 
 
@@ -49,7 +52,7 @@ class TouchedRows:
 
     def __init__(self, capacity: int) -> None:
         self._source = next(_sources)
-        self._marks: U8 = np.zeros(capacity, dtype=np.uint8)
+        self._marks = _no_marks(capacity)
         self._rows_end = 0
         self._epoch = 1
         self._offset = self._epoch - FIRST
@@ -98,7 +101,7 @@ class TouchedRows:
         """Make room for rows up to a capacity; marks stay."""
         if capacity > len(self._marks):
             # Zeroed by the system when a page is reached, which copying all of the old marks would do at once.
-            marks: U8 = np.zeros(capacity, dtype=np.uint8)
+            marks = _no_marks(capacity)
             marks[: self._rows_end] = self._marks[: self._rows_end]
             self._marks = marks
 
@@ -145,3 +148,11 @@ class TouchedRows:
             part *= used
         self._offset = offset
         self._known_from = max(self._known_from, offset + OLD)
+
+
+def _no_marks(capacity: int) -> U8:
+    """Zeros, which the system makes when a page is reached."""
+    if capacity < HUGE_ROWS_MIN:
+        return np.zeros(capacity, dtype=np.uint8)
+    # The array keeps the memory that it looks at.
+    return core.map_memory(capacity).view()[:capacity]

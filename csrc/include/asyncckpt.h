@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 2u
+#define AC_ABI_VERSION 3u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -71,6 +71,8 @@ AC_API int32_t ac_memory_resize(void* base, uint64_t old_bytes, uint64_t new_byt
 /* Fault in [begin, end) on `threads` threads (0 = all cores), so that later stores find their pages. */
 AC_API int32_t ac_memory_touch(void* base, uint64_t begin, uint64_t end, uint32_t threads, ac_error* error);
 AC_API int32_t ac_memory_unmap(void* base, uint64_t bytes, ac_error* error);
+/* Ask for huge pages in memory of any origin that was not touched yet; a wish, which a system may refuse. */
+AC_API void ac_memory_advise_huge(void* data, uint64_t bytes);
 
 /* ---- digest ------------------------------------------------------------------------------------------------------
  * The digest of n bytes: XXH3-128 (canonical, big-endian, seed 0) of each leaf of AC_LEAF_BYTES (the last one shorter;

@@ -86,6 +86,14 @@ int32_t ac_memory_touch(void* base, uint64_t begin, uint64_t end, uint32_t threa
   });
 }
 
+void ac_memory_advise_huge(void* data, uint64_t bytes) {
+  using namespace asyncckpt;
+  // Only huge pages that lie wholly inside: what is beside may belong to others.
+  const uint64_t begin = round_up(reinterpret_cast<uintptr_t>(data), huge_page_bytes);
+  const uint64_t end = round_down(reinterpret_cast<uintptr_t>(data) + bytes, huge_page_bytes);
+  if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 int32_t ac_memory_unmap(void* base, uint64_t bytes, ac_error* error) {
   using namespace asyncckpt;
   return at_border(error, [&] {

@@ -109,3 +109,11 @@ def test_forked_child_does_not_inherit_it(native: Core) -> None:
         os._exit(int(mapped))
     assert os.waitpid(child, 0)[1] == 0
     memory.view()[:] = 1
+
+
+@pytest.mark.parametrize("count", [0, 1, UNIT, 3 * UNIT + 5, 20 * UNIT])
+def test_memory_of_any_origin_may_wish_for_huge_pages(core: Core, count: int) -> None:
+    data = np.empty(count, dtype=np.uint8)
+    core.advise_huge(data.ctypes.data, data.nbytes)
+    data[:] = 7
+    assert data.sum(dtype=np.int64) == 7 * count
