@@ -16,6 +16,7 @@ from tests.deltas.trained_state import Contents, ZipfTraining, differences, load
 SAVES_COUNT = 20
 STEPS_PER_SAVE = 20
 SEED = 20261121
+POLICY = asyncckpt.DeltaPolicy(deltas_max=10)  # So that there are two chains.
 
 
 def check(path: Path, expected: dict[int, Contents]) -> None:
@@ -26,9 +27,7 @@ def check(path: Path, expected: dict[int, Contents]) -> None:
 def save_all(path: Path, training: ZipfTraining) -> tuple[dict[int, Contents], list[asyncckpt.SaveResult]]:
     """Train and save, going on with training while each save is written."""
     expected, results = {}, []
-    with asyncckpt.Saver(
-        path=path, hashtables=training.tower.tables, tensors=training.state(), deltas=asyncckpt.DeltaPolicy()
-    ) as saver:
+    with asyncckpt.Saver(path=path, hashtables=training.tower.tables, tensors=training.state(), deltas=POLICY) as saver:
         for number in range(1, SAVES_COUNT + 1):
             training.train(STEPS_PER_SAVE)
             step = number * STEPS_PER_SAVE
