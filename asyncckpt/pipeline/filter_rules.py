@@ -25,7 +25,7 @@ from asyncckpt.model.block import EncodingStep
 from asyncckpt.model.table import Role, TableSchema
 
 # All columns of some rows of a table, by name, each [n, *row_shape]: which of the rows to keep, bool [n].
-Predicate = Callable[[dict[str, torch.Tensor]], Any]
+Predicate = Callable[[Mapping[str, torch.Tensor]], Any]
 
 _RANKS = {"cast": 0, "quantize": 0, "skip_zero_rows": 1, "zstd": 2}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,10 +68,32 @@ def _rows(column: StagedColumn, kept: I64 | None, begin: int, end: int) -> torch
     return gather(column.rows, kept[begin:end], window_rows=column.window_rows)
 
 
+class _Copies(Mapping[str, torch.Tensor]):
+    """Columns by name, each copied when it is first asked for.
+
+    A predicate that writes to its rows must reach neither the checkpoint nor the arena, which later saves build upon.
+    """
+
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        self._rows = rows
+        self._copied: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._copied:
+            self._copied[name] = self._rows[name].clone()
+        return self._copied[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 def _ask(rule: KeepRows, table: str, rows: dict[str, torch.Tensor], count: int) -> BOOL:
     owner = f"filter {rule} of table {table!r}"
     try:
-        answer = rule.predicate(dict(rows))
+        answer = rule.predicate(_Copies(rows))
     except BaseException as error:  # On a thread of ours, sys.exit() in a predicate is no exit but an error too.
         raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
     if isinstance(answer, torch.Tensor):

@@ -38,9 +38,6 @@ REMOVED_IDS_MAX = 1_000_000
 # The log of rows given to an id may hold so many. More of them are copied with all touched rows.
 BEGUN_ROWS_MAX = 1 << 18
 
-# Marks of so many rows lie in huge pages: a cut reads all of them.
-HUGE_ROWS_MIN = 1 << 18
-
 _sources = itertools.count(1)
 
 
@@ -152,7 +149,7 @@ class TouchedRows:
 
 def _no_marks(capacity: int) -> U8:
     """Zeros, which the system makes when a page is reached."""
-    if capacity < HUGE_ROWS_MIN:
-        return np.zeros(capacity, dtype=np.uint8)
-    # The array keeps the memory that it looks at.
-    return core.map_memory(capacity).view()[:capacity]
+    marks: U8 = np.zeros(capacity, dtype=np.uint8)
+    # A cut reads all of them. Not memory of the core's own: forked children, which may look ids up, do not have that.
+    core.advise_huge(marks.ctypes.data, marks.nbytes)
+    return marks

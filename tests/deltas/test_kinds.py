@@ -288,3 +288,20 @@ def test_saver_compacts_beside_training(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="step is wrong"):
             saver.compact(-1)
     assert loaded(tmp_path, 5) == content(table)
+
+
+def test_a_predicate_that_writes_to_its_rows_changes_nothing(tmp_path: Path) -> None:
+    """Neither this checkpoint nor a later one, which takes unwritten rows from the arena."""
+
+    def scribble(columns: Any) -> torch.Tensor:
+        columns["embedding"].fill_(-9.0)
+        columns["sum"].numpy()[:] = -9.0
+        return columns["id"] >= 0
+
+    table = filled_table()
+    rules = [asyncckpt.filters.keep_rows("user", scribble)]
+    with Saver(path=tmp_path, hashtables={"user": table}, filters=rules) as saver:
+        for step in (1, 2):
+            write(table, torch.tensor([step]), float(step))
+            assert save(saver, step).rows_copied == (ROWS if step == 1 else 1)
+            assert loaded(tmp_path, step) == content(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -302,3 +303,18 @@ def test_eval_marks_nothing(table: HashTable | MultiLevelTable) -> None:
     version = version_of(table)
     module(batch(1, 2, 99))
     assert touched(table, version) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_may_look_ids_up() -> None:
+    """As workers of a data loader do: memory that children do not get would end them by a signal."""
+    table = HashTable("user", 2, capacity=1 << 22)
+    table.lookup(torch.arange(100))
+    child = os.fork()
+    if child == 0:
+        try:
+            table.lookup(torch.arange(50, 150))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
