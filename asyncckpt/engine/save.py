@@ -85,20 +85,23 @@ def _begin(
 ) -> SaveJob:
     options = target.options
     cut = Cut.begin(target.state(), target.tables)
+    tree = cut.flat.tree
+    snapshot: Staged | None = None
     try:
         choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.audit)
         stage = choose_stage(target, cut, choice) if staged else StageChoice(target.plans.plan(cut.flat, cut.tables))
         values, versions = cut.values(), cut.versions()
         if stage.fallback is not None:
             warn_of_fallback(stage.fallback, stacklevel=5)
-        snapshot = _capture(target, stage, choice, cut) if staged and stage.fallback is None else None
+        if staged and stage.fallback is None:
+            snapshot = _capture(target, stage, choice, cut)
+            cut.fence()
     except BaseException:
+        if snapshot is not None:
+            pool.release(snapshot.arena)
         cut.fence()
         cut.end(ok=False)
         raise
-    tree = cut.flat.tree
-    if snapshot is not None:
-        cut.fence()
     if choice.base is not None:
         target.parent_steps.append(choice.base.parent.step)
     future = SaveFuture(step=step, path=target.root.path, what=f"save of step {step}")

@@ -305,3 +305,24 @@ def test_a_predicate_that_writes_to_its_rows_changes_nothing(tmp_path: Path) -> 
             write(table, torch.tensor([step]), float(step))
             assert save(saver, step).rows_copied == (ROWS if step == 1 else 1)
             assert loaded(tmp_path, step) == content(table)
+
+
+def test_a_fence_that_raises_keeps_no_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, busy_deadline=5.0) as saver:
+        save(saver, 1)
+        with monkeypatch.context() as broken:
+            from asyncckpt.tables.cut import HashTableCut
+
+            plain = HashTableCut.fence
+
+            def fence(self: HashTableCut) -> None:
+                plain(self)
+                raise RuntimeError("no fence")
+
+            broken.setattr(HashTableCut, "fence", fence)
+            for step in (2, 3, 4):  # More than there are arenas.
+                with pytest.raises(RuntimeError, match="no fence"):
+                    saver.save_async(step)
+        assert save(saver, 5).kind == "full"
+    assert loaded(tmp_path, 5) == content(table)
