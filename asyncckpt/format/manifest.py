@@ -2,6 +2,9 @@
 
     {"format": "asyncckpt", "version": 1, ..., "blocks": [...], "digest": "<xxh3-128 of every byte before this member>"}
 
+Of several ranks, files, values, tables, tree and blocks are rank 0's part of the checkpoint, and "others" are those of
+the other ranks. Every rank renders its own part; whoever commits puts the texts together without looking into them.
+
 Encoding 10,000 blocks for every save would hold the GIL for tens of milliseconds, so the part that stays the same from
 save to save (tables, tree, blocks) is rendered once per plan, with holes for the digests.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,7 +39,9 @@ DELTA = "delta"
 COMPACTED = "compacted"
 ENCODING = "encoding"
 PAD = "pad"
-FEATURES = frozenset({DELTA, COMPACTED, ENCODING, PAD})
+RANKS = "ranks"
+BOXES = "boxes"
+FEATURES = frozenset({DELTA, COMPACTED, ENCODING, PAD, RANKS, BOXES})
 
 _HOLE = b"-" * 32
 _DIGEST_MARK = b',"digest":"'
@@ -81,6 +87,8 @@ class ManifestHead:
 
     kind      "full" or "delta"
     parents   of a delta: its complete chain, newest first, down to a full checkpoint; else empty
+    files     of all ranks, in their order
+    values    the plain values of rank 0
     replaces  of a compacted checkpoint: the digest of the manifest that it stands for
     """
 
@@ -99,8 +107,23 @@ class ManifestHead:
     @property
     def features(self) -> frozenset[str]:
         """What the head asks of a reader."""
-        uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None}
+        uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None, RANKS: self.ranks_count > 1}
         return frozenset(name for name, used in uses.items() if used)
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has contributed: its tables, its state's tree and plain values, and the blocks that it has written.
+
+    A leaf of the tree without a block was written by another rank, if not left out. `leaf` of a block numbers the
+    leaves of this tree, file_index the files of all ranks.
+    """
+
+    rank: int
+    tables: tuple[TableFacts, ...]
+    tree: Node
+    values: tuple[Json, ...]
+    blocks: tuple[BlockFacts, ...]
 
 
 @dataclass(frozen=True)
@@ -108,14 +131,27 @@ class Manifest:
     """A decoded manifest; `version` and `requires` have been checked. `digest` is its own, in hexadecimal."""
 
     head: ManifestHead
-    tables: tuple[TableFacts, ...]
-    tree: Node
-    blocks: tuple[BlockFacts, ...]
+    parts: tuple[RankPart, ...]
     digest: str
 
     @property
     def step(self) -> int:
         return self.head.step
+
+    @property
+    def tree(self) -> Node:
+        """The state's tree of rank 0."""
+        return self.parts[0].tree
+
+    @cached_property
+    def tables(self) -> tuple[TableFacts, ...]:
+        """The tables of all ranks: one that is spread is there once for every rank that holds some of it."""
+        return tuple(table for part in self.parts for table in part.tables)
+
+    @cached_property
+    def blocks(self) -> tuple[BlockFacts, ...]:
+        """The blocks of all ranks. Its place here numbers a block."""
+        return tuple(block for part in self.parts for block in part.blocks)
 
     @property
     def bytes_total(self) -> int:
@@ -183,18 +219,46 @@ def features_of(blocks: Iterable[PlacedBlock]) -> frozenset[str]:
             features.add(ENCODING)
         if placed.spec.role is Role.PAD:
             features.add(PAD)
+        if placed.spec.is_box:
+            features.add(BOXES)
     return frozenset(features)
 
 
-def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8]) -> bytearray:
+@dataclass(frozen=True)
+class PartText:
+    """The part of a rank other than 0 as it stands in the manifest, and what it asks of a reader."""
+
+    text: bytes | bytearray
+    features: frozenset[str]
+
+
+def encode_part(
+    files: Sequence[FileFacts], values: Sequence[Json], body: BodyTemplate, digests: NDArray[np.uint8]
+) -> PartText:
+    """Render the part of a rank other than 0; digests (uint8 [blocks, 16]) go into the holes of the body."""
+    begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
+    text = bytearray().join((begin, body.text, b"}"))
+    _fill_holes(text, body, digests, first_byte=len(begin))
+    return PartText(text=text, features=body.features)
+
+
+def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:
+    array = np.frombuffer(text, dtype=np.uint8)
+    array[(body.holes + first_byte)[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
+
+
+def encode_manifest(
+    head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8], others: Sequence[PartText] = ()
+) -> bytearray:
     """The bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
 
-    All in one buffer: for thousands of blocks it is megabytes, and fresh memory is slow.
+    others: the parts of ranks 1, 2, ... of a checkpoint of several; head.files are those of rank 0 then. All in one
+    buffer: for thousands of blocks it is megabytes, and fresh memory is slow.
     """
     opening: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "requires": sorted(head.features | body.features),
+        "requires": sorted(head.features.union(body.features, *(part.features for part in others))),
         "writer": head.writer,
         "created": head.created,
         "step": head.step,
@@ -212,13 +276,16 @@ def encode_manifest(head: ManifestHead, body: BodyTemplate, digests: NDArray[np.
         opening["replaces"] = head.replaces
     assert (head.kind == "delta") == bool(head.parents)
     assert len(head.parents) <= CHAIN_STEPS_MAX
+    assert head.ranks_count == 1 + len(others)
     begin = dumps(opening)[:-1] + b","
-    raw = bytearray().join((begin, body.text, _DIGEST_MARK, bytes(32), b'"}\n'))
-    text = np.frombuffer(raw, dtype=np.uint8)
-    text[(body.holes + len(begin))[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
-    end = len(begin) + len(body.text)
+    listed: list[bytes | bytearray] = []
+    for part in others:
+        listed += [b"," if listed else b',"others":[', part.text]
+    raw = bytearray().join((begin, body.text, *listed, b"]" if listed else b"", _DIGEST_MARK, bytes(32), b'"}\n'))
+    _fill_holes(raw, body, digests, first_byte=len(begin))
+    end = len(raw) - len(_DIGEST_MARK) - 32 - 3
     digest = xxhash.xxh3_128_hexdigest(memoryview(raw)[:end]).encode("ascii")
-    text[-35:-3] = np.frombuffer(digest, dtype=np.uint8)
+    raw[-35:-3] = digest
     return raw
 
 
@@ -281,6 +348,8 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
         parts.append(f',"encoding":{_json_text([dict(step) for step in spec.encoding])},"stored":{_json_text(stored)}')
     if spec.whole_shape is not None:
         parts.append(f',"row_begin":{spec.row_begin},"whole_shape":{list(spec.whole_shape)}'.replace(" ", ""))
+        if any(spec.column_begins):
+            parts.append(f',"column_begins":{list(spec.column_begins)}'.replace(" ", ""))
     if filtered:
         parts.append(',"filtered":true')
     parts.append(f',"file":{placed.file_index},"offset":{placed.offset},"bytes":{spec.bytes}')

@@ -62,6 +62,12 @@ def shard_name(*, rank: int, index: int) -> str:
     return f"r{rank:05d}-{index:03d}.safetensors"
 
 
+def rank_of_shard(name: str) -> int | None:
+    """The rank that wrote a shard file; None for a foreign file."""
+    match = _SHARD.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
 def step_of_manifest(name: str) -> int | None:
     """The step of a manifest's file name, compacted or not; None for a foreign file."""
     match = _MANIFEST.fullmatch(name)

@@ -18,8 +18,11 @@ ENCODING_STEPS_MAX = 16
 _PAD_NAME = re.compile(r"#pad\.[0-9]+")
 
 
-def read_block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
-    """One element of `blocks`; CorruptError naming block or field."""
+def read_block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -> BlockFacts:
+    """One element of `blocks`; CorruptError naming block or field.
+
+    files: of the part that the block belongs to; the first of them is the file of number first_file among all.
+    """
     name = fields.text("name")
     size = fields.integer("bytes")
     shape = fields.integers("shape", count_max=DIMENSIONS_MAX)
@@ -27,6 +30,7 @@ def read_block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
     itemsize = 1 if dtype is None else dtype.itemsize
     row_begin = fields.optional_integer("row_begin")
     whole = None if row_begin is None else fields.integers("whole_shape", count_max=DIMENSIONS_MAX)
+    column_begins = _column_begins(fields, shape, whole)
     if max(_elements_count(shape), _elements_count(whole or ())) * itemsize > I64_MAX:
         raise CorruptError(f"{fields.owner}: block {name!r} has a shape of impossible size", found=whole or shape)
     file_index = fields.integer("file", at_most=len(files) - 1)
@@ -45,6 +49,7 @@ def read_block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
         leaf=fields.optional_integer("leaf"),
         row_begin=row_begin or 0,
         whole_shape=whole,
+        column_begins=column_begins,
         slice_info=fields.optional_text("slice") or " ",
         encoding=encoding,
     )
@@ -57,8 +62,18 @@ def read_block(fields: Fields, files: Sequence[FileFacts]) -> BlockFacts:
             expected=f"{spec.bytes} bytes within {files[file_index].bytes}",
         )
     key = fields.optional_text("key")
-    placed = PlacedBlock(spec=spec, key=name if key is None else key, file_index=file_index, offset=offset)
+    placed = PlacedBlock(spec=spec, key=name if key is None else key, file_index=first_file + file_index, offset=offset)
     return BlockFacts(placed=placed, digest=fields.digest("digest"), filtered=fields.flag("filtered", default=False))
+
+
+def _column_begins(fields: Fields, shape: Sequence[int], whole: Sequence[int] | None) -> tuple[int, ...]:
+    """Where a box begins in the dimensions but the first; empty where it holds whole rows."""
+    if fields.absent("column_begins"):
+        return ()
+    begins = fields.integers("column_begins", count_max=DIMENSIONS_MAX)
+    if whole is None or not any(begins) or len(begins) + 1 != len(shape):
+        raise CorruptError(f"{fields.owner}: {fields.where}.column_begins is wrong", found=begins, expected=whole)
+    return begins
 
 
 def _encoding(fields: Fields) -> tuple[EncodingStep, ...]:

@@ -22,7 +22,7 @@ from asyncckpt.format.manifest import (
     ParentFacts,
     manifest_digest,
 )
-from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory, split_shard_path
+from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory, rank_of_shard, split_shard_path
 from asyncckpt.format.strict_json import loads
 
 FEATURES_MAX = 1000
@@ -86,7 +86,11 @@ def _head(fields: Fields) -> ManifestHead:
         raise UnsupportedError(f"{fields.owner} is a checkpoint of a kind that this version cannot read", found=kind)
     attempt = Attempt(step=fields.integer("step", at_most=STEP_MAX), id=fields.digest("attempt").hex())
     ranks_count = fields.integer("ranks_count", at_least=1, at_most=RANKS_MAX)
-    files = tuple(_file(item, attempt, ranks_count) for item in fields.objects("files", count_max=FILES_MAX))
+    files = tuple(
+        _file(item, attempt, rank)
+        for rank, part in enumerate(rank_fields(fields, ranks_count))
+        for item in part.objects("files", count_max=FILES_MAX)
+    )
     paths = {file.path for file in files}
     if len(paths) != len(files):
         raise CorruptError(f"{fields.owner} lists a file twice")
@@ -141,19 +145,29 @@ def _check_ranks(fields: Fields, files: Sequence[FileFacts], ranks_count: int) -
         raise CorruptError(
             f"{fields.owner} has no file of rank {min(silent)}", expected=f"files of {ranks_count} ranks"
         )
-    if ranks_count > 1:
-        raise UnsupportedError(f"{fields.owner} is a checkpoint of several ranks", found=ranks_count, expected=1)
 
 
-def _file(fields: Fields, attempt: Attempt, ranks_count: int) -> FileFacts:
+def rank_fields(fields: Fields, ranks_count: int) -> list[Fields]:
+    """Where the part of every rank stands: that of rank 0 among the members of the manifest, the rest in `others`."""
+    others = [] if fields.absent("others") else fields.objects("others", count_max=RANKS_MAX)
+    if len(others) != ranks_count - 1:
+        raise CorruptError(
+            f"{fields.owner} has not the parts of all ranks", found=1 + len(others), expected=ranks_count
+        )
+    return [fields, *others]
+
+
+def _file(fields: Fields, attempt: Attempt, rank: int) -> FileFacts:
     path = fields.text("path")
-    directory, _ = split_shard_path(path, owner=fields.owner)
+    directory, name = split_shard_path(path, owner=fields.owner)
     if attempt_of_directory(directory) != attempt:
         raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
+    if fields.integer("rank") != rank or rank_of_shard(name) != rank:
+        raise CorruptError(f"{fields.owner} lists a file of another rank", found=path, expected=f"rank {rank}")
     size = fields.integer("bytes", at_least=8)
     return FileFacts(
         path=path,
-        rank=fields.integer("rank", at_most=ranks_count - 1),
+        rank=rank,
         bytes=size,
         header_bytes=fields.integer("header_bytes", at_least=8, at_most=size),
         header_digest=fields.digest("header_digest"),

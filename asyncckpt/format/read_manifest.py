@@ -7,15 +7,16 @@ field. The head of a manifest is read_head.py's, a block's own fields are read_b
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format.coverage import covers
 from asyncckpt.format.fields import Fields
-from asyncckpt.format.manifest import Manifest, features_of
+from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, RankPart, features_of
 from asyncckpt.format.read_block import read_block
-from asyncckpt.format.read_head import check_features, open_manifest
-from asyncckpt.format.tree import VALUE, decode_tree, leaves
+from asyncckpt.format.read_head import VALUES_MAX, check_features, open_manifest, rank_fields
+from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 
@@ -27,18 +28,37 @@ TABLE_FILTERS_MAX = 1000
 def decode_manifest(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> Manifest:
     """Decode the bytes of a manifest file; `step` and `compacted` are what its file name tells."""
     fields, head, digest = open_manifest(raw, owner=owner, step=step, compacted=compacted)
-    tree = decode_tree(fields.value("tree"), owner=owner)
-    if tree[0] != "dict":
-        raise CorruptError(f"{owner}: manifest.tree is wrong", found=tree[0], expected="an object with names")
-    tables = tuple(_table(item, kind=head.kind) for item in fields.objects("tables", count_max=TABLES_MAX))
-    blocks = tuple(read_block(item, head.files) for item in fields.objects("blocks", count_max=BLOCKS_MAX))
-    manifest = Manifest(head=head, tables=tables, tree=tree, blocks=blocks, digest=digest)
-    check_features(fields, features_of(block.placed for block in blocks))
+    first_file = 0
+    parts = []
+    for rank, own in enumerate(rank_fields(fields, head.ranks_count)):
+        files = [file for file in head.files if file.rank == rank]
+        parts.append(_part(own, head, rank, files, first_file=first_file))
+        first_file += len(files)
+    manifest = Manifest(head=head, parts=tuple(parts), digest=digest)
     _check_files(manifest, owner)
-    _check_parts(manifest, owner)
-    _check_leaves(manifest, owner)
-    _check_tables(manifest, owner)
+    for part in parts:
+        _check_table_parts(part, owner)
+        _check_leaves(part, owner)
+        _check_tables(part, owner)
+    check_dense(manifest, owner)
+    check_features(fields, features_of(block.placed for block in manifest.blocks))
     return manifest
+
+
+def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFacts], *, first_file: int) -> RankPart:
+    tree = decode_tree(fields.value("tree"), owner=fields.owner)
+    if tree[0] != "dict":
+        raise CorruptError(
+            f"{fields.owner}: {fields.where}.tree is wrong", found=tree[0], expected="an object with names"
+        )
+    blocks = fields.objects("blocks", count_max=BLOCKS_MAX)
+    return RankPart(
+        rank=rank,
+        tables=tuple(_table(item, kind=head.kind) for item in fields.objects("tables", count_max=TABLES_MAX)),
+        tree=tree,
+        values=tuple(fields.items("values", count_max=VALUES_MAX)),
+        blocks=tuple(read_block(item, files, first_file=first_file) for item in blocks),
+    )
 
 
 def _table(fields: Fields, *, kind: str) -> TableFacts:
@@ -81,53 +101,75 @@ def _check_files(manifest: Manifest, owner: str) -> None:
             raise CorruptError(f"{owner}: blocks do not fill {file.path}", found=end, expected=file.bytes)
 
 
-def _check_parts(manifest: Manifest, owner: str) -> None:
-    """The blocks of one name are one whole, or parts that cover a whole without gap, overlap or disagreement."""
-    names: dict[tuple[str, int], list[BlockSpec]] = defaultdict(list)
-    for block in manifest.blocks:
-        if block.placed.spec.role is Role.PAD:
-            continue
-        rank = manifest.head.files[block.placed.file_index].rank if block.placed.spec.table is not None else 0
-        names[block.placed.spec.name, rank].append(block.placed.spec)
-    for (name, _), specs in names.items():
-        if len(specs) == 1 and not specs[0].is_part:
-            continue
-        specs.sort(key=lambda spec: spec.row_begin)
-        whole = specs[0].whole_shape
-        kind = (whole, specs[0].dtype, specs[0].role, specs[0].leaf)
-        if whole is None or any((s.whole_shape, s.dtype, s.role, s.leaf) != kind for s in specs):
-            raise CorruptError(f"{owner}: tensor {name!r} is there twice, or its parts disagree")
-        if not whole or any(s.shape[1:] != whole[1:] or len(s.shape) != len(whole) for s in specs):
-            raise CorruptError(f"{owner}: parts of tensor {name!r} have another shape than the whole", expected=whole)
-        ends = list(itertools.accumulate((s.shape[0] for s in specs), initial=0))
-        if [s.row_begin for s in specs] != ends[:-1] or ends[-1] != whole[0]:
-            raise CorruptError(f"{owner}: rows of tensor {name!r} are missing or covered twice", expected=whole)
+def _check_table_parts(part: RankPart, owner: str) -> None:
+    """The blocks of one column are one whole, or ranges of rows that make up one."""
+    names: dict[str, list[BlockSpec]] = defaultdict(list)
+    for block in part.blocks:
+        if block.placed.spec.table is not None:
+            names[block.placed.spec.name].append(block.placed.spec)
+    for name, specs in names.items():
+        if any(spec.is_box for spec in specs):
+            raise CorruptError(f"{owner}: column {name!r} has a block that holds no whole rows")
+        _check_whole(specs, name, owner)
 
 
-def _check_leaves(manifest: Manifest, owner: str) -> None:
-    """Leaf numbers are those of the tree, each of one tensor."""
-    kinds = [node for _, node in leaves(manifest.tree)]
+def check_dense(manifest: Manifest, owner: str) -> None:
+    """The blocks of one dense tensor, whichever ranks wrote them, are one whole, or boxes that make up one."""
+    paths: dict[Path | str, list[BlockSpec]] = defaultdict(list)
+    leaf_names: dict[tuple[int, int], str] = {}
+    for part in manifest.parts:
+        tensor_paths = [path for path, node in leaves(part.tree) if node is not VALUE]
+        for block in part.blocks:
+            spec = block.placed.spec
+            if spec.table is not None or spec.role is Role.PAD:
+                continue
+            if spec.leaf is not None and leaf_names.setdefault((part.rank, spec.leaf), spec.name) != spec.name:
+                what = f"{owner}: block {spec.name!r} names a leaf of {leaf_names[part.rank, spec.leaf]!r}"
+                raise CorruptError(what, found=spec.leaf)
+            paths[spec.name if spec.leaf is None else tensor_paths[spec.leaf]].append(spec)
+    names: dict[str, Path | str] = {}
+    for found, specs in paths.items():
+        _check_whole(specs, specs[0].name, owner)
+        if names.setdefault(specs[0].name, found) != found:
+            raise CorruptError(f"{owner}: tensor {specs[0].name!r} is there twice, or its parts disagree")
+
+
+def _check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
+    """Blocks of one name agree about their whole, and cover it without gap or overlap."""
+    if len(specs) == 1 and not specs[0].is_part:
+        return
+    whole = specs[0].whole_shape
+    kind = (whole, specs[0].dtype, specs[0].role, specs[0].is_known)
+    if whole is None or any((s.whole_shape, s.dtype, s.role, s.is_known) != kind for s in specs):
+        raise CorruptError(f"{owner}: tensor {name!r} is there twice, or its parts disagree")
+    if not whole or any(len(s.shape) != len(whole) for s in specs):
+        raise CorruptError(f"{owner}: parts of tensor {name!r} have another shape than the whole", expected=whole)
+    boxes = [tuple((b, b + size) for b, size in zip(s.begin, s.shape, strict=True)) for s in specs]
+    if any(end > size for box in boxes for (_, end), size in zip(box, whole, strict=True)):
+        raise CorruptError(f"{owner}: parts of tensor {name!r} have another shape than the whole", expected=whole)
+    if not covers(boxes, whole):
+        raise CorruptError(f"{owner}: elements of tensor {name!r} are missing or covered twice", expected=whole)
+
+
+def _check_leaves(part: RankPart, owner: str) -> None:
+    """Leaf numbers are those of the tree."""
+    kinds = [node for _, node in leaves(part.tree)]
     tensors_count = sum(1 for node in kinds if node is not VALUE)
-    if len(kinds) - tensors_count != len(manifest.head.values):
-        raise CorruptError(f"{owner}: the tree and its values disagree", found=len(manifest.head.values))
-    owners: dict[int, str] = {}
-    for block in manifest.blocks:
+    if len(kinds) - tensors_count != len(part.values):
+        raise CorruptError(f"{owner}: the tree and its values disagree", found=len(part.values))
+    for block in part.blocks:
         spec = block.placed.spec
-        if spec.leaf is None:
-            continue
-        if spec.table is not None or spec.leaf >= tensors_count:
+        if spec.leaf is not None and (spec.table is not None or spec.leaf >= tensors_count):
             raise CorruptError(f"{owner}: block {spec.name!r} names a leaf that is not there", found=spec.leaf)
-        if owners.setdefault(spec.leaf, spec.name) != spec.name:
-            raise CorruptError(f"{owner}: block {spec.name!r} names a leaf of {owners[spec.leaf]!r}", found=spec.leaf)
 
 
-def _check_tables(manifest: Manifest, owner: str) -> None:
+def _check_tables(part: RankPart, owner: str) -> None:
     """Columns of a table agree on its rows, and its removed ids are as many as it says."""
-    tables = {table.name: table for table in manifest.tables}
-    if len(tables) != len(manifest.tables):
+    tables = {table.name: table for table in part.tables}
+    if len(tables) != len(part.tables):
         raise CorruptError(f"{owner} lists a table twice")
-    without_removed = {table.name for table in manifest.tables if table.removed_count}
-    for block in manifest.blocks:
+    without_removed = {table.name for table in part.tables if table.removed_count}
+    for block in part.blocks:
         spec = block.placed.spec
         if spec.table is None:
             continue

@@ -1,7 +1,7 @@
 """What one write block is, and where it lies.
 
-A BlockSpec names a column of a table or a dense tensor (or a row range of one, when it is too large for one block). A
-PlacedBlock says where in which shard file its bytes are.
+A BlockSpec names a column of a table or a dense tensor, or a part of one: a range of its rows when it is too large for
+one block, a box of it when it is spread over ranks. A PlacedBlock says where in which shard file its bytes are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class BlockSpec:
 
     name:         `table@column`, or the dotted path of a dense tensor (RecIS' tensor_name)
     dtype:        true dtype, e.g. "float32"; stored_dtype is the safetensors one
-    shape:        of this block; whole_shape of the whole tensor when the block is rows [row_begin, row_begin +
-                  shape[0])
+    shape:        of this block; whole_shape of the whole tensor when the block is a part of it: elements [begin[d],
+                  begin[d] + shape[d]) of every dimension d, see `begin`
     leaf:         number of the dense leaf in the state tree, None for tables and for renamed blocks
     encoding:     what was done to the array that dtype and shape tell, in this order, before it was stored as
                   stored_dtype and stored_shape; empty: the array itself is stored
@@ -44,6 +44,7 @@ class BlockSpec:
     leaf: int | None = None
     row_begin: int = 0
     whole_shape: tuple[int, ...] | None = None
+    column_begins: tuple[int, ...] = ()
     slice_info: str = " "
     encoding: tuple[EncodingStep, ...] = ()
 
@@ -54,6 +55,16 @@ class BlockSpec:
     @property
     def is_part(self) -> bool:
         return self.whole_shape is not None
+
+    @property
+    def is_box(self) -> bool:
+        """Whether it is a part that is no range of whole rows."""
+        return self.whole_shape is not None and self.shape[1:] != self.whole_shape[1:]
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Where the block begins in the whole, in every dimension. `column_begins`: but the first; empty: all 0."""
+        return (self.row_begin, *(self.column_begins or (0,) * (len(self.shape) - 1)))[: len(self.shape)]
 
     @property
     def is_known(self) -> bool:

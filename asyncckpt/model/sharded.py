@@ -1,0 +1,60 @@
+"""A tensor that is spread over ranks, as one rank sees it: the whole's shape, and the boxes of it that are here.
+
+A box is `begin` and the shape of a tensor: elements [begin[d], begin[d] + shape[d]) of every dimension d of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from asyncckpt.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor in this rank's memory: `begin` is its first element in every dimension."""
+
+    tensor: torch.Tensor
+    begin: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A leaf of a state that stands for one tensor over all ranks.
+
+    whole_shape  of the tensor over all ranks
+    dtype        of the tensor; every piece has it
+    pieces       what this rank holds: boxes that do not overlap; none where all of it is on other ranks
+    is_writer    False: another rank holds the same boxes and saves them (a replica). A load fills the pieces of both
+    """
+
+    whole_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    is_writer: bool = True
+
+    def __post_init__(self) -> None:
+        for piece in self.pieces:
+            _check_piece(piece, self.whole_shape, self.dtype)
+
+
+def sharded(
+    tensor: torch.Tensor, begin: Sequence[int], whole_shape: Sequence[int], *, is_writer: bool = True
+) -> Sharded:
+    """The usual case: this rank holds one box. Raises UsageError when it does not lie within the whole."""
+    piece = Piece(tensor=tensor, begin=tuple(begin))
+    return Sharded(whole_shape=tuple(whole_shape), dtype=tensor.dtype, pieces=(piece,), is_writer=is_writer)
+
+
+def _check_piece(piece: Piece, whole_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    shape, begin = tuple(piece.tensor.shape), piece.begin
+    fits = len(shape) == len(begin) == len(whole_shape) and all(
+        first >= 0 and first + size <= whole for first, size, whole in zip(begin, shape, whole_shape, strict=True)
+    )
+    if not fits:
+        raise UsageError("a piece does not lie within the whole tensor", found=(begin, shape), expected=whole_shape)
+    if piece.tensor.dtype is not dtype:
+        raise UsageError("a piece has another dtype than the whole tensor", found=piece.tensor.dtype, expected=dtype)
