@@ -138,7 +138,7 @@ def is_same_table(item: CutTable, link: TableLink) -> bool:
 def _bytes_of(delta: Choice, cut: Cut) -> int:
     """About what a delta will write; of a table that is compared row by row nobody knows it yet."""
     assert delta.base is not None
-    total = sum(tensor.nbytes for tensor in cut.flat.tensors)
+    total = sum(tensor.nbytes for tensor in cut.flat.held)
     for chosen, item in zip(delta.tables, cut.tables, strict=True):
         link = delta.base.tables.get(item.name)
         if chosen.is_whole and link is not None and link.prints is not None:

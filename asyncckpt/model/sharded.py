@@ -36,6 +36,11 @@ class Sharded:
     pieces: tuple[Piece, ...]
     is_writer: bool = True
 
+    @property
+    def begins(self) -> list[tuple[int, ...]]:
+        """Where every piece begins in the whole."""
+        return [piece.begin for piece in self.pieces]
+
     def __post_init__(self) -> None:
         for piece in self.pieces:
             _check_piece(piece, self.whole_shape, self.dtype)

@@ -51,14 +51,21 @@ class ImagePlan:
         return int(self.lengths.sum())
 
 
-def plan_image(specs: Sequence[BlockSpec], *, parallel: int, rank: int, needs_file: bool = True) -> ImagePlan:
-    """Spread blocks over at most `parallel` files by bytes. needs_file: without blocks there is a file all the same."""
+def plan_image(
+    specs: Sequence[BlockSpec], *, parallel: int, rank: int, needs_file: bool = True, files_count: int = 0
+) -> ImagePlan:
+    """Spread blocks over at most `parallel` files by bytes.
+
+    needs_file: without blocks there is a file all the same. files_count: at least so many files, be they empty.
+    """
     keys = unique_names(key_of(spec) for spec in specs)
     placed: list[PlacedBlock | None] = [None] * len(specs)
     offsets = np.zeros(len(specs), dtype=np.int64)
     files: list[FilePlan] = []
     base = 0
-    for index, members in enumerate(spread(specs, parallel) if specs or needs_file else []):
+    members_of_files = spread(specs, parallel) if specs or needs_file else []
+    members_of_files += [[]] * (files_count - len(members_of_files))
+    for index, members in enumerate(members_of_files):
         members = sorted(members, key=lambda number: (-specs[number].stored_itemsize, number))
         header = render_header([(keys[number], specs[number]) for number in members], rank=rank)
         end = len(header.text)
@@ -85,15 +92,19 @@ def split_rows(spec: BlockSpec) -> list[BlockSpec]:
     for begin in range(0, spec.shape[0], step):
         count = min(step, spec.shape[0] - begin)
         shape, stored = (count, *spec.shape[1:]), (count, *spec.stored_shape[1:])
-        parts.append(replace(spec, shape=shape, stored_shape=stored, row_begin=begin, whole_shape=spec.shape))
+        whole = spec.whole_shape or spec.shape
+        parts.append(
+            replace(spec, shape=shape, stored_shape=stored, row_begin=spec.row_begin + begin, whole_shape=whole)
+        )
     return parts
 
 
 def key_of(spec: BlockSpec) -> str:
-    """The safetensors name of a block: its own, with the range of rows when it is a part."""
+    """The safetensors name of a block: its own, with the range of rows, or all ranges of a box, when it is a part."""
     if not spec.is_part:
         return spec.name
-    return f"{spec.name}[{spec.row_begin}:{spec.row_begin + spec.shape[0]}]"
+    ranges = [f"{begin}:{begin + size}" for begin, size in zip(spec.begin, spec.shape, strict=True)]
+    return f"{spec.name}[{','.join(ranges if spec.is_box else ranges[:1])}]"
 
 
 def spread(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:

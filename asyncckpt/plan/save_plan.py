@@ -9,8 +9,9 @@ comparison is a few milliseconds; making a plan is a hundred.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, render_body
-from asyncckpt.format.tree import Node
+from asyncckpt.format.tree import VALUE, Node, leaves, path_name
 from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.sharded import Piece, Sharded
 from asyncckpt.model.table import OpenCut, Role, Table, TableCut, TableSchema
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf
@@ -43,18 +45,30 @@ class CutTable:
 
 @dataclass(frozen=True)
 class DenseCopies:
-    """Blocks that one native copy takes: contiguous leaves on the CPU. int64 arrays, one item a block."""
+    """Blocks that one native copy takes: contiguous tensors on the CPU. int64 arrays, one item a block.
+
+    tensor: numbers of FlatState.held. source_offset: bytes into it.
+    """
 
     block: NDArray[np.int64]
-    leaf: NDArray[np.int64]
+    tensor: NDArray[np.int64]
     source_offset: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DenseSource:
+    """Where the rows of a dense block are: in which tensor of FlatState.held, and from which row on."""
+
+    tensor: int
+    first_row: int = 0
 
 
 @dataclass(frozen=True)
 class SavePlan:
     """Blocks in manifest order with their image, and what of the live state fills each one.
 
-    `raw` are the blocks copied by address; `foreign` the dense blocks that torch has to copy (other devices, strides);
+    `raw` are the blocks copied by address; `foreign` the dense blocks that torch has to copy (other devices, strides),
+    `sources` tells of every dense block where it is;
     `columns` maps the other blocks of the image to (table number, column name). The blocks of `open` tables come behind
     those of the image: they are not captured but exported later.
     """
@@ -64,10 +78,11 @@ class SavePlan:
     tree: Node
     tables: tuple[TableFacts, ...]
     raw: DenseCopies
-    raw_leaves: tuple[int, ...]
+    raw_tensors: tuple[int, ...]
     raw_bytes: NDArray[np.int64]
     raw_itemsizes: NDArray[np.int64]
     foreign: tuple[int, ...]
+    sources: Mapping[int, DenseSource]
     columns: Mapping[int, tuple[int, str]]
     open: OpenTables
 
@@ -89,10 +104,11 @@ class SavePlan:
 class PlanCache:
     """Makes plans, and keeps the last one for each choice of tables that are left open or in regions."""
 
-    def __init__(self, *, parallel: int, rank: int) -> None:
+    def __init__(self, *, parallel: int, rank: int = 0, ranks_count: int = 1) -> None:
         self._parallel = parallel
         self._rank = rank
-        self._kept: dict[tuple[frozenset[str], frozenset[str]], _KeptPlan] = {}
+        self._ranks_count = ranks_count
+        self._kept: dict[tuple[frozenset[str], frozenset[str], bool], _KeptPlan] = {}
         self.plans_made_count = 0
 
     def plan(
@@ -102,23 +118,34 @@ class PlanCache:
         *,
         left_open: Collection[str] = (),
         in_regions: Collection[str] = (),
+        elsewhere: frozenset[int] = frozenset(),
     ) -> SavePlan:
         """The plan for this state; the last one while its facts are the same.
 
-        left_open: names of tables to export. in_regions: names of tables that are not part of the plan.
+        left_open: names of tables to export. in_regions: names of tables that are not part of the plan. elsewhere:
+        leaves that other ranks write.
         """
-        choice = (frozenset(left_open), frozenset(in_regions))
+        choice = (frozenset(left_open), frozenset(in_regions), bool(elsewhere))
         planned = [item for item in cuts if item.name not in choice[1]]
         tables = [(item.name, item.schema, item.cut.rows_count, item.table.shard) for item in planned]
         others = [(item.name, item.schema) for item in cuts if item.name in choice[1]]
         devices = [str(item.cut.column(column.name).device) for item in planned for column in item.schema.columns]
         caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
-        key = (flat.tree, tables, others, devices, caches)
+        spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
+        key = (flat.tree, tables, others, devices, caches, spread, elsewhere)
         kept = self._kept.get(choice)
-        if kept is None or key != kept.key or not kept.facts.hold(flat.tensors):
-            facts = LeafFacts.of(flat.tensors)
+        if kept is None or key != kept.key or not kept.facts.hold(flat.held):
+            facts = LeafFacts.of(flat.held)
+            if self._ranks_count == 1:
+                _check_all_here(flat)
             plan = _make_plan(
-                flat, cuts, left_open=choice[0], in_regions=choice[1], parallel=self._parallel, rank=self._rank
+                flat,
+                cuts,
+                left_open=choice[0],
+                in_regions=choice[1],
+                elsewhere=elsewhere,
+                parallel=self._parallel,
+                rank=self._rank,
             )
             self._kept[choice] = kept = _KeptPlan(key=key, facts=facts, plan=plan)
             self.plans_made_count += 1
@@ -153,6 +180,7 @@ def _make_plan(
     *,
     left_open: Collection[str],
     in_regions: Collection[str],
+    elsewhere: Collection[int],
     parallel: int,
     rank: int,
 ) -> SavePlan:
@@ -173,9 +201,12 @@ def _make_plan(
         for spec in [part for column in columns_of for part in split_rows(column)]:
             columns[len(specs)] = (number, str(spec.column))
             specs.append(spec)
-    dense_begin = len(specs)
-    for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
-        specs += split_rows(_leaf_spec(tensor, name, leaf))
+    sources: dict[int, DenseSource] = {}
+    held = flat.held
+    for spec, number in _dense_specs(flat, names, elsewhere):
+        for part in split_rows(spec):
+            sources[len(specs)] = DenseSource(number, first_row=part.row_begin - spec.row_begin)
+            specs.append(part)
     image = plan_image(specs, parallel=parallel, rank=rank, needs_file=not in_regions)
     opened = plan_open_tables(
         to_export, first_block=len(specs), first_file=len(image.files), first_byte=image.bytes, rank=rank
@@ -185,38 +216,74 @@ def _make_plan(
         for t in cuts
         if t.name not in in_regions
     )
-    by_address = [_copied_by_address(tensor) for tensor in flat.tensors]
-    raw_leaves = tuple(leaf for leaf, raw in enumerate(by_address) if raw)
-    raw_tensors = [flat.tensors[leaf] for leaf in raw_leaves]
-    dense = range(dense_begin, len(specs))
+    by_address = {number: _copied_by_address(held[number]) for number in {item.tensor for item in sources.values()}}
+    raw_numbers = tuple(sorted(number for number, raw in by_address.items() if raw))
+    raw_tensors = [held[number] for number in raw_numbers]
     return SavePlan(
         image=image,
         body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
         tree=flat.tree,
         tables=facts,
-        raw=_raw_copies(specs, [number for number in dense if by_address[_leaf(specs[number])]]),
-        raw_leaves=raw_leaves,
+        raw=_raw_copies(specs, {block: item for block, item in sources.items() if by_address[item.tensor]}),
+        raw_tensors=raw_numbers,
         raw_bytes=np.array([t.nbytes for t in raw_tensors], dtype=np.int64),
         raw_itemsizes=np.array([t.element_size() for t in raw_tensors], dtype=np.int64),
-        foreign=tuple(number for number in dense if not by_address[_leaf(specs[number])]),
+        foreign=tuple(block for block, item in sources.items() if not by_address[item.tensor]),
+        sources=sources,
         columns=columns,
         open=opened,
     )
 
 
-def _leaf(spec: BlockSpec) -> int:
-    assert spec.leaf is not None
-    return spec.leaf
+def _dense_specs(flat: FlatState, names: Sequence[str], elsewhere: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
+    """What this rank writes of every leaf, and in which tensor of FlatState.held that is."""
+    more = len(flat.tensors)
+    for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
+        sharded = flat.sharded.get(leaf)
+        if sharded is None:
+            check_leaf(tensor, name)
+            if leaf not in elsewhere:
+                yield _leaf_spec(tensor, name, leaf), leaf
+            continue
+        for number, piece in enumerate(sharded.pieces):
+            check_leaf(piece.tensor, name)
+            if sharded.is_writer and (piece.tensor.numel() or not math.prod(sharded.whole_shape)):
+                yield _piece_spec(piece, sharded, name, leaf), leaf if number == 0 else more + number - 1
+        more += max(0, len(sharded.pieces) - 1)
 
 
-def _raw_copies(specs: Sequence[BlockSpec], numbers: Sequence[int]) -> DenseCopies:
+def _piece_spec(piece: Piece, sharded: Sharded, name: str, leaf: int) -> BlockSpec:
+    spec = _leaf_spec(piece.tensor, name, leaf)
+    if spec.shape == sharded.whole_shape and piece.tensor.numel():
+        return spec
+    row, *columns = piece.begin or (0,)
+    return replace(
+        spec, whole_shape=sharded.whole_shape, row_begin=row, column_begins=tuple(columns) if any(columns) else ()
+    )
+
+
+def _check_all_here(flat: FlatState) -> None:
+    """UsageError when a leaf is spread over ranks, of which there is one."""
+    for leaf, sharded in flat.sharded.items():
+        here = sum(piece.tensor.numel() for piece in sharded.pieces)
+        if not sharded.is_writer or here != math.prod(sharded.whole_shape):
+            path = path_name(list(path for path, node in leaves(flat.tree) if node is not VALUE)[leaf])
+            raise UsageError(
+                f"tensor {path!r} is spread over ranks, and this rank saves alone",
+                found=[tuple(piece.tensor.shape) for piece in sharded.pieces],
+                expected=sharded.whole_shape,
+                hint="make the Saver on every rank, with its shard_index and shard_num, or with a process_group",
+            )
+
+
+def _raw_copies(specs: Sequence[BlockSpec], sources: Mapping[int, DenseSource]) -> DenseCopies:
     offsets = []
-    for number in numbers:
+    for number, source in sources.items():
         spec = specs[number]
-        offsets.append(0 if not spec.is_part else spec.row_begin * (spec.bytes // spec.shape[0]))
+        offsets.append(source.first_row * (spec.bytes // spec.shape[0]) if source.first_row else 0)
     return DenseCopies(
-        block=np.array(numbers, dtype=np.int64),
-        leaf=np.array([_leaf(specs[number]) for number in numbers], dtype=np.int64),
+        block=np.fromiter(sources, dtype=np.int64, count=len(sources)),
+        tensor=np.array([source.tensor for source in sources.values()], dtype=np.int64),
         source_offset=np.array(offsets, dtype=np.int64),
     )
 
@@ -226,7 +293,6 @@ def _copied_by_address(tensor: torch.Tensor) -> bool:
 
 
 def _leaf_spec(tensor: torch.Tensor, name: str, leaf: int) -> BlockSpec:
-    check_leaf(tensor, name)
     stored = stored_dtype(tensor.dtype, owner=name)
     shape = tuple(tensor.shape)
     return BlockSpec(

@@ -6,32 +6,73 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node
+from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node, key_value
 from asyncckpt.format.values import encode_value
+from asyncckpt.model.sharded import Sharded
+from asyncckpt.plan.sharded_leaves import as_sharded
 
 STATE_DEPTH_MAX = 64
 _KEY_TYPES = (int, bool, float, type(None))
+# Tensors of these types are all there; others may be spread over ranks.
+_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else None))
 
 
 @dataclass
 class FlatState:
     """A tree and its leaves, and the objects behind its "state" nodes, all in depth-first order.
 
-    Holds the user's tensors: keep it no longer than the capture takes.
+    Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
+    tensor where there is none; the other pieces are in `more_pieces`. Holds the user's tensors: keep it no longer than
+    the capture takes.
     """
 
     tree: Node = VALUE
     tensors: list[torch.Tensor] = field(default_factory=list)
+    more_pieces: list[torch.Tensor] = field(default_factory=list)
+    sharded: dict[int, Sharded] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
     stateful: list[Any] = field(default_factory=list)
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """All tensors of this rank: those of the leaves, then the other pieces."""
+        return JoinedTensors(self.tensors, self.more_pieces) if self.more_pieces else self.tensors
+
+    def add_sharded(self, leaf: Sharded) -> None:
+        """Append a leaf that is spread over ranks."""
+        first, *others = [piece.tensor for piece in leaf.pieces] or [torch.empty(0, dtype=leaf.dtype)]
+        self.sharded[len(self.tensors)] = leaf
+        self.tensors.append(first)
+        self.more_pieces += others
+
+
+class JoinedTensors(Sequence[torch.Tensor]):
+    """Two lists as one, without making one."""
+
+    def __init__(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+        self._first = first
+        self._second = second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(index, slice):
+            return [*self._first, *self._second][index]
+        count = len(self._first)
+        return self._first[index] if index < count else self._second[index - count]
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
@@ -65,8 +106,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 
 
 def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
-    if isinstance(value, torch.Tensor):
-        flat.tensors.append(value)
+    if isinstance(value, (torch.Tensor, Sharded)):
+        _tensor(value, flat, path)
         return TENSOR
     if isinstance(value, (np.ndarray, np.generic)):
         flat.tensors.append(_from_numpy(value, path))
@@ -76,6 +117,17 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
     encode_value(value, owner=_shown(path))  # Refused here, before anything is written.
     flat.values.append(value)
     return VALUE
+
+
+def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...]) -> None:
+    sharded = None
+    if type(value) not in _PLAIN_TENSORS:
+        sharded = as_sharded(value, salt=".".join(str(key_value(key)) for key in path))
+    if sharded is not None:
+        flat.add_sharded(sharded)
+    else:
+        assert isinstance(value, torch.Tensor)
+        flat.tensors.append(value)
 
 
 def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
@@ -106,7 +158,7 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
     keys = tuple([name if type(name) is str else _key(name, path) for name in names])
     children = []
     for key, child in zip(names, values, strict=True):
-        if isinstance(child, torch.Tensor):  # By far the most frequent leaf: no path, no call.
+        if type(child) in _PLAIN_TENSORS:  # By far the most frequent leaf: no path, no call.
             flat.tensors.append(child)
             children.append(TENSOR)
         else:

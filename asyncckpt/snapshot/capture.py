@@ -61,9 +61,7 @@ def capture(
         table.gather()
     _lay_over(plan, cuts, image)
     for number in plan.foreign:
-        spec = plan.image.blocks[number].spec
-        assert spec.leaf is not None
-        block_tensor(plan, number, image).copy_(_rows_of(flat.tensors[spec.leaf].detach(), spec))
+        block_tensor(plan, number, image).copy_(_dense_rows(plan, flat, number).detach())
     for item, copy in zip(plan.open.tables, copies, strict=True):
         cut = cuts[item.table].cut
         assert can_stay_open(cut)
@@ -72,14 +70,15 @@ def capture(
 
 def check_storages(plan: SavePlan, flat: FlatState) -> None:
     """UsageError naming a tensor whose storage was freed or shrunk since the plan was made."""
-    tensors = [flat.tensors[leaf] for leaf in plan.raw_leaves]
+    held = flat.held
+    tensors = [held[number] for number in plan.raw_tensors]
     shrunk = shrunk_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
-    suspects = {plan.raw_leaves[index] for index in shrunk}
-    foreign = [plan.image.blocks[number].spec for number in plan.foreign]
-    named = foreign if not suspects else [*foreign, *(b.spec for b in plan.image.blocks if b.spec.leaf in suspects)]
-    for spec in named:
-        assert spec.leaf is not None
-        check_extent(flat.tensors[spec.leaf], spec.name)
+    suspects = {plan.raw_tensors[index] for index in shrunk}
+    named = list(plan.foreign)
+    if suspects:
+        named += [number for number, source in plan.sources.items() if source.tensor in suspects]
+    for number in named:
+        check_extent(held[plan.sources[number].tensor], plan.image.blocks[number].spec.name)
 
 
 def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[ByteSource]:
@@ -90,7 +89,7 @@ def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> l
     for number, placed in enumerate(plan.image.blocks):
         spec = placed.spec
         if spec.leaf is not None:
-            sources.append(tensor_source(_rows_of(flat.tensors[spec.leaf], spec)))
+            sources.append(tensor_source(_dense_rows(plan, flat, number)))
         else:
             table, column = plan.columns[number]
             begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
@@ -102,7 +101,7 @@ def live_block(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], number
     """A copy of one block of the live state, on the CPU."""
     spec = plan.image.blocks[number].spec
     if spec.leaf is not None:
-        return plain(_rows_of(flat.tensors[spec.leaf], spec)).clone()
+        return plain(_dense_rows(plan, flat, number)).clone()
     table, column = plan.columns[number]
     cut = cuts[table].cut
     return rows_of_cut(cut, Overlay.of(cut), column, spec.row_begin, spec.row_begin + spec.shape[0])
@@ -123,11 +122,12 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
 
 
 def _dense_segments(plan: SavePlan, flat: FlatState, address: int) -> Segments:
-    by_leaf = np.zeros(len(flat.tensors), dtype=np.uint64)
-    by_leaf[list(plan.raw_leaves)] = addresses([flat.tensors[leaf] for leaf in plan.raw_leaves])
+    held = flat.held
+    begins = np.zeros(len(held), dtype=np.uint64)
+    begins[list(plan.raw_tensors)] = addresses([held[number] for number in plan.raw_tensors])
     raw = plan.raw
     segments = np.empty((len(raw.block), 3), dtype=np.uint64)
-    segments[:, 0] = by_leaf[raw.leaf] + raw.source_offset.astype(np.uint64)
+    segments[:, 0] = begins[raw.tensor] + raw.source_offset.astype(np.uint64)
     segments[:, 1] = plan.image.offsets[raw.block].astype(np.uint64) + np.uint64(address)
     segments[:, 2] = plan.image.lengths[raw.block].astype(np.uint64)
     return segments
@@ -195,8 +195,11 @@ def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tens
         at += end - begin
 
 
-def _rows_of(tensor: torch.Tensor, spec: BlockSpec) -> torch.Tensor:
-    return tensor[spec.row_begin : spec.row_begin + spec.shape[0]] if spec.is_part else tensor
+def _dense_rows(plan: SavePlan, flat: FlatState, number: int) -> torch.Tensor:
+    """The live rows of a dense block."""
+    source, spec = plan.sources[number], plan.image.blocks[number].spec
+    tensor = flat.held[source.tensor]
+    return tensor[source.first_row : source.first_row + spec.shape[0]] if spec.is_part and spec.shape else tensor
 
 
 def _row_bytes(spec: BlockSpec) -> int:
