@@ -17,6 +17,8 @@ wrapped once, at the storage or native door, and stay reachable as `__cause__`.
     |   +-- FilterError      a filter function raised or returned nonsense
     +-- SaveCancelledError   the save was cancelled before its commit
     +-- DeadlineError        a wait ended before what it waited for
+    +-- PeerError            another rank failed or went silent, so the save of all ranks did not happen
+        +-- PeerInDoubtError      ... after this rank had done its part: also an IndeterminateError
 """
 
 from __future__ import annotations
@@ -104,3 +106,30 @@ class SaveCancelledError(CheckpointError):
 
 class DeadlineError(CheckpointError, TimeoutError):
     """A wait ended before what it waited for."""
+
+
+class PeerError(CheckpointError):
+    """Another rank of the job failed, died or went silent, so the save of all ranks was not committed.
+
+    `rank` is the rank at fault (None when it is not known), `cause` its error or what was waited for, as text.
+    """
+
+    def __init__(self, what: str, *, rank: int | None, cause: str, hint: str | None = None) -> None:
+        # By name: for PeerInDoubtError the next class in line is IndeterminateError, which wants more.
+        CheckpointError.__init__(self, f"{what}: {cause}", hint=hint)
+        self.rank = rank
+        self.cause = cause
+
+
+class PeerInDoubtError(PeerError, IndeterminateError):
+    """This rank did its part and was not told the outcome: the checkpoint may or may not be committed.
+
+    `resolve()` looks again: True when the checkpoint is there and durable, False when it is not there (so far: a
+    coordinator that still lives may publish it later).
+    """
+
+    def __init__(
+        self, what: str, *, rank: int | None, cause: str, resolve: Callable[[], bool], hint: str | None = None
+    ) -> None:
+        PeerError.__init__(self, what, rank=rank, cause=cause, hint=hint)
+        self.resolve = resolve

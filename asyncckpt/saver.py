@@ -15,17 +15,17 @@ import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
-from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import start_compaction
 from asyncckpt.engine.future import CheckpointFuture, SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
+from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
+from asyncckpt.engine.ranks_told import tell_failed
 from asyncckpt.engine.save import start_save
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.verify import newest_verified
-from asyncckpt.errors import DeadlineError, SaveCancelledError, UnsupportedError, UsageError
-from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -35,6 +35,8 @@ from asyncckpt.options import (
     HOST_LEVELS,
     ON_BUSY,
     PARALLEL_MAX,
+    PEER_DEADLINE_S,
+    RANKS_MAX,
     SAVE_DEADLINE_S,
     SAVE_KINDS,
     DeltaPolicy,
@@ -52,15 +54,16 @@ from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
-from asyncckpt.storage.owner_lock import OwnerLock
 
 
 class Saver:
     """Save hash tables and tensors to one checkpoint directory, in the background or blocking.
 
-    shard_index, shard_num  this rank and how many there are (only 0 of 1 in this version)
+    shard_index, shard_num  this rank and how many there are; all of them save into the same directory, and commit
+                            together or not at all (docs/ranks.md)
     parallel                most shard files of one rank for tables, and for tensors
-    path                    the directory; its last part is made when missing. One process at a time writes to it
+    path                    the directory; its last part is made when missing. One process at a time writes to it, or
+                            the ranks of one job
     hashtables              mapping name -> Table (for example HashTable), or a module, whose tables are found by
                             asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
@@ -83,9 +86,16 @@ class Saver:
                             False: all rows
     audit                   every save copies all rows, compares them in the background with those of the last one, and
                             tells in SaveResult.missed_ids which were changed without a mark
+    process_group           the ranks are those of this group of torch.distributed, and shard_index and shard_num may be
+                            left out. None: several ranks are those of the default group if they are as many, else
+                            they find each other by files in the directory
+    peer_deadline           seconds that ranks wait for each other to come to a save, and (at most 30) for a sign of
+                            life during one; then PeerError
     exact_modes             files get mode 0640 and folders 0750 whatever the umask; else the umask takes from these
 
-    One training thread uses a Saver; futures may be used from any. Source of the interface: RecIS `Saver`.
+    One training thread uses a Saver; futures may be used from any. Every rank makes the same saves in the same order;
+    a save does not wait for the other ranks, its future does. The constructor waits for rank 0, and without a process
+    group for all ranks. Source of the interface: RecIS `Saver`.
     """
 
     def __init__(
@@ -108,9 +118,13 @@ class Saver:
         filters: Sequence[RowFilter] = (),
         refresh: bool = True,
         audit: bool = False,
+        process_group: Any = None,
+        peer_deadline: float = PEER_DEADLINE_S,
         exact_modes: bool = False,
     ) -> None:
-        _check_shards(shard_index, shard_num)
+        shard_index, shard_num = which_shard(shard_index, shard_num, process_group)
+        _check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
+        _check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
         _check_choice("on_busy", on_busy, ON_BUSY)
         _check_choice("durability", durability, DURABILITIES)
         _check_choice("host_level", host_level, HOST_LEVELS)
@@ -122,6 +136,7 @@ class Saver:
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
         _check_seconds("busy_deadline", busy_deadline)
+        _check_seconds("peer_deadline", peer_deadline, above_zero=True)
         if deltas is not None and not isinstance(deltas, DeltaPolicy):
             raise UsageError("deltas is wrong", found=type(deltas).__name__, expected="a DeltaPolicy or None")
         tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
@@ -131,12 +146,16 @@ class Saver:
         self._errors = OpenErrors()
         self._counts = _Counts()
         self._closed = False
-        root = CheckpointRoot.for_writing(check_path(path), exact_modes=exact_modes)
-        try:
-            self._lock = OwnerLock.acquire(root.root, LOCK_NAME)
-        except BaseException:
-            root.close()
-            raise
+        self._pid = os.getpid()
+        opened = open_directory(
+            check_path(path),
+            index=shard_index,
+            count=shard_num,
+            process_group=process_group,
+            peer_deadline_s=float(peer_deadline),
+            exact_modes=exact_modes,
+        )
+        root, self._lock = opened.root, opened.lock
         self._target = SaveTarget(
             root=root,
             options=SaveOptions(
@@ -150,17 +169,18 @@ class Saver:
                 audit=audit,
                 deltas=deltas,
             ),
-            plans=PlanCache(parallel=parallel, rank=shard_index),
+            plans=PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num),
             tables=tables,
             filter_func=filter_func,
             state=lambda: state,
             protected=lambda: newest_verified(root),
             heads=KnownHeads(root),
             filters=row_filters,
+            ranks=opened.ranks,
         )
         # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while
         # it saves lets the save end first.
-        self._finalizer = weakref.finalize(self._target, _give_back, self._lock, root, self._target.regions)
+        self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.regions)
 
     @property
     def path(self) -> str:
@@ -270,13 +290,26 @@ class Saver:
         staged: bool,
     ) -> SaveFuture:
         self._check_open()
-        _check_choice("kind", kind, SAVE_KINDS)
-        if on_busy is not None:
-            _check_choice("on_busy", on_busy, ON_BUSY)
-        self._errors.raise_first()
-        future = start_save(
-            self._target, step=step, kind=kind, metadata=metadata, on_busy=on_busy or self._on_busy, staged=staged
-        )
+        ranks = self._target.ranks
+        call = None if ranks is None else ranks.next_call()
+        try:
+            _check_choice("kind", kind, SAVE_KINDS)
+            if on_busy is not None:
+                _check_choice("on_busy", on_busy, ON_BUSY)
+            self._errors.raise_first()
+            future = start_save(
+                self._target,
+                step=step,
+                kind=kind,
+                metadata=metadata,
+                on_busy=on_busy or self._on_busy,
+                staged=staged,
+                call=call,
+            )
+        except BaseException as error:
+            if call is not None:
+                tell_failed(self._target, call, error)
+            raise
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
         return future
@@ -294,7 +327,10 @@ class Saver:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"Saver of {self.path!r} is closed")
-        self._lock.check()
+        if self._pid != os.getpid():
+            raise UsageError(f"Saver of {self.path!r} belongs to the parent process", hint="make one here")
+        if self._lock is not None:
+            self._lock.check()
 
 
 class _Counts:
@@ -328,22 +364,15 @@ class _Counts:
             )
 
 
-def _give_back(lock: OwnerLock, root: CheckpointRoot, regions: RegionCache) -> None:
+def _give_back(opened: Opened, regions: RegionCache) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
     for layout in regions.layouts():
         pool.forget(layout)
-    lock.release()
-    root.close()
-
-
-def _check_shards(shard_index: int, shard_num: int) -> None:
-    _check_int("shard_num", shard_num, at_least=1)
-    _check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
-    if shard_num > 1:
-        raise UnsupportedError(
-            "saves of several ranks into one directory need a commit across ranks", found=f"shard_num={shard_num}",
-            hint="this version commits one rank; give every rank a directory of its own",
-        )  # fmt: skip
+    if opened.ranks is not None:
+        opened.ranks.channel.close()
+    if opened.lock is not None:
+        opened.lock.release()
+    opened.root.close()
 
 
 def _check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
@@ -352,9 +381,11 @@ def _check_int(name: str, value: Any, *, at_least: int, at_most: int | None = No
         raise UsageError(f"{name} is wrong", found=value, expected=bounds)
 
 
-def _check_seconds(name: str, value: Any) -> None:
+def _check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= threading.TIMEOUT_MAX:
         raise UsageError(f"{name} is wrong", found=value, expected=f"seconds in [0, {threading.TIMEOUT_MAX:.0f}]")
+    if above_zero and not value:
+        raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -48,10 +48,21 @@ class CheckpointRoot:
         return CheckpointRoot(root, manifests, data)
 
     @staticmethod
-    def for_reading(path: Path) -> CheckpointRoot:
+    def for_joining(path: Path, *, exact_modes: bool) -> CheckpointRoot:
+        """Open a directory that another rank holds, to write beside it; NotFoundError, IOFailedError."""
+        root = CheckpointRoot.for_reading(path, exact_modes=exact_modes)
+        try:
+            root.data.check_writable()
+        except BaseException:
+            root.close()
+            raise
+        return root
+
+    @staticmethod
+    def for_reading(path: Path, *, exact_modes: bool = False) -> CheckpointRoot:
         """Open an existing checkpoint directory; NotFoundError when there is none."""
         with contextlib.ExitStack() as opened:
-            root = opened.enter_context(Directory.open(path))
+            root = opened.enter_context(Directory.open(path, exact_modes=exact_modes))
             try:
                 manifests = opened.enter_context(root.child(MANIFESTS_DIR))
                 data = opened.enter_context(root.child(DATA_DIR))

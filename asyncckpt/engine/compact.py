@@ -24,7 +24,7 @@ from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.fold import FoldedChain, fold_chain
 from asyncckpt.engine.running_compactions import running_compactions
-from asyncckpt.engine.save_job import WRITER, as_ours
+from asyncckpt.engine.save_steps import WRITER, as_ours
 from asyncckpt.errors import ConflictError, IndeterminateError, SaveCancelledError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import encode_manifest, render_body

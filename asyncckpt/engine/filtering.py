@@ -49,6 +49,11 @@ def filter_blocks(job: SaveJob) -> Filtered:
     return Filtered(blocks=run_filter(function, blocks), fetches=fetches)
 
 
+def is_elsewhere(job: SaveJob, number: int) -> bool:
+    """Whether other ranks write this block of the plan."""
+    return job.plan.image.blocks[number].spec.leaf in job.elsewhere
+
+
 def filtered_tables(job: SaveJob, blocks: list[FilteredBlock]) -> tuple[TableFacts, ...]:
     """The tables whose ids the filter left, under the names that it gave them."""
     shards = {item.name: item.table.shard for item in job.cut.tables}

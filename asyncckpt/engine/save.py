@@ -12,8 +12,10 @@ from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.job import SaveJob, Staged
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.save_job import as_ours, end_save, lose_save, run_save
-from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.ranks_told import tell_skipped
+from asyncckpt.engine.save_job import end_save, lose_save, run_save
+from asyncckpt.engine.save_request import SaveTarget, replicas_elsewhere
+from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, UsageError
@@ -36,8 +38,12 @@ def start_save(
     metadata: Mapping[str, Any] | None,
     on_busy: OnBusy,
     staged: bool,
+    call: int | None = None,
 ) -> SaveFuture:
-    """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended."""
+    """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended.
+
+    call: its number, when several ranks save. They have to be told when it fails here (ranks_told.py).
+    """
     begun = time.perf_counter()
     target.check_not_in_doubt()
     if background.is_current_thread():
@@ -45,10 +51,12 @@ def start_save(
     encoded = _encode_metadata(metadata)
     ticket = Ticket(kind="save", path=target.root.path, step=step)
     if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=target.options.busy_deadline_s):
+        if call is not None:
+            tell_skipped(target, call)
         return _skipped(target, step, begun)
     try:
         ticket.step = step = _resolve_step(target, step, ticket)
-        job = _begin(target, ticket, step, kind, encoded, staged=staged, begun=begun)
+        job = _begin(target, ticket, step, kind, encoded, staged=staged, begun=begun, call=call)
     except BaseException as error:
         save_lock.release(ticket)
         ours = as_ours(error, step)
@@ -81,7 +89,15 @@ def _hand_over(job: SaveJob, begun: float) -> None:
 
 
 def _begin(
-    target: SaveTarget, ticket: Ticket, step: int, kind: SaveKind, metadata: Json, *, staged: bool, begun: float
+    target: SaveTarget,
+    ticket: Ticket,
+    step: int,
+    kind: SaveKind,
+    metadata: Json,
+    *,
+    staged: bool,
+    begun: float,
+    call: int | None,
 ) -> SaveJob:
     options = target.options
     cut = Cut.begin(target.state(), target.tables)
@@ -89,7 +105,12 @@ def _begin(
     snapshot: Staged | None = None
     try:
         choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.audit)
-        stage = choose_stage(target, cut, choice) if staged else StageChoice(target.plans.plan(cut.flat, cut.tables))
+        replicas, known = replicas_elsewhere(target, cut)
+        elsewhere = known or frozenset()
+        if staged:
+            stage = choose_stage(target, cut, choice, elsewhere=elsewhere)
+        else:
+            stage = StageChoice(target.plans.plan(cut.flat, cut.tables, elsewhere=elsewhere))
         values, versions = cut.values(), cut.versions()
         if stage.fallback is not None:
             warn_of_fallback(stage.fallback, stacklevel=5)
@@ -119,6 +140,10 @@ def _begin(
         versions=versions,
         staged=snapshot,
         fallback=stage.fallback,
+        ranks=target.ranks,
+        call=call,
+        replicas=replicas,
+        is_share=known is not None,
         begun=begun,
     )
 

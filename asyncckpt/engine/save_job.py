@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
-from asyncckpt.commit.retention import keep_latest, sweep
+from asyncckpt.commit.retention import keep_latest
+from asyncckpt.coordination.messages import Outcome
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.filtering import filter_blocks
 from asyncckpt.engine.future import FutureState
@@ -23,21 +23,16 @@ from asyncckpt.engine.handover import short_handovers
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.messages import log_exception, log_warning
-from asyncckpt.engine.running_compactions import running_compactions
+from asyncckpt.engine.rank_save import save_with_ranks
+from asyncckpt.engine.save_steps import Committed, as_ours, check_parents, go_on, head_of, sweep_leftovers
 from asyncckpt.engine.saver_chain import ChainLink, TableLink
-from asyncckpt.engine.write_files import Written, write_files
-from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError, SaveCancelledError
-from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts, encode_manifest, written_digest
-from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.engine.write_files import write_files
+from asyncckpt.errors import IndeterminateError, SaveCancelledError
+from asyncckpt.format.manifest import ParentFacts, encode_manifest, written_digest
+from asyncckpt.format.names import Attempt
 from asyncckpt.model.result import SaveResult
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.staging.pool import pool
-from asyncckpt.storage.directory import io_failed
-
-try:
-    WRITER = f"asyncckpt {version('asyncckpt')}"
-except PackageNotFoundError:  # Run from a source tree that was never installed.
-    WRITER = "asyncckpt"
 
 
 async def run_save(job: SaveJob) -> None:
@@ -48,11 +43,29 @@ async def run_save(job: SaveJob) -> None:
     except BaseException as error:
         lose_save(job, error)
     else:
+        is_skipped = isinstance(result, Outcome)
         try:
             _touch_ahead(job)
-            end_save(job, ok=True)
+            end_save(job, ok=not is_skipped)
         finally:
-            job.future.resolve(result, FutureState.COMMITTED)
+            if isinstance(result, Outcome):
+                job.future.resolve(_skipped_by(job, result), FutureState.SKIPPED)
+            else:
+                job.future.resolve(result, FutureState.COMMITTED)
+
+
+def _skipped_by(job: SaveJob, outcome: Outcome) -> SaveResult:
+    """All ranks skip a save that one of them skips."""
+    log_warning("save of step %d was skipped, as rank %s did: %s", job.step, outcome.rank, outcome.cause)
+    seconds = time.perf_counter() - job.begun
+    return SaveResult(
+        step=job.step,
+        kind="full",
+        path=job.target.root.path,
+        skipped=True,
+        seconds=seconds,
+        stall_seconds=job.stall_seconds,
+    )
 
 
 def _touch_ahead(job: SaveJob) -> None:
@@ -91,37 +104,50 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
     save_lock.release(job.ticket)
 
 
-def as_ours(error: BaseException, step: int | None) -> BaseException:
-    """An error of the system that passed no door, as one of this library; others as they are."""
-    save = "the save" if step is None else f"the save of step {step}"
-    if isinstance(error, MemoryError):
-        wrapped = IOFailedError(f"{save} ran out of memory", hint="lower host_memory_limit, or use save()")
-    elif isinstance(error, OSError) and not isinstance(error, CheckpointError):
-        wrapped = io_failed(f"{save} failed", error)
-    else:
-        return error
-    wrapped.__cause__ = error
-    return wrapped
+async def _save(job: SaveJob) -> SaveResult | Outcome:
+    committed = await (_save_alone(job) if job.ranks is None else save_with_ranks(job))
+    if isinstance(committed, Outcome):
+        return committed
+    seconds = time.perf_counter() - job.begun
+    written = committed.written
+    job.target.chain.newest = _link(job, committed)
+    if committed.head is not None:
+        job.target.heads.add(committed.head)
+        _retain(job)
+    return SaveResult(
+        step=job.step,
+        kind="delta" if committed.parents else "full",
+        path=job.target.root.path,
+        fallback=job.fallback,
+        stall_seconds=job.stall_seconds if job.staged is not None else seconds,
+        seconds=seconds,
+        bytes_logical=_logical_bytes(job),
+        bytes_written=committed.bytes_written,
+        rows_count=sum(facts.rows_count for facts in written.tables),
+        rows_copied=_rows_copied(job),
+        missed_ids=written.missed,
+    )
 
 
-async def _save(job: SaveJob) -> SaveResult:
+async def _save_alone(job: SaveJob) -> Committed:
     attempt = Attempt.new(job.step)
     root, options = job.target.root, job.target.options
-    _sweep(job, attempt)
+    sweep_leftovers(job, attempt)
     loop = asyncio.get_running_loop()
     if job.target.filter_func is not identity:
-        _go_on(job, FutureState.FILTERING)
+        go_on(job, FutureState.FILTERING)
     filtered = await loop.run_in_executor(workers, filter_blocks, job)
     job.target.check_not_in_doubt()  # A save that was queued behind the one in doubt.
-    _go_on(job, FutureState.WRITING)
+    go_on(job, FutureState.WRITING)
     folder = begin_attempt(root, attempt)
+    parents = () if job.choice.base is None else job.choice.base.chain
     try:
         written = await loop.run_in_executor(workers, write_files, job, filtered, folder, attempt)
-        _go_on(job, FutureState.COMMITTING)
-        head = _head(job, attempt, written.files)
+        go_on(job, FutureState.COMMITTING)
+        head = head_of(job, attempt, written.files, parents=parents)
         raw = encode_manifest(head, written.body, written.digests)
         durable = options.durability == "fsync"
-        _check_parents(job)
+        check_parents(job, parents)
         await publish(root, folder, attempt, raw, durable=durable, threads=workers)
     except IndeterminateError as error:
         job.target.in_doubt.append(error)
@@ -131,29 +157,20 @@ async def _save(job: SaveJob) -> SaveResult:
         raise
     finally:
         folder.close()
-    seconds = time.perf_counter() - job.begun
-    bytes_written = sum(file.bytes for file in written.files) + len(raw)
-    parent = ParentFacts(step=job.step, attempt=attempt.id, digest=written_digest(raw))
-    job.target.chain.newest = _link(job, parent, written, bytes_written)
-    job.target.heads.add(head)
-    _retain(job)
-    return SaveResult(
-        step=job.step,
-        kind=job.choice.kind,
-        path=root.path,
-        fallback=job.fallback,
-        stall_seconds=job.stall_seconds if job.staged is not None else seconds,
-        seconds=seconds,
-        bytes_logical=_logical_bytes(job),
-        bytes_written=bytes_written,
-        rows_count=sum(facts.rows_count for facts in written.tables),
-        rows_copied=_rows_copied(job),
-        missed_ids=written.missed,
+    return Committed(
+        written=written,
+        parent=ParentFacts(step=job.step, attempt=attempt.id, digest=written_digest(raw)),
+        parents=parents,
+        head=head,
+        bytes_written=sum(file.bytes for file in written.files) + len(raw),
     )
 
 
-def _link(job: SaveJob, parent: ParentFacts, written: Written, bytes_written: int) -> ChainLink:
-    """What the next delta builds upon, now that this save has committed."""
+def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
+    """What the next delta builds upon, now that this save has committed; None: the next save is a full one."""
+    if committed.parent is None:
+        return None
+    written = committed.written
     names = {facts.name for facts in written.tables}
     tables = {
         item.name: TableLink(
@@ -167,14 +184,22 @@ def _link(job: SaveJob, parent: ParentFacts, written: Written, bytes_written: in
     }
     base = job.choice.base
     if base is None:
-        return ChainLink(parent, (), tables, full_bytes=bytes_written, full_time=time.monotonic())
+        # With parents: this rank has written all of its tables into the delta of others.
+        return ChainLink(
+            committed.parent,
+            committed.parents,
+            tables,
+            full_bytes=committed.bytes_written,
+            full_time=time.monotonic(),
+            deltas_count=len(committed.parents),
+        )
     return replace(
         base,
-        parent=parent,
+        parent=committed.parent,
         parents=base.chain,
         tables=tables,
         deltas_count=base.deltas_count + 1,
-        deltas_bytes=base.deltas_bytes + bytes_written,
+        deltas_bytes=base.deltas_bytes + committed.bytes_written,
     )
 
 
@@ -189,32 +214,6 @@ def _rows_copied(job: SaveJob) -> int:
     return sum(facts.rows_count for facts in job.plan.tables) + sum(table.copied_count for table in tables)
 
 
-def _check_parents(job: SaveJob) -> None:
-    """Before a delta is published: what it builds upon is still there, down to a full checkpoint."""
-    base, root = job.choice.base, job.target.root
-    for parent in base.chain if base is not None else ():
-        if root.manifests.exists(compacted_manifest_name(parent.step)):
-            return
-        if not root.manifests.exists(manifest_name(parent.step)):
-            raise ConflictError(
-                f"step {parent.step}, which the delta of step {job.step} builds upon, is not there any more",
-                hint="save a full checkpoint: kind='full'",
-            )
-
-
-def _go_on(job: SaveJob, state: FutureState) -> None:
-    if not job.future.enter(state):
-        raise SaveCancelledError(f"save of step {job.step} was cancelled")
-
-
-def _sweep(job: SaveJob, attempt: Attempt) -> None:
-    """What cannot be swept is in nobody's way."""
-    try:
-        sweep(job.target.root, job.target.heads, keep_attempts=running_compactions.beside(attempt))
-    except CheckpointError as error:
-        log_warning("leftovers in %s were kept: %s", job.target.root.path, error)
-
-
 def _retain(job: SaveJob) -> None:
     count = job.target.options.keep_latest
     if count is None:
@@ -224,18 +223,3 @@ def _retain(job: SaveJob) -> None:
         keep_latest(job.target.root, job.target.heads, count=count, protected=protected)
     except Exception as error:  # Whatever it is, the new checkpoint is committed.
         log_warning("old checkpoints in %s were kept: %s", job.target.root.path, error)
-
-
-def _head(job: SaveJob, attempt: Attempt, files: tuple[FileFacts, ...]) -> ManifestHead:
-    return ManifestHead(
-        step=job.step,
-        kind=job.choice.kind,
-        parents=() if job.choice.base is None else job.choice.base.chain,
-        attempt=attempt.id,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        writer=WRITER,
-        ranks_count=1,
-        files=files,
-        values=job.values,
-        metadata=job.metadata,
-    )

@@ -8,6 +8,9 @@ from typing import Any
 
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.cut import Cut
+from asyncckpt.engine.ranks import Ranks
+from asyncckpt.engine.replicas import NO_REPLICAS, ReplicaList
 from asyncckpt.engine.saver_chain import SaverChain
 from asyncckpt.errors import IndeterminateError
 from asyncckpt.model.table import Table
@@ -23,7 +26,8 @@ from asyncckpt.plan.save_plan import PlanCache
 class SaveTarget:
     """`protected` are steps that retention must keep, `chain` what the next delta builds upon.
 
-    `parent_steps`: what deltas in flight build upon, which retention must keep too.
+    `parent_steps`: what deltas in flight build upon, which retention must keep too. `ranks`: with which this one saves;
+    None: it saves alone.
     """
 
     root: CheckpointRoot
@@ -40,6 +44,11 @@ class SaveTarget:
     chain: SaverChain = field(default_factory=SaverChain)
     parent_steps: list[int] = field(default_factory=list)
     in_doubt: list[IndeterminateError] = field(default_factory=list)
+    ranks: Ranks | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank
 
     def check_not_in_doubt(self) -> None:
         """After a commit whose durability is unknown nothing more is committed here until the directory is reopened."""
@@ -49,3 +58,11 @@ class SaveTarget:
                 resolve=self.in_doubt[0].resolve,
                 hint="close this Saver, call resolve(), and open a new one",
             )
+
+
+def replicas_elsewhere(target: SaveTarget, cut: Cut) -> tuple[ReplicaList, frozenset[int] | None]:
+    """The replicas among the leaves of a cut, and which of them other ranks write; None: not known yet."""
+    if target.ranks is None:
+        return NO_REPLICAS, frozenset()
+    listed = target.ranks.replicas.list_of(cut.flat)
+    return listed, target.ranks.replicas.elsewhere(listed)

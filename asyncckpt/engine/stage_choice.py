@@ -47,8 +47,10 @@ class StageChoice:
         return self.regions.bytes + self.plan.arena_bytes
 
 
-def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
-    """Choose for a save that would rather not block."""
+def choose_stage(
+    target: SaveTarget, cut: Cut, choice: Choice, *, elsewhere: frozenset[int] = frozenset()
+) -> StageChoice:
+    """Choose for a save that would rather not block. elsewhere: leaves that other ranks write."""
     host_level = target.options.host_level
     some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
     left_open: list[str] = []
@@ -57,21 +59,24 @@ def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
     ways: list[list[str]] = [left_open] if host_level == "first_touch" else [[], left_open] if left_open else [[]]
     last: StageChoice | None = None
     for names in ways:
-        last = _stage(target, cut, choice, left_open=names)
+        last = _stage(target, cut, choice, left_open=names, elsewhere=elsewhere)
         if pool.fits(last.arena_bytes, limit_bytes=target.options.host_memory_limit):
             return last
     assert last is not None
-    return StageChoice(target.plans.plan(cut.flat, cut.tables), fallback=_why_not(target, last))
+    plan = target.plans.plan(cut.flat, cut.tables, elsewhere=elsewhere)
+    return StageChoice(plan, fallback=_why_not(target, last))
 
 
-def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, left_open: Collection[str]) -> StageChoice:
+def _stage(
+    target: SaveTarget, cut: Cut, choice: Choice, *, left_open: Collection[str], elsewhere: frozenset[int]
+) -> StageChoice:
     in_regions = [
         (number, item)
         for number, item in enumerate(cut.tables)
         if target.filter_func is identity and item.name not in left_open and _is_plain(item)
     ]
     names = [item.name for _, item in in_regions]
-    plan = target.plans.plan(cut.flat, cut.tables, left_open=left_open, in_regions=names)
+    plan = target.plans.plan(cut.flat, cut.tables, left_open=left_open, in_regions=names, elsewhere=elsewhere)
     return StageChoice(plan, _regions(target, in_regions, choice))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncckpt.engine.filtering import Fetch, Filtered, filtered_tables
+from asyncckpt.engine.filtering import Fetch, Filtered, filtered_tables, is_elsewhere
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.printing import Selections
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
@@ -36,7 +36,9 @@ def staged_tables(job: SaveJob, filtered: Filtered, selections: Selections) -> l
 def staged_dense(job: SaveJob, filtered: Filtered) -> list[StagedDense]:
     """All blocks of dense tensors."""
     return [
-        StagedDense(spec=part.spec, tensor=part.whole) for part in _parts(job, filtered) if part.spec.role is Role.DENSE
+        StagedDense(spec=part.spec, tensor=part.whole)
+        for part in _parts(job, filtered)
+        if part.spec.role is Role.DENSE and not is_elsewhere(job, part.number)
     ]
 
 

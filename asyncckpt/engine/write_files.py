@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.engine.background import workers
-from asyncckpt.engine.filtering import Filtered, filtered_tables
+from asyncckpt.engine.filtering import Filtered, filtered_tables, is_elsewhere
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.printing import Selections, select_rows
 from asyncckpt.engine.staged_state import staged_dense, staged_tables
@@ -36,7 +36,6 @@ from asyncckpt.pipeline.filters import FilteredBlock
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.pipeline.row_prints import RowPrints
 from asyncckpt.plan.image import ImagePlan, plan_image
-from asyncckpt.plan.region_files import RegionFiles
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.export import export_tables
 from asyncckpt.shard.stream import stream_sources
@@ -46,19 +45,22 @@ from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
 
 Digests = NDArray[np.uint8]
+NO_IMAGE = plan_image([], parallel=1, rank=0, needs_file=False)
 
 
 @dataclass(frozen=True)
 class Written:
     """Shard files on disk, and what the manifest says of their blocks: digests are uint8 [blocks, 16].
 
-    tables: as they are in the checkpoint. prints, missed: by table, see printing.py.
+    tables: as they are in the checkpoint. structure: of the tensors that were written a digest, where it is known
+    without looking at each. prints, missed: by table, see printing.py.
     """
 
     files: tuple[FileFacts, ...]
     body: BodyTemplate
     digests: Digests
     tables: tuple[TableFacts, ...]
+    structure: str | None = None
     prints: Mapping[str, RowPrints] = field(default_factory=dict)
     missed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -69,13 +71,26 @@ def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: At
     if job.target.filters or selections.rows or _is_partial_elsewhere(job):
         return _write_chosen_rows(job, filtered, selections, folder, attempt)
     if filtered.blocks is not None:
-        return _write_filtered(job, filtered.blocks, _sources(job, filtered), folder, attempt)
+        left = [block for block in filtered.blocks if not is_elsewhere(job, block.number)]
+        return _write_filtered(job, left, _sources(job, filtered), folder, attempt)
     if job.staged is not None:
         return _drain(job, selections, folder, attempt)
+    if job.elsewhere:
+        return _write_filtered(job, _own_blocks(job), _sources(job, filtered), folder, attempt)
     image = job.plan.image
     job.future.expect_bytes(job.plan.files_bytes)
     files, digests = _stream(job, image, _sources(job, filtered), folder, attempt)
     return Written(files=files, body=job.plan.body, digests=digests, tables=job.plan.tables)
+
+
+def _own_blocks(job: SaveJob) -> list[FilteredBlock]:
+    """The planned blocks without those that other ranks write."""
+    blocks = enumerate(job.plan.image.blocks)
+    return [
+        FilteredBlock(number=number, spec=placed.spec, data=None)
+        for number, placed in blocks
+        if placed.spec.leaf not in job.elsewhere
+    ]
 
 
 def _is_partial_elsewhere(job: SaveJob) -> bool:
@@ -91,39 +106,61 @@ def _drain(job: SaveJob, selections: Selections, folder: Directory, attempt: Att
     assert job.staged is not None
     plan, staged = job.plan, job.staged
     files_count = len(plan.image.files) + len(plan.open.tables)
-    parallel = job.target.options.parallel
-    regions = job.target.region_files.plan(staged.tables, parallel=parallel, rank=0, first_file=files_count)
+    parallel, rank = job.target.options.parallel, job.target.rank
+    regions = job.target.region_files.plan(staged.tables, parallel=parallel, rank=rank, first_file=files_count)
     job.future.expect_bytes(plan.files_bytes + sum(file.bytes for file in regions.files))
     # Open tables first: until their rows are out, the old values of rows that change take memory.
     exported, late_digests = _export(job, folder, attempt)
+    streamed = _stream_own(job, folder, attempt) if job.elsewhere else None
     arena = staged.arena
+    image = plan.image if streamed is None else NO_IMAGE
     files, digests = drain_image(
-        ArenaImage(plan=plan.image, base=staged.base, regions=regions, address=arena.address, raw=arena.view()),
+        ArenaImage(plan=image, base=staged.base, regions=regions, address=arena.address, raw=arena.view()),
         folder=folder,
         attempt=attempt,
         options=job.target.options,
         progress=job.future.native_progress,
     )
-    planned = len(plan.image.files)
+    planned = streamed or Written(
+        files=files[: len(image.files)],
+        body=plan.body,
+        digests=digests[: len(image.blocks)],
+        tables=plan.tables,
+        structure=plan.structure,
+    )
+    body = planned.body
+    if regions.blocks:
+        body = extend_body(body, tables=_facts(job), blocks=regions.blocks)
     return Written(
-        files=files[:planned] + exported + files[planned:],
-        body=_body(job, regions),
-        digests=_in_order(digests, late_digests, planned_count=len(plan.image.blocks)),
+        files=planned.files + exported + files[len(image.files) :],
+        body=body,
+        digests=np.concatenate([planned.digests, late_digests, digests[len(image.blocks) :]]),
         tables=_facts(job),
+        structure=planned.structure,
         prints=selections.prints,
         missed=selections.missed,
     )
 
 
-def _in_order(digests: Digests, late_digests: Digests, *, planned_count: int) -> Digests:
-    """In the order of the manifest's blocks: planned, exported, in regions."""
-    return np.concatenate([digests[:planned_count], late_digests, digests[planned_count:]])
+def _stream_own(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+    """The planned part of the arena without what other ranks write; in as many files as were planned.
 
-
-def _body(job: SaveJob, regions: RegionFiles) -> BodyTemplate:
-    if not regions.blocks:
-        return job.plan.body
-    return extend_body(job.plan.body, tables=_facts(job), blocks=regions.blocks)
+    Only until the ranks have agreed who writes what: then such blocks are not captured any more.
+    """
+    blocks = _own_blocks(job)
+    specs = [block.spec for block in blocks]
+    planned = job.plan.image
+    image = plan_image(
+        specs,
+        parallel=job.target.options.parallel,
+        rank=job.target.rank,
+        needs_file=False,
+        files_count=len(planned.files),
+    )
+    sources = _sources(job, Filtered())
+    files, digests = _stream(job, image, [sources[block.number] for block in blocks], folder, attempt)
+    body = render_body(_facts(job), job.tree, [*image.blocks, *job.plan.open.blocks])
+    return Written(files=files, body=body, digests=digests, tables=job.plan.tables)
 
 
 def _facts(job: SaveJob) -> tuple[TableFacts, ...]:
@@ -206,7 +243,7 @@ def _write_blocks(
     *,
     replaced: Collection[int] = (),
 ) -> Written:
-    image = plan_image(specs, parallel=job.target.options.parallel, rank=0)
+    image = plan_image(specs, parallel=job.target.options.parallel, rank=job.target.rank)
     job.future.expect_bytes(sum(file.bytes for file in image.files))
     files, digests = _stream(job, image, sources, folder, attempt)
     body = render_body(tables, job.tree, image.blocks, filtered=replaced)

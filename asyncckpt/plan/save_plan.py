@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
@@ -85,6 +87,11 @@ class SavePlan:
     sources: Mapping[int, DenseSource]
     columns: Mapping[int, tuple[int, str]]
     open: OpenTables
+
+    @cached_property
+    def structure(self) -> str:
+        """A digest of what the manifest will say of the dense tensors, but their digests."""
+        return xxhash.xxh3_128_hexdigest(self.body.text[self.body.tables_end :])
 
     @property
     def logical_bytes(self) -> int:

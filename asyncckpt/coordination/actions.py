@@ -1,0 +1,68 @@
+"""What the state machines ask for: messages to send, effects to run, and the end.
+
+A machine never does anything itself. Whoever drives it (driver.py, the simulator of the tests) does what the actions
+say, in their order, and reports how the effects ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Message, Outcome, Prepared
+from asyncckpt.format.names import Attempt
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to one rank, or (None, only by the coordinator) to all participants, also the one beside it."""
+
+    to: int | None
+    message: Message
+
+
+@dataclass(frozen=True)
+class MakeFolder:
+    """All ranks have begun: draw an attempt and make its folder. Ends in `folder_made` or `failed`."""
+
+    begins: Mapping[int, Begin]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write and sync the files of this rank. Ends in `wrote` or `failed`."""
+
+    attempt: AttemptMessage
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Every rank is prepared: assemble the manifest and publish it. Ends in `published`."""
+
+    attempt: Attempt
+    prepared: Mapping[int, Prepared]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Look whether the manifest of this attempt is there, and make that durable. Ends in `looked`."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class AbandonAttempt:
+    """Remove what an aborted attempt left. Nobody waits to hear of it."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The machine has ended; it does nothing more, whatever it is told."""
+
+    outcome: Outcome
+
+
+Action: TypeAlias = Send | MakeFolder | Write | Publish | Look | AbandonAttempt | Finish

@@ -1,0 +1,49 @@
+"""What carries messages and parts between the ranks of a job: the Protocol of all channels.
+
+A channel may lose, repeat or delay a message (docs/ranks.md); it never changes one, and what was sent for one call
+never shows up under another. A call is the number of a save, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Channel(Protocol):
+    """One rank's way to the others. All methods block.
+
+    `receive` belongs to one thread at a time; another thread may send, put and get meanwhile.
+    """
+
+    rank: int
+    ranks_count: int
+
+    def send(self, call: int, to: int | None, message: bytes) -> None:
+        """Send to a rank, or (None, only from rank 0) to all others.
+
+        PeerError or IOFailedError when the channel is gone.
+        """
+        ...
+
+    def receive(self, call: int, timeout_s: float) -> list[tuple[int, bytes]]:
+        """Messages of a call for this rank that came since, as (sender, bytes), each once.
+
+        At least one, or after `timeout_s` seconds an empty list. Messages of one sender come in their order.
+        """
+        ...
+
+    def put(self, call: int, name: str, data: bytes) -> None:
+        """Leave data of any size under a name for whoever gets it."""
+        ...
+
+    def get(self, call: int, name: str, timeout_s: float) -> bytes:
+        """What was put under a name, by whichever rank; DeadlineError when it does not come in `timeout_s` seconds."""
+        ...
+
+    def forget(self, call: int) -> None:
+        """Drop what a call left behind. Every rank does it for older calls once it knows that all began a newer one."""
+        ...
+
+    def close(self) -> None:
+        """End this rank's side; never raises over another error."""
+        ...

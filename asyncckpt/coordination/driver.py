@@ -1,0 +1,325 @@
+"""Run one call of this rank: the machines on one side, a channel and the effects on the other.
+
+Channel calls block, so they run on `threads`; effects are tasks beside that. A receive lasts no longer than its slice,
+so that a call that ends by itself ends soon; many ranks wait in long slices, which spares the one server that serves
+them. A machine's time passes only up to the beginning of a receive that has ended: nothing that had arrived by then is
+unheard when a limit is judged, however long this process was stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
+from asyncckpt.coordination.channel import Channel
+from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.messages import (
+    AttemptMessage,
+    Begin,
+    Failed,
+    Outcome,
+    Prepared,
+    Skipped,
+    State,
+    cause_of,
+    decode,
+    encode,
+)
+from asyncckpt.coordination.participant import COORDINATOR
+from asyncckpt.coordination.rank_machine import RankMachine
+from asyncckpt.errors import ConflictError, IndeterminateError, PeerError, PeerInDoubtError
+from asyncckpt.format.names import Attempt
+from asyncckpt.format.strict_json import Json
+
+SLICE_S = 0.05
+# All ranks together end this many receives a second, when nothing happens, at most.
+SLICES_PER_S = 1000
+
+
+class Effects(Protocol):
+    """What a save does on this rank besides talking. Given by the engine; all run in the loop of `run_call`."""
+
+    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+        """Rank 0: draw the attempt, make its folder, durably. May raise: the call is aborted."""
+        ...
+
+    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
+        """Write and sync the files of this rank, put its part on the channel; return notes for PREPARED. May raise."""
+        ...
+
+    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
+        """Rank 0: assemble the manifest and publish it; return notes for the outcome.
+
+        IndeterminateError when it may be there; whatever else is raised means that it is not there and never will be.
+        """
+        ...
+
+    async def abandon(self, attempt: Attempt) -> None:
+        """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
+        ...
+
+    async def look(self, attempt: Attempt) -> bool:
+        """Whether the manifest of this attempt is there; if so, make that durable (sync its folder) before."""
+        ...
+
+    def stop(self) -> None:
+        """The call has ended without `write`, which still runs: let it end soon, if that is possible.
+
+        It is waited for, and never cancelled, for it reads memory that is given back afterwards.
+        """
+        ...
+
+    def resolve(self, attempt: Attempt) -> bool:
+        """As `look`, but any time after the call, from any thread, without anything that the save held open."""
+        ...
+
+
+async def run_call(
+    channel: Channel,
+    call: int,
+    begin: Begin | Skipped | Failed,
+    effects: Effects,
+    limits: Limits,
+    *,
+    threads: Executor,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Take one call of this rank to its end; nothing of it runs any more when this returns or raises.
+
+    begin: Begin to save; Skipped or Failed (the engine keeps and raises its own error) when this rank does not take
+    part, which ends the call for it at once, on rank 0 after all are told.
+    threads: two at least, or what is sent waits for a receive to end, up to its slice.
+
+    Returns an outcome "committed" or "skipped", and "aborted" only for a `begin` of Failed. Raises the error of this
+    rank's own effect when that ended the call; ConflictError when the ranks contradict each other; PeerError when
+    another rank, or a silence, ended it; PeerInDoubtError when it may be committed.
+    """
+    run = _Call(channel, call, begin, effects, limits, threads, clock)
+    await run.run()
+    return run.result()
+
+
+# Per channel, the first call that it has not been told to forget. Calls that were skipped, or aborted before all ranks
+# had begun, are forgotten with the next one that all have begun.
+_unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
+
+
+class _Call:
+    def __init__(
+        self,
+        channel: Channel,
+        call: int,
+        begin: Begin | Skipped | Failed,
+        effects: Effects,
+        limits: Limits,
+        threads: Executor,
+        clock: Callable[[], float],
+    ) -> None:
+        self._channel, self._call, self._effects, self._limits = channel, call, effects, limits
+        self._threads, self._clock = threads, clock
+        self._begin = begin
+        self._machine = RankMachine(channel.rank, channel.ranks_count, begin, limits)
+        self._own_error: BaseException | None = None
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Future[list[tuple[int, bytes]]] | None = None
+        self._asked = clock()
+        self._is_lost = False
+        self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], list[Action]]] = {}
+        self._writing: asyncio.Task[Any] | None = None
+        shared = SLICE_S if channel.rank == COORDINATOR else channel.ranks_count / SLICES_PER_S
+        self._slice_s = max(SLICE_S, min(shared, limits.alive_s))
+
+    async def run(self) -> None:
+        self._do(self._machine.start(self._clock()))
+        try:
+            while not self._machine.has_ended:
+                await self._wait()
+        except BaseException as error:  # Cancelled, or a bug: the others need not wait for a silence.
+            self._lose(cause_of(error))
+            raise
+        finally:
+            await self._wind_up()
+
+    def result(self) -> Outcome:
+        outcome, step = self._machine.outcome, getattr(self._begin, "step", None)
+        if outcome.state in ("committed", "skipped") or isinstance(self._begin, Failed):
+            return outcome
+        if self._own_error is not None and outcome.rank == self._channel.rank:
+            raise self._own_error
+        if outcome.state == "in_doubt":
+            assert outcome.attempt is not None
+            raise PeerInDoubtError(
+                f"the save of step {step} may be committed, this rank was not told",
+                rank=outcome.rank,
+                cause=outcome.cause,
+                resolve=partial(self._effects.resolve, outcome.attempt),
+                hint="call resolve() on this error; older checkpoints are kept",
+            )
+        if outcome.rank is None:
+            raise ConflictError(f"the save of step {step} was aborted on all ranks: {outcome.cause}")
+        raise PeerError(
+            f"the save of step {step} was aborted on all ranks because of rank {outcome.rank}",
+            rank=outcome.rank,
+            cause=outcome.cause,
+        )
+
+    async def _wait(self) -> None:
+        """Wait for the next thing that happens, and let the machine know."""
+        waiting: set[asyncio.Future[Any]] = {*self._tasks}
+        if not self._is_lost:
+            waiting.add(self._receive())
+        # A channel that keeps a thread longer than it was asked to is as good as gone.
+        overdue_s = None if self._is_lost else self._slice_s + self._limits.silence_s
+        assert waiting, "the machine waits for nothing"
+        done, _ = await asyncio.wait(waiting, timeout=overdue_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            self._lose(f"rank {self._channel.rank} got no answer from its channel for {self._limits.silence_s:g} s")
+        for task in [task for task in self._tasks if task in done]:
+            self._do(self._tasks.pop(task)(task))
+        receiving = self._receiving
+        if receiving is not None and receiving.done():
+            self._receiving = None
+            self._take(receiving)
+
+    def _receive(self) -> asyncio.Future[Any]:
+        """The receive that is on its way, or a new one."""
+        if self._receiving is None:
+            self._asked = self._clock()
+            timeout_s = max(0.0, min(self._slice_s, self._machine.next_tick() - self._asked))
+            receive = partial(self._channel.receive, self._call, timeout_s)
+            self._receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive)
+        return self._receiving
+
+    def _take(self, receiving: asyncio.Future[list[tuple[int, bytes]]]) -> None:
+        try:
+            for sender, raw in receiving.result():
+                self._do(self._machine.receive(sender, decode(raw, sender=sender), self._clock()))
+        except Exception as error:  # The channel's, or of bytes that are no message.
+            self._lose(cause_of(error))
+        else:
+            self._do(self._machine.tick(self._asked))
+
+    def _lose(self, cause: str) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._do(self._machine.lost(cause, self._clock()))
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._send(partial(self._channel.send, self._call, to, encode(message)))
+                case MakeFolder(begins):
+                    self._forget_older()
+                    self._start(self._effects.make_folder(begins), self._made)
+                case Write(attempt):
+                    self._forget_older()
+                    self._writing = self._start(self._effects.write(attempt), self._wrote)
+                case Publish(attempt, prepared):
+                    self._start(self._effects.publish(attempt, prepared), partial(self._published, attempt))
+                case Look(attempt):
+                    self._start(self._effects.look(attempt), self._looked)
+                case AbandonAttempt(attempt):
+                    self._start(self._abandon(attempt), lambda task: [])
+                case Finish():
+                    pass  # The machine knows; `run` looks at it.
+
+    def _start(
+        self, work: Coroutine[Any, Any, Any], ended: Callable[[asyncio.Task[Any]], list[Action]]
+    ) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = ended
+        return task
+
+    def _made(self, task: asyncio.Task[Any]) -> list[Action]:
+        error = self._error_of(task)
+        if error is not None:
+            return self._machine.folder_failed(cause_of(error), self._clock())
+        return self._machine.folder_made(task.result(), self._clock())
+
+    def _wrote(self, task: asyncio.Task[Any]) -> list[Action]:
+        self._writing = None
+        error = self._error_of(task)
+        if error is not None:
+            return self._machine.write_failed(cause_of(error), self._clock())
+        return self._machine.wrote(task.result(), self._clock())
+
+    def _published(self, attempt: Attempt, task: asyncio.Task[Any]) -> list[Action]:
+        error = self._error_of(task)
+        if error is None:
+            outcome = Outcome("committed", attempt=attempt, notes=task.result())
+        else:
+            state: State = "in_doubt" if isinstance(error, IndeterminateError) else "aborted"
+            outcome = Outcome(state, attempt=attempt, rank=COORDINATOR, cause=cause_of(error))
+        return self._machine.published(outcome, self._clock())
+
+    def _looked(self, task: asyncio.Task[Any]) -> list[Action]:
+        found = False if task.cancelled() or task.exception() is not None else task.result()
+        return self._machine.looked(found, self._clock())
+
+    def _error_of(self, task: asyncio.Task[Any]) -> BaseException | None:
+        """Why an effect of this rank failed; kept, for this rank raises it if it is what ended the call."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None and self._own_error is None:
+            self._own_error = error
+        return error
+
+    async def _abandon(self, attempt: Attempt) -> None:
+        """After the own files are closed, or they would come back behind the removal."""
+        await self._stop_writing()
+        await self._effects.abandon(attempt)
+
+    async def _stop_writing(self) -> None:
+        if self._writing is not None and not self._writing.done():
+            with contextlib.suppress(Exception):
+                self._effects.stop()
+            await asyncio.wait({self._writing})
+
+    def _send(self, send: Callable[[], None]) -> None:
+        """Have something done on the channel after all that was sent before, without waiting for it."""
+        if self._channel.ranks_count == 1:
+            return
+        self._outbox.append(send)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.get_running_loop().create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._outbox:
+            try:
+                await loop.run_in_executor(self._threads, self._outbox.popleft())
+            except Exception as error:
+                self._outbox.clear()
+                self._lose(cause_of(error))
+
+    def _forget_older(self) -> None:
+        """All ranks have begun this call, so none reads anything of the older ones."""
+        first = _unforgotten.get(self._channel, 1)
+        for call in range(first, self._call):
+            self._send(partial(self._channel.forget, call))
+        _unforgotten[self._channel] = max(first, self._call)
+
+    async def _wind_up(self) -> None:
+        """Leave nothing running: what was sent is out, `write` and `abandon` have ended, no thread receives."""
+        await self._stop_writing()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                task.exception()  # Looked at, so that asyncio does not complain: the call has ended without it.
+        talking = {future for future in (self._sending, self._receiving) if future is not None}
+        if talking:
+            await asyncio.wait(talking, timeout=self._slice_s + self._limits.silence_s)
+        for future in talking:
+            if future.done() and not future.cancelled():
+                future.exception()

@@ -1,0 +1,160 @@
+"""One rank's part in a save of all ranks: a state machine without clock, thread or I/O.
+
+    from      to        on                                         does
+    (new)     CALLED    start                                      sends BEGIN
+    (new)     ENDED     start of a call that it skips or failed     sends SKIPPED or FAILED
+    CALLED    WRITING   ATTEMPT                                    Write
+    WRITING   PREPARED  wrote                                      sends PREPARED
+    WRITING   ENDED     failed                                     sends FAILED: aborted by this rank
+    CALLED,   ENDED     a limit passes, the channel is lost        sends FAILED: aborted by rank 0
+    WRITING
+    PREPARED  LOOKING   a limit passes, the channel is lost        Look
+    LOOKING   ENDED     looked                                     committed if found, else in doubt
+    any       ENDED     OUTCOME of its attempt                     that outcome
+
+What it must never do: say PREPARED for an attempt that it was not told, or after it has ended; conclude by itself, once
+PREPARED may have been heard, that the save was aborted.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+
+from asyncckpt.coordination.actions import Action, Finish, Look, Send, Write
+from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.messages import Alive, AttemptMessage, Begin, Failed, Message, Outcome, Prepared, Skipped
+from asyncckpt.format.names import Attempt
+from asyncckpt.format.strict_json import Json
+
+COORDINATOR = 0
+
+
+class ParticipantState(enum.Enum):
+    CALLED = enum.auto()
+    WRITING = enum.auto()
+    PREPARED = enum.auto()
+    LOOKING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Participant:
+    """The machine of one rank and call. Every input returns what is to be done; `now` is in seconds, of any origin."""
+
+    def __init__(self, rank: int, begin: Begin | Skipped | Failed, limits: Limits) -> None:
+        self.rank = rank
+        self.state = ParticipantState.CALLED
+        self.attempt: Attempt | None = None
+        self.outcome: Outcome | None = None
+        self._begin = begin
+        self._limits = limits
+        # Beside the coordinator there is nothing to wait for: it cannot be silent, and it keeps all limits itself.
+        self._is_remote = rank != COORDINATOR
+        self._started = self._next_alive = math.inf
+        self._heard: float | None = None
+        self._doubt = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is ParticipantState.ENDED
+
+    def start(self, now: float) -> list[Action]:
+        """Call once, first."""
+        self._started, self._next_alive = now, now + self._limits.alive_s
+        match self._begin:
+            case Skipped(cause):
+                return [Send(COORDINATOR, self._begin), *self._end(Outcome("skipped", rank=self.rank, cause=cause))]
+            case Failed(cause):
+                return [Send(COORDINATOR, self._begin), *self._end(Outcome("aborted", rank=self.rank, cause=cause))]
+            case Begin():
+                return [Send(COORDINATOR, self._begin)]
+
+    def receive(self, message: Message, now: float) -> list[Action]:
+        """Take a message of the coordinator."""
+        self._heard = now
+        match message:
+            case AttemptMessage(attempt) if self.state is ParticipantState.CALLED:
+                self.state, self.attempt = ParticipantState.WRITING, attempt
+                return [Write(message)]
+            case Outcome() if self._concerns(message):
+                return self._end(message)
+            case _:
+                return []  # Alive, a repetition, or of another attempt.
+
+    def wrote(self, notes: Mapping[str, Json], now: float) -> list[Action]:
+        """The files are written, synced, and told to whoever assembles the manifest."""
+        if self.state is not ParticipantState.WRITING:
+            return []
+        assert self.attempt is not None
+        self.state = ParticipantState.PREPARED
+        return [Send(COORDINATOR, Prepared(self.attempt, notes))]
+
+    def failed(self, cause: str, now: float) -> list[Action]:
+        """This rank cannot go on: its own error before it was prepared."""
+        if self.state not in (ParticipantState.CALLED, ParticipantState.WRITING):
+            return []
+        return self._give_up(cause, rank=self.rank)
+
+    def lost(self, cause: str, now: float) -> list[Action]:
+        """The channel to the coordinator is gone, or what comes through it cannot be read."""
+        if self.state in (ParticipantState.CALLED, ParticipantState.WRITING):
+            return self._give_up(cause, rank=COORDINATOR)
+        if self.state is ParticipantState.PREPARED:
+            assert self.attempt is not None
+            self.state, self._doubt = ParticipantState.LOOKING, cause
+            return [Look(self.attempt)]
+        return []
+
+    def looked(self, found: bool, now: float) -> list[Action]:
+        """The manifest of the attempt is there, and durably so; or it is not there yet, or could not be looked for."""
+        if self.state is not ParticipantState.LOOKING:
+            return []
+        if found:
+            return self._end(Outcome("committed", attempt=self.attempt))
+        return self._end(Outcome("in_doubt", attempt=self.attempt, rank=COORDINATOR, cause=self._doubt))
+
+    def tick(self, now: float) -> list[Action]:
+        """Let time pass; due at `next_tick`."""
+        if not self._is_remote or self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
+            return []
+        overdue = next((cause for when, cause in self._deadlines() if now >= when), None)
+        if overdue is not None:
+            return self.lost(overdue, now)
+        if self.state is not ParticipantState.PREPARED and now >= self._next_alive:
+            self._next_alive = now + self._limits.alive_s
+            return [Send(COORDINATOR, Alive())]
+        return []
+
+    def next_tick(self) -> float:
+        """When `tick` has something to do, at the latest; infinite when never."""
+        if not self._is_remote or self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
+            return math.inf
+        alive = math.inf if self.state is ParticipantState.PREPARED else self._next_alive
+        return min(alive, *(when for when, _ in self._deadlines()))
+
+    def _deadlines(self) -> list[tuple[float, str]]:
+        limits = self._limits
+        if self._heard is None:
+            first = (self._started + limits.begin_s, f"rank 0 did not begin this save within {limits.begin_s:g} s")
+        else:
+            first = (self._heard + limits.silence_s, f"rank 0 sent nothing for {limits.silence_s:g} s")
+        whole_s = limits.begin_s + limits.save_s
+        return [first, (self._started + whole_s, f"rank 0 told no outcome within {whole_s:g} s")]
+
+    def _concerns(self, outcome: Outcome) -> bool:
+        """Whether an outcome is of this attempt. Without an attempt nothing of this rank can have been committed."""
+        if self.state is ParticipantState.CALLED:
+            return outcome.state in ("aborted", "skipped")
+        return not self.has_ended and outcome.attempt == self.attempt
+
+    def _give_up(self, cause: str, *, rank: int) -> list[Action]:
+        """End without having been prepared, so nobody can commit without hearing of it or waiting in vain."""
+        return [
+            Send(COORDINATOR, Failed(cause)),
+            *self._end(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause)),
+        ]
+
+    def _end(self, outcome: Outcome) -> list[Action]:
+        self.state, self.outcome = ParticipantState.ENDED, outcome
+        return [Finish(outcome)]

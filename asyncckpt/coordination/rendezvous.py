@@ -1,0 +1,210 @@
+"""How ranks that share nothing but the checkpoint directory find each other, and nobody else.
+
+What a killed job has left must never be taken for today's, and nobody can tell by looking at a file whether its writer
+lives. So every process draws a token, and a session counts for those whose tokens it names:
+
+1. Every rank but 0 leaves a hello with its token, and leaves it again whenever it has vanished.
+2. Rank 0, which holds the lock of the directory, removes all old sessions and all hellos. Hellos that are there after
+   that come from processes that live. Two for the same rank are removed once more: one of them may just have died.
+3. When there is exactly one hello for every rank, rank 0 makes a new session with all its folders, and last its roster.
+4. A rank joins the session whose roster names its token, and takes its hello away.
+
+Every wait has the deadline of the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+
+from asyncckpt.coordination.file_names import (
+    GONE_DIR,
+    PUT_DIR,
+    RANKS_DIR,
+    ROSTER,
+    Hello,
+    hello_of,
+    inbox_dir,
+    is_session,
+    new_session_name,
+)
+from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.whole_files import read_whole, write_whole
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError, PeerError
+from asyncckpt.storage.directory import Directory
+
+FIRST_PAUSE_S = 0.002
+PAUSE_S_MAX = 0.1
+ROSTER_BYTES_MAX = 16 << 20
+
+
+class _Made:
+    """What this process, as rank 0, has made: several of its Savers may share a directory.
+
+    sessions  not yet removed: no sweep takes them
+    tokens    named by a roster: a slow rank may leave such a hello once more, and it must not count again
+    """
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.sessions: set[str] = set()
+        self.tokens: set[str] = set()
+
+
+_made = _Made()
+
+
+def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str:
+    """For rank 0, which holds the lock of the directory `root`: gather the ranks; returns the name of the session.
+
+    PeerError naming the ranks that did not come within `deadline_s` seconds; ConflictError when several processes
+    claim to be the same rank.
+    """
+    until = time.monotonic() + deadline_s
+    with root.child(RANKS_DIR, create=True):
+        pass
+    with _opened(root) as ranks:
+        _sweep(ranks)
+    tokens = _gather(root, ranks_count=ranks_count, deadline_s=deadline_s, until=until)
+    session = new_session_name()
+    with _made.guard:
+        _made.sessions.add(session)
+        _made.tokens.update(tokens.values())
+    with _opened(root) as ranks, ranks.make_folder(session) as folder:
+        for name in (PUT_DIR, GONE_DIR, *map(inbox_dir, range(ranks_count))):
+            folder.make_folder(name).close()
+        write_whole(folder, ROSTER, json.dumps({str(rank): token for rank, token in tokens.items()}).encode())
+    return session
+
+
+def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: float) -> str:
+    """For the other ranks: the name of the session that rank 0 has made for this process.
+
+    PeerError when it has made none within `deadline_s` seconds.
+    """
+    until = time.monotonic() + deadline_s
+    hello = Hello(rank, ranks_count, uuid.uuid4().hex)
+    with root.child(RANKS_DIR, create=True):
+        pass
+    pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    try:
+        while True:
+            with _opened(root) as ranks:
+                session = _session_of(ranks, hello)
+                if session is not None:
+                    return session
+                if not ranks.exists(hello.name):
+                    os.close(ranks.create_file(hello.name)[0])  # The name says all.
+            pauses.nothing_came()
+            if not pauses.wait_until(until):
+                cause = f"it has made no session for this rank in {str(root.path)!r} within {deadline_s} s"
+                raise PeerError("no channel to rank 0", rank=0, cause=cause)
+    finally:
+        with contextlib.suppress(CheckpointError), _opened(root) as ranks:
+            ranks.remove_file(hello.name)
+
+
+def remove_session(ranks: Directory, session: str) -> None:
+    """For rank 0: take away a session and all in it. What cannot be removed is swept by the next job."""
+    with contextlib.suppress(CheckpointError, OSError):
+        _remove(ranks, session)
+    with _made.guard:
+        _made.sessions.discard(session)
+
+
+@contextlib.contextmanager
+def _opened(root: Directory) -> Iterator[Directory]:
+    """The folder of the ranks, opened anew: on NFS that is what makes it show what others have written."""
+    with root.child(RANKS_DIR) as ranks:
+        yield ranks
+
+
+def _sweep(ranks: Directory) -> None:
+    """Remove what earlier jobs have left. What cannot be removed is in nobody's way."""
+    with _made.guard:
+        live = set(_made.sessions)
+    for name in ranks.names():
+        if is_session(name) and name not in live:
+            with contextlib.suppress(CheckpointError, OSError):
+                _remove(ranks, name)
+        elif hello_of(name) is not None:
+            with contextlib.suppress(CheckpointError):
+                ranks.remove_file(name)
+
+
+def _remove(ranks: Directory, session: str) -> None:
+    """Roster first, so that nobody joins what is going away."""
+    with ranks.child(session) as folder:
+        folder.remove_file(ROSTER)
+        for name in folder.names():
+            try:
+                folder.remove_folder(name)
+            except CorruptError:
+                folder.remove_file(name)  # No folder, and a symbolic link is not followed.
+    ranks.remove_folder(session)
+
+
+def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: float) -> dict[int, str]:
+    """The token of every other rank."""
+    pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    while True:
+        with _opened(root) as ranks:
+            hellos = [hello for name in ranks.names() if (hello := hello_of(name)) is not None]
+            hellos = [hello for hello in hellos if hello.token not in _made.tokens]
+            tokens: defaultdict[int, list[str]] = defaultdict(list)
+            for hello in hellos:
+                if hello.ranks_count == ranks_count and 0 < hello.rank < ranks_count:
+                    tokens[hello.rank].append(hello.token)
+            twice = sorted(rank for rank, found in tokens.items() if len(found) > 1)
+            if len(tokens) == ranks_count - 1 and not twice:
+                return {rank: found[0] for rank, found in tokens.items()}
+            pauses.nothing_came()
+            if not pauses.wait_until(until):
+                missing = [rank for rank in range(1, ranks_count) if rank not in tokens]
+                raise _not_gathered(root, hellos, missing, twice, ranks_count=ranks_count, deadline_s=deadline_s)
+            for hello in hellos:
+                if hello.rank in twice:
+                    ranks.remove_file(hello.name)  # Those that live come again.
+
+
+def _not_gathered(
+    root: Directory,
+    hellos: list[Hello],
+    missing: list[int],
+    twice: list[int],
+    *,
+    ranks_count: int,
+    deadline_s: float,
+) -> CheckpointError:
+    where = f"in {str(root.path)!r} within {deadline_s} s"
+    if not missing:
+        return ConflictError(
+            f"several processes claim to be rank {twice[0]} {where}", hint="give every process its own shard_index"
+        )
+    others = sorted({hello.ranks_count for hello in hellos} - {ranks_count})
+    shown = f"{missing[:8]}" + (" and more" if len(missing) > 8 else "")
+    return PeerError(
+        "not all ranks are there",
+        rank=missing[0],
+        cause=f"ranks {shown} of {ranks_count} did not come {where}",
+        hint=f"others came that count {others} ranks: shard_num must be alike" if others else None,
+    )
+
+
+def _session_of(ranks: Directory, hello: Hello) -> str | None:
+    """The session that names this process, if there is one. What is no session of ours is passed by."""
+    for name in filter(is_session, ranks.names()):
+        try:
+            with ranks.child(name) as folder:
+                roster = json.loads(read_whole(folder, ROSTER, bytes_max=ROSTER_BYTES_MAX))
+        except (NotFoundError, CorruptError, ValueError):
+            continue  # Not yet, not any more, or not one.
+        if isinstance(roster, dict) and roster.get(str(hello.rank)) == hello.token:
+            return name
+    return None

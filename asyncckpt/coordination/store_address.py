@@ -1,0 +1,162 @@
+"""How the ranks of a process group meet at a store of their own.
+
+1. Every rank draws the number of this meeting from the group's default store: how many channels it has opened on this
+   group before. All ranks open in the same order, so the numbers are alike, also when a process was started anew.
+2. Rank 0 of the group starts a TCPStore, leaves a random name in it, and tells its addresses and that name through the
+   default store.
+3. The others try the addresses in turn and take the one that leads to a store with that name. An address may lead
+   elsewhere: the same loopback address belongs to every host.
+
+No collective is called, and the default store is not waited in: others use its connection too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.errors import CorruptError, PeerError
+
+CONNECT_S_MAX = 3.0  # For one address, before the next one is tried.
+MEET_PAUSE_S_MAX = 0.05
+_DISCARD_PORT = 9
+_SOMEWHERE = "192.0.2.1"  # Reserved for documentation: asked for the way only, nothing is sent.
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where the store of rank 0 is: hosts to try, port, and the name that tells it from others."""
+
+    hosts: tuple[str, ...]
+    port: int
+    name: str
+
+    def encode(self) -> bytes:
+        return json.dumps([list(self.hosts), self.port, self.name]).encode()
+
+    @staticmethod
+    def decode(raw: bytes) -> StoreAddress:
+        """CorruptError for what `encode` did not make."""
+        try:
+            hosts, port, name = json.loads(raw)
+            if not (isinstance(port, int) and isinstance(name, str) and all(isinstance(host, str) for host in hosts)):
+                raise ValueError("wrong types")
+        except (ValueError, TypeError) as error:
+            raise CorruptError("the address of rank 0's store is not one of ours", found=raw[:200]) from error
+        return StoreAddress(tuple(hosts), port, name)
+
+
+def draw_number(place: Any, *, rank: int) -> int:
+    """The number of this meeting. `place` is the part of the default store that belongs to the group."""
+    return int(place.add(f"opened/{rank}", 1))
+
+
+def tell_address(place: Any, number: int, address: StoreAddress) -> None:
+    place.set(f"address/{number}", address.encode())
+
+
+def await_address(place: Any, number: int, *, until: float) -> StoreAddress:
+    """The address, once it is told; PeerError when that does not happen until then (time.monotonic)."""
+    key = f"address/{number}"
+    pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
+    while not place.check([key]):
+        pauses.nothing_came()
+        if not pauses.wait_until(until):
+            raise PeerError("no channel to rank 0", rank=0, cause="it has not told its address within the deadline")
+    return StoreAddress.decode(bytes(place.get(key)))
+
+
+def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
+    """Start a TCPStore in this process; returns it and its address."""
+    tcp_store: Any = import_module("torch.distributed").TCPStore
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    try:
+        store: Any = tcp_store("localhost", 0, is_master=True, **options)
+    except RuntimeError as error:
+        if "libuv" not in str(error):
+            raise
+        store = tcp_store("localhost", 0, is_master=True, use_libuv=False, **options)  # A build of torch without it.
+    address = StoreAddress(own_hosts(), store.port, uuid.uuid4().hex)
+    store.set(address.name, b"")
+    return store, address
+
+
+def connect(address: StoreAddress, *, until: float) -> Any:
+    """A connection to the store at an address; PeerError when none of its hosts leads there until then."""
+    pauses = Pauses(pause_s_max=0.5)
+    while True:
+        for host in address.hosts:
+            timeout_s = min(CONNECT_S_MAX, until - time.monotonic())
+            if timeout_s > 0 and _is_there(host, address.port, timeout_s=timeout_s):
+                store = _try(host, address, timeout_s=timeout_s)
+                if store is not None:
+                    return store
+        pauses.nothing_came()
+        if not pauses.wait_until(until):
+            cause = f"its store is at none of {list(address.hosts)}, port {address.port}"
+            raise PeerError("no channel to rank 0", rank=0, cause=cause)
+
+
+def own_hosts() -> tuple[str, ...]:
+    """Names and addresses of this host at which others may reach it, best first."""
+    master = os.environ.get("MASTER_ADDR", "")
+    found = [address for host in (master, _SOMEWHERE) if host for address in _addresses_towards(host)]
+    if master and _is_here(master):
+        found.append(master)
+    found += [socket.gethostname(), "127.0.0.1", "::1"]
+    # A loopback address leads elsewhere from every other host, so it comes last.
+    found.sort(key=_is_loopback)
+    return tuple(dict.fromkeys(found))
+
+
+def _addresses_towards(host: str) -> Iterator[str]:
+    """Addresses of the interfaces that lead towards a host. A datagram socket is connected, which sends nothing."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                yield str(probe.getsockname()[0])
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host name is one of this machine: only then a socket can be bound to it."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(target)
+                return True
+    return False
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("::1", "localhost") or host.startswith("127.")
+
+
+def _is_there(host: str, port: int, *, timeout_s: float) -> bool:
+    """Whether somebody listens. Asked first, because TCPStore logs the stack of every failed try."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def _try(host: str, address: StoreAddress, *, timeout_s: float) -> Any:
+    """A connection to the store at a host, None when another store is there, or none."""
+    tcp_store: Any = import_module("torch.distributed").TCPStore
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        store = tcp_store(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return store if store.check([address.name]) else None
+    except RuntimeError:
+        return None

@@ -1,0 +1,246 @@
+"""A channel over a TCPStore of our own: the ranks of a process group, whatever its backend.
+
+The process of rank 0 serves the store, so the channel lives as long as rank 0 does. What is in the store:
+store_values.py.
+
+A send is two writes that wait for no answer. A look is one question: both logs at once. Nobody waits inside the store
+(that would hold its connection and, when it ends, fill the log with stacks): ranks look again and again, with pauses
+that grow to 50 ms, and with many ranks further, so that all looks together stay below LOOKS_PER_S at the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeVar
+
+from asyncckpt.coordination.open_channels import close_at_exit
+from asyncckpt.coordination.pauses import FIRST_S, Pauses
+from asyncckpt.coordination.store_address import await_address, connect, draw_number, serve, tell_address
+from asyncckpt.coordination.store_inbox import Inbox, log_entry
+from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
+from asyncckpt.coordination.store_values import (
+    delete_value,
+    log_key,
+    message_key,
+    pieces_count,
+    put_key,
+    read_value,
+    write_value,
+)
+from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, PeerError, UsageError
+
+T = TypeVar("T")
+
+PAUSE_S_MAX = 0.05
+LOOKS_PER_S = 4000.0
+# How long rank 0 keeps the store up for others that have not closed yet, and how long a close waits for its own line.
+CLOSE_S_MAX = 2.0
+_GONE = "gone"
+
+
+def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel:
+    """Open a channel between the ranks of a process group of torch.distributed (None: the default group).
+
+    Every rank of the group calls this, in the same order where there are several; each call makes a channel of its own.
+    Rank and number of ranks are those of the group. Rank 0 returns at once, the others when they have reached it:
+    PeerError when that takes longer than `deadline_s` seconds. UsageError without a process group.
+    """
+    dist: Any = import_module("torch.distributed")
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("torch.distributed has no process group", hint="call torch.distributed.init_process_group")
+    inner = dist.distributed_c10d
+    group = process_group if process_group is not None else inner._get_default_group()
+    rank, ranks_count = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UsageError("this rank is not in the process group", found=dist.get_rank())
+    until = time.monotonic() + deadline_s
+    place = dist.PrefixStore(f"asyncckpt/{group.group_name}", inner._get_default_store())
+    line = StoreLine(lambda: _serve(place, deadline_s) if rank == 0 else _join(place, rank, until))
+    try:
+        ready = line.ask(lambda store: None)
+        # The thread counts the same deadline; a little more, so that its own words are heard.
+        if not ready.wait(until - time.monotonic() + 1.0):
+            raise PeerError("no channel to rank 0", rank=0, cause=f"no store answers within {deadline_s} s")
+        ready.result()
+    except LineBroken as error:
+        line.hang_up()
+        if isinstance(error.__cause__, CheckpointError):
+            raise error.__cause__ from None
+        raise PeerError("no channel to rank 0", rank=0, cause=str(error)) from error.__cause__
+    except BaseException:
+        line.hang_up()
+        raise
+    return StoreChannel(line, rank=rank, ranks_count=ranks_count)
+
+
+def _serve(place: Any, deadline_s: float) -> Any:
+    number = draw_number(place, rank=0)
+    store, address = serve(timeout_s=deadline_s)
+    tell_address(place, number, address)
+    return store
+
+
+def _join(place: Any, rank: int, until: float) -> Any:
+    number = draw_number(place, rank=rank)
+    return connect(await_address(place, number, until=until), until=until)
+
+
+@dataclass
+class _Call:
+    """What this rank knows of one call. keys: what it shall delete in the end, with the number of further pieces."""
+
+    inbox: Inbox
+    pauses: Pauses
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    looking: Answer[list[tuple[int, bytes]]] | None = None
+    keys: dict[str, int] = field(default_factory=dict)
+
+
+class StoreChannel:
+    """One rank's end; a Channel. The line belongs to it. One thread receives, others may send at the same time."""
+
+    def __init__(self, line: StoreLine, *, rank: int, ranks_count: int) -> None:
+        self.rank = rank
+        self.ranks_count = ranks_count
+        self._line = line
+        self._closed = False
+        self._guard = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        close_at_exit(self)
+
+    def send(self, call: int, to: int | None, message: bytes) -> None:
+        assert to is not None or self.rank == 0, "only rank 0 speaks to all"
+        assert to is None or 0 <= to < self.ranks_count
+        state = self._call(call)
+        number = next(state.numbers)
+        key = message_key(call, to, sender=self.rank, number=number)
+        pieces = pieces_count(message)
+        if to is None:
+            state.keys[key] = pieces  # It stays: nobody knows when all have read it.
+
+        def write(store: Any) -> None:
+            write_value(store, key, message)
+            store.append(log_key(call, to), log_entry(sender=self.rank, number=number, pieces=pieces))
+
+        self._ask(write)
+
+    def receive(self, call: int, timeout_s: float) -> list[tuple[int, bytes]]:
+        until = time.monotonic() + timeout_s
+        state = self._call(call)
+        while True:
+            if state.looking is None and state.pauses.are_over():
+                state.looking = self._ask(state.inbox.look)
+            if state.looking is not None:
+                if not state.looking.wait(until - time.monotonic()):
+                    return []  # The answer will be there for the next receive.
+                looked, state.looking = state.looking, None
+                messages = self._result(looked)
+                if messages:
+                    state.pauses.something_came()
+                    return messages
+                state.pauses.nothing_came()
+            if not state.pauses.wait_until(until):
+                return []
+
+    def put(self, call: int, name: str, data: bytes) -> None:
+        key = put_key(call, name)
+        self._call(call).keys[key] = pieces_count(data)
+        self._ask(lambda store: write_value(store, key, data))
+
+    def get(self, call: int, name: str, timeout_s: float) -> bytes:
+        key = put_key(call, name)
+        until = time.monotonic() + timeout_s
+        pauses = self._new_pauses()
+        while True:
+            looking = self._ask(lambda store: read_value(store, key) if store.check([key]) else None)
+            if not looking.wait(until - time.monotonic()):
+                break
+            data = self._result(looking)
+            if data is not None:
+                if self.rank == 0:
+                    # Whoever has put it may be gone when it is forgotten.
+                    self._call(call).keys[key] = pieces_count(data)
+                return data
+            pauses.nothing_came()
+            if not pauses.wait_until(until):
+                break
+        raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
+
+    def forget(self, call: int) -> None:
+        state = self._call(call)
+        with self._guard:
+            self._calls.pop(call, None)
+        # Whoever has put or sent something may be gone, so rank 0 drops what it knows of in any case.
+        others: list[int | None] = [None] if self.rank else [None, *range(1, self.ranks_count)]
+
+        def drop(store: Any) -> None:
+            state.inbox.drop(store)
+            for key, pieces in state.keys.items():
+                delete_value(store, key, pieces=pieces)
+            for to in others:
+                store.delete_key(log_key(call, to))
+
+        self._ask(drop)
+
+    def close(self) -> None:
+        """Say that this rank is gone. Rank 0 keeps the store up until all are, or CLOSE_S_MAX has passed."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(LineBroken):
+            if self.rank == 0:
+                self._wait_for_others()
+            else:
+                self._line.ask(lambda store: store.append(_GONE, b"\1")).wait(CLOSE_S_MAX)
+        self._line.hang_up()
+
+    def _wait_for_others(self) -> None:
+        def gone_count(store: Any) -> int:
+            store.append(_GONE, b"")
+            return len(store.get(_GONE))
+
+        until = time.monotonic() + CLOSE_S_MAX
+        pauses = Pauses(pause_s_max=PAUSE_S_MAX)
+        while True:
+            asked = self._line.ask(gone_count)
+            if not asked.wait(until - time.monotonic()) or asked.result() >= self.ranks_count - 1:
+                return
+            pauses.nothing_came()
+            if not pauses.wait_until(until):
+                return
+
+    def _call(self, call: int) -> _Call:
+        with self._guard:
+            if call not in self._calls:
+                self._calls[call] = _Call(Inbox(call, self.rank), self._new_pauses())
+            return self._calls[call]
+
+    def _new_pauses(self) -> Pauses:
+        # Rank 0 is alone at its inbox; the others share the server.
+        share_s = self.ranks_count / LOOKS_PER_S if self.rank else 0.0
+        return Pauses(pause_s_max=max(PAUSE_S_MAX, share_s), first_s=max(FIRST_S, share_s / 8))
+
+    def _ask(self, call: Callable[[Any], T]) -> Answer[T]:
+        with self._broken_line():
+            if self._closed:
+                raise LineBroken("it was closed")
+            return self._line.ask(call)
+
+    def _result(self, answer: Answer[T]) -> T:
+        with self._broken_line():
+            return answer.result()
+
+    @contextlib.contextmanager
+    def _broken_line(self) -> Iterator[None]:
+        try:
+            yield
+        except LineBroken as error:
+            if self.rank == 0 or self._closed:
+                raise IOFailedError(f"the channel of rank {self.rank} is gone: {error}") from error
+            raise PeerError("the channel to rank 0 is gone", rank=0, cause=str(error)) from error

@@ -1,0 +1,137 @@
+"""A line to a store of torch.distributed on which no caller waits longer than it wants to.
+
+The calls of a TCPStore have no deadline of their own: while the process that serves it is stopped, or its host is cut
+off, they stay inside the kernel's receive for as long as the connection lives. So every call is made by one thread of
+the line, in the order in which they were asked for, and the caller waits for the answer, or stops waiting, outside.
+
+The thread is a daemon, unlike all others of this library: stuck in such a call it must not keep the interpreter from
+ending. Nothing is lost by that, for what it does is only talk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+from asyncckpt.errors import CheckpointError, IOFailedError
+
+T = TypeVar("T")
+
+
+class LineBroken(Exception):
+    """The store cannot be reached (any more), or the line was hung up; the text says why."""
+
+
+class Answer(Generic[T]):
+    """What a call on a line gave, once it is there. May be waited for again and again, by one thread."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._result: T | None = None
+        self._error: Exception | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the answer has come within `timeout_s` seconds."""
+        return self._done.wait(max(0.0, timeout_s))
+
+    def result(self) -> T:
+        """The result, or the error of the call, of an answer that has come."""
+        assert self._done.is_set()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._result)
+
+    def _set(self, result: T | None, error: Exception | None) -> None:
+        self._result, self._error = result, error
+        self._done.set()
+
+
+class StoreLine:
+    """Calls on the store that `connect` returns; `connect` is the first of them.
+
+    A call that raises anything but a CheckpointError breaks the line: nobody knows what a store answers after that.
+    Calls may be asked for from any thread.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._asked: SimpleQueue[tuple[Callable[[Any], Any], Answer[Any]] | None] = SimpleQueue()
+        self._state = _State()
+        work = _Work(connect, self._asked, self._state)
+        thread = threading.Thread(target=work, name="asyncckpt-store-line", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise IOFailedError(f"thread {thread.name!r} cannot be started: {error}", hint="see ulimit -u") from error
+
+    def ask(self, call: Callable[[Any], T]) -> Answer[T]:
+        """Have `call(store)` made; LineBroken when the line is known to be broken."""
+        self._state.check()
+        answer: Answer[T] = Answer()
+        self._asked.put((call, answer))
+        return answer
+
+    def hang_up(self) -> None:
+        """Let the thread end, and the connection with it, when all that was asked for is done. Waits for nothing."""
+        self._asked.put(None)
+
+    def __del__(self) -> None:
+        self.hang_up()
+
+
+class _State:
+    """Whether the line is broken, and why. Set once, by the thread."""
+
+    def __init__(self) -> None:
+        self._broken: tuple[str, Exception | None] | None = None
+
+    def check(self) -> None:
+        """Raise LineBroken, a new one each time, when the line is broken."""
+        if self._broken is not None:
+            text, cause = self._broken
+            raise LineBroken(text) from cause
+
+    def set_broken(self, text: str, cause: Exception | None = None) -> None:
+        if self._broken is None:
+            self._broken = text, cause
+
+
+class _Work:
+    """What the thread does. It does not hold the line, so a line that is dropped ends its thread."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        asked: SimpleQueue[tuple[Callable[[Any], Any], Answer[Any]] | None],
+        state: _State,
+    ) -> None:
+        self._connect, self._asked, self._state = connect, asked, state
+
+    def __call__(self) -> None:
+        store = None
+        try:
+            store = self._connect()
+        except Exception as error:
+            self._break(error)
+        while (asked := self._asked.get()) is not None:
+            self._answer(store, *asked)
+        self._state.set_broken("it was closed")
+        while not self._asked.empty():
+            if (left := self._asked.get()) is not None:
+                self._answer(store, *left)
+
+    def _answer(self, store: Any, call: Callable[[Any], Any], answer: Answer[Any]) -> None:
+        try:
+            self._state.check()
+            answer._set(call(store), None)
+        except (CheckpointError, LineBroken) as error:
+            answer._set(None, error)
+        except Exception as error:
+            self._break(error)
+            self._answer(store, call, answer)
+
+    def _break(self, error: Exception) -> None:
+        # torch puts the C++ stack below the first line.
+        text = (str(error).splitlines() or [""])[0]
+        self._state.set_broken(text or type(error).__name__, error)

@@ -1,0 +1,323 @@
+"""A save of several ranks, in the background: what this rank does while it talks to the others.
+
+coordination.driver runs the protocol, and calls these effects:
+
+    make_folder   rank 0     sweep; who writes which replica; what a delta builds upon; the attempt's folder
+    write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
+    publish       rank 0     put the parts together, check them, publish: the commit
+    abandon       rank 0     remove what an aborted attempt left
+    look          all ranks  whether the manifest is there, when nobody tells
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncckpt.commit.discover import check_files, read_head
+from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.driver import run_call
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
+from asyncckpt.engine.background import workers
+from asyncckpt.engine.filtering import filter_blocks
+from asyncckpt.engine.future import FutureState
+from asyncckpt.engine.job import SaveJob
+from asyncckpt.engine.ranks import Ranks, talkers
+from asyncckpt.engine.replicas import (
+    check_balanced,
+    decode_list,
+    decode_owners,
+    different_owners,
+    encode_owners,
+    same_owners,
+)
+from asyncckpt.engine.save_steps import Committed, check_parents, go_on, head_of, sweep_leftovers
+from asyncckpt.engine.write_files import Written, write_files
+from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
+from asyncckpt.format.fields import Fields
+from asyncckpt.format.manifest import (
+    FileFacts,
+    ManifestHead,
+    ParentFacts,
+    PartText,
+    encode_manifest,
+    encode_part,
+    written_digest,
+)
+from asyncckpt.format.names import STEP_MAX, Attempt
+from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.format.strict_json import Json
+from asyncckpt.pipeline.filters import identity
+
+FACTS_MAX = 1_000_000
+
+
+async def save_with_ranks(job: SaveJob) -> Committed | Outcome:
+    """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
+    assert job.ranks is not None
+    assert job.call is not None
+    save = RankSave(job, job.ranks)
+    try:
+        await save.leave_list()
+        outcome = await run_call(job.ranks.channel, job.call, save.begin(), save, job.ranks.limits, threads=talkers)
+    except BaseException as error:
+        job.ranks.replicas.forget()
+        if isinstance(error, IndeterminateError):
+            job.target.chain.newest = None
+        raise
+    if outcome.state != "committed":
+        job.ranks.replicas.forget()
+        return outcome
+    return save.committed(outcome)
+
+
+@dataclass
+class RankSave:
+    """The effects of one save on this rank. Used in the background's loop only."""
+
+    job: SaveJob
+    ranks: Ranks
+    written: Written | None = None
+    parents: tuple[ParentFacts, ...] = ()
+    is_same: bool = False
+    head: ManifestHead | None = None
+    manifest_bytes: int = 0
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    async def leave_list(self) -> None:
+        """While it is not known who writes which replica: tell which there are here."""
+        if not self.job.is_share:
+            await self._put(f"list/{self.ranks.rank}", self.job.replicas.encoded())
+
+    def begin(self) -> Begin:
+        base = self.job.choice.base
+        kind: Kind = "full" if base is None else "delta"
+        notes: dict[str, Json] = {"replicas": self.job.replicas.digest, "share": self.job.is_share}
+        if base is not None:
+            notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
+        facts = {"durability": self.job.target.options.durability}
+        return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
+
+    # -- effects ------------------------------------------------------------------------------------------------------
+
+    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+        job = self.job
+        job.target.check_not_in_doubt()
+        told = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
+        notes: dict[str, Json] = {"parents": _common_parents(begins, told), "replicas": await self._who_writes(told)}
+        attempt = Attempt.new(job.step)
+        sweep_leftovers(job, attempt)
+        folder = await self._on_worker(begin_attempt, job.target.root, attempt)
+        folder.close()
+        return AttemptStart(attempt=attempt, notes=notes)
+
+    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
+        job, target = self.job, self.job.target
+        notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
+        self.parents = _parents(notes) if attempt.kind == "delta" else ()
+        await self._take_share(notes.text("replicas"))
+        if target.filter_func is not identity:
+            go_on(job, FutureState.FILTERING)
+        filtered = await self._on_worker(filter_blocks, job)
+        go_on(job, FutureState.WRITING)
+        with _attempt_folder(target.root, attempt.attempt) as folder:
+            self.written = written = await self._on_worker(write_files, job, filtered, folder, attempt.attempt)
+            if target.options.durability == "fsync":
+                await self._on_worker(folder.sync)
+        go_on(job, FutureState.COMMITTING)
+        if self.ranks.is_coordinator:
+            return {"structure": written.structure}
+        part = encode_part(written.files, job.values, written.body, written.digests)
+        await self._put(f"part/{self.ranks.rank}", part.text)
+        return {
+            "structure": written.structure,
+            "digest": xxhash.xxh3_128_hexdigest(part.text),
+            "features": sorted(part.features),
+            "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
+        }
+
+    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
+        job, target, own = self.job, self.job.target, self.written
+        assert own is not None
+        told = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
+        others = [await self._part(rank, told[rank]) for rank in range(1, self.ranks.ranks_count)]
+        count = self.ranks.ranks_count
+        head = head_of(job, attempt, own.files, parents=self.parents, ranks_count=count)
+        raw = await self._on_worker(encode_manifest, head, own.body, own.digests, others)
+        files = [file for rank in range(1, count) for file in _files(rank, told[rank])]
+        self.head = replace(head, files=(*own.files, *files))
+        structures = [told[rank].optional_text("structure") for rank in range(count)]
+        await self._on_worker(self._check, raw, self.head, structures)
+        check_parents(job, self.parents)
+        with _attempt_folder(target.root, attempt) as folder:
+            durable = target.options.durability == "fsync"
+            try:
+                await publish(target.root, folder, attempt, raw, durable=durable, threads=workers)
+            except IndeterminateError as error:
+                target.in_doubt.append(error)
+                raise
+        self.ranks.checked = frozenset(item for item in structures if item is not None)
+        self.manifest_bytes = len(raw)
+        return {"digest": written_digest(raw)}
+
+    async def abandon(self, attempt: Attempt) -> None:
+        await self._on_worker(abandon_attempt, self.job.target.root, attempt)
+
+    async def look(self, attempt: Attempt) -> bool:
+        return bool(await self._on_worker(_look, self.job.target.root, attempt))
+
+    def resolve(self, attempt: Attempt) -> bool:
+        return look_again(self.job.target.root.path, attempt)
+
+    def stop(self) -> None:
+        self.job.future.native_progress.cancel()
+
+    # -- after --------------------------------------------------------------------------------------------------------
+
+    def committed(self, outcome: Outcome) -> Committed:
+        """What this rank knows now. Who was not told but found the manifest begins its next delta's chain anew."""
+        assert self.written is not None
+        assert outcome.attempt is not None
+        if self.is_same:
+            self.ranks.replicas.agree(self.job.replicas)
+        digest = outcome.notes.get("digest")
+        parent = None
+        if isinstance(digest, str):
+            parent = ParentFacts(step=self.job.step, attempt=outcome.attempt.id, digest=digest)
+        return Committed(
+            written=self.written,
+            parent=parent,
+            parents=self.parents,
+            head=self.head,
+            bytes_written=sum(file.bytes for file in self.written.files) + self.manifest_bytes,
+        )
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    async def _who_writes(self, told: Mapping[int, Fields]) -> str:
+        """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
+        digests = {rank: (notes.text("replicas"), notes.flag("share", default=False)) for rank, notes in told.items()}
+        is_same = check_balanced(digests)
+        if all(is_share for _, is_share in digests.values()):
+            return "share"
+        if is_same:
+            return "same"
+        lists = {
+            digest: decode_list(await self._get(f"list/{rank}"), rank=rank)
+            for digest, rank in {digest: rank for rank, (digest, _) in digests.items()}.items()
+        }
+        owners = different_owners([lists[digests[rank][0]] for rank in range(self.ranks.ranks_count)])
+        await self._put("owners", encode_owners(owners))
+        return "owners"
+
+    async def _take_share(self, how: str) -> None:
+        """Note which of the captured leaves other ranks write."""
+        job, replicas = self.job, self.ranks.replicas
+        self.is_same = how != "owners"
+        if how == "same":
+            job.elsewhere = replicas.not_mine(job.replicas, same_owners(job.replicas, self.ranks.ranks_count))
+        elif how == "owners":
+            job.elsewhere = replicas.not_mine(job.replicas, decode_owners(await self._get("owners")))
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    async def _part(self, rank: int, notes: Fields) -> PartText:
+        text = await self._get(f"part/{rank}")
+        if xxhash.xxh3_128_digest(text) != notes.digest("digest"):
+            raise CorruptError(f"the part of rank {rank} was damaged on its way")
+        return PartText(text=text, features=frozenset(notes.texts("features", count_max=FACTS_MAX)))
+
+    def _check(self, raw: bytearray, head: ManifestHead, structures: list[str | None]) -> None:
+        """The parts make up a whole, and all files are there. The first is known when nothing but bytes has changed."""
+        if not all(item is not None and item in self.ranks.checked for item in structures):
+            decode_manifest(bytes(raw), owner=f"the manifest of step {self.job.step}", step=self.job.step)
+        check_files(self.job.target.root, head)
+
+    # -- ways ---------------------------------------------------------------------------------------------------------
+
+    async def _put(self, name: str, data: bytes | bytearray) -> None:
+        assert self.job.call is not None
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(talkers, self.ranks.channel.put, self.job.call, name, bytes(data))
+
+    async def _get(self, name: str) -> bytes:
+        assert self.job.call is not None
+        loop, silence_s = asyncio.get_running_loop(), self.ranks.limits.silence_s
+        return await loop.run_in_executor(talkers, self.ranks.channel.get, self.job.call, name, silence_s)
+
+    async def _on_worker(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(workers, function, *arguments)
+
+
+def look_again(path: Path, attempt: Attempt) -> bool:
+    """Whether the manifest of an attempt is there; then it is durable."""
+    try:
+        root = CheckpointRoot.for_reading(path)
+    except NotFoundError:
+        return False
+    with root:
+        return _look(root, attempt)
+
+
+def _look(root: CheckpointRoot, attempt: Attempt) -> bool:
+    try:
+        is_there = read_head(root, attempt.step).attempt == attempt.id
+    except NotFoundError:
+        return False
+    if is_there:
+        root.manifests.sync()
+    return is_there
+
+
+def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Any:
+    try:
+        return root.data.child(attempt.directory)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",
+            hint="all ranks need the same checkpoint directory, on a file system that they share",
+        ) from error
+
+
+def _common_parents(begins: Mapping[int, Begin], told: Mapping[int, Fields]) -> Json:
+    """What the ranks with a delta build upon, which is the same; ConflictError otherwise."""
+    chains = {rank: told[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
+    if not chains:
+        return []
+    first = min(chains)
+    for rank, chain in chains.items():
+        if chain != chains[first]:
+            raise ConflictError(
+                f"ranks {first} and {rank} build their deltas upon different checkpoints",
+                hint="save a full checkpoint: kind='full'",
+            )
+    return chains[first]
+
+
+def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
+    items = notes.items("parents", count_max=FACTS_MAX)
+    parents = []
+    for item in items:
+        if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
+            raise CorruptError("rank 0 told of parents that are none")
+        parents.append(ParentFacts(step=item[0], attempt=item[1], digest=item[2]))
+    return tuple(parents)
+
+
+def _files(rank: int, notes: Fields) -> list[FileFacts]:
+    """The files of another rank, as it has told them."""
+    files = []
+    for item in notes.items("files", count_max=FACTS_MAX):
+        if type(item) is not list or [type(part) for part in item] != [str, int, str, int]:
+            raise CorruptError(f"rank {rank} told of files that are none")
+        path, header_bytes, digest, size = item
+        files.append(FileFacts(path, rank, header_bytes, bytes.fromhex(digest), size))
+    return files

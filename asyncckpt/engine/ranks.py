@@ -1,0 +1,51 @@
+"""The ranks that save together with this one: the way to them, deadlines, and the numbers of their calls."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from asyncckpt.coordination.channel import Channel
+from asyncckpt.coordination.limits import Limits
+from asyncckpt.engine.replicas import Replicas
+from asyncckpt.pipeline.threads import IdleEndingThreads
+
+TALKERS_MAX = 2
+
+# Sending and receiving block; the threads end when nothing has been said for a while, like the workers.
+talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
+
+
+@dataclass
+class Ranks:
+    """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
+
+    checked: digests of the parts of the last manifest whose tensors were found to be complete.
+    """
+
+    channel: Channel
+    limits: Limits
+    replicas: Replicas
+    checked: frozenset[str] = frozenset()
+    _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def rank(self) -> int:
+        return self.channel.rank
+
+    @property
+    def ranks_count(self) -> int:
+        return self.channel.ranks_count
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def next_call(self) -> int:
+        """The number of a save that has just been asked for, alike on all ranks."""
+        return next(self._calls)
+
+
+os.register_at_fork(after_in_child=talkers.forget)

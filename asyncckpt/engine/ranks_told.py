@@ -1,0 +1,80 @@
+"""Tell the other ranks of a call in which this rank does not save: it was skipped, or failed before it began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.driver import run_call
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Prepared, Skipped, cause_of
+from asyncckpt.engine.background import Job, background
+from asyncckpt.engine.messages import log_warning
+from asyncckpt.engine.ranks import Ranks, talkers
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.format.names import Attempt
+from asyncckpt.format.strict_json import Json
+
+
+def tell_skipped(target: SaveTarget, call: int) -> None:
+    """All ranks skip a save that this one skips."""
+    _tell(target, call, Skipped("a save or load was in flight"))
+
+
+def tell_failed(target: SaveTarget, call: int, error: BaseException) -> None:
+    """No rank saves what this one cannot save."""
+    _tell(target, call, Failed(cause_of(error)))
+
+
+def _tell(target: SaveTarget, call: int, message: Skipped | Failed) -> None:
+    """Behind what is in flight: the others come to this call no sooner either."""
+    ranks = target.ranks
+    assert ranks is not None
+    ranks.replicas.forget()
+    try:
+        background.submit(Job(run=lambda: _run(ranks, call, message), lose=lambda error: _lose(call, error)))
+    except Exception as error:
+        _lose(call, error)
+
+
+async def _run(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
+    try:
+        await run_call(ranks.channel, call, message, _NoEffects(), ranks.limits, threads=talkers)
+    except Exception as error:
+        _lose(call, error)
+
+
+def _lose(call: int, error: BaseException) -> None:
+    """They will find out when they have waited for too long."""
+    log_warning("other ranks could not be told about save number %d: %s", call, error)
+
+
+@dataclass(frozen=True)
+class _NoEffects:
+    """A rank that does not take part is never asked for anything."""
+
+    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+        _never()
+
+    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
+        _never()
+
+    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
+        _never()
+
+    async def abandon(self, attempt: Attempt) -> None:
+        _never()
+
+    async def look(self, attempt: Attempt) -> bool:
+        _never()
+
+    def resolve(self, attempt: Attempt) -> bool:
+        _never()
+
+    def stop(self) -> None:
+        pass
+
+
+def _never() -> NoReturn:
+    raise AssertionError("a rank that takes no part was asked to")
