@@ -32,6 +32,7 @@ from asyncckpt.follower import Follower, Update, follow
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.loader import Loader
 from asyncckpt.model.result import LoadReport, SaveResult, SaverStatistics
+from asyncckpt.model.sharded import Piece, Sharded, sharded
 from asyncckpt.model.table import (
     CacheCopy,
     ChecksLoad,
@@ -101,6 +102,7 @@ __all__ = [
     "PeerInDoubtError",
     "PeriodicSaver",
     "PeriodicStatistics",
+    "Piece",
     "Role",
     "SaveCancelledError",
     "SaveFuture",
@@ -108,6 +110,7 @@ __all__ = [
     "SaveResult",
     "Saver",
     "SaverStatistics",
+    "Sharded",
     "Slot",
     "SparseAdagrad",
     "SparseSGD",

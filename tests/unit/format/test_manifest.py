@@ -164,7 +164,9 @@ def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
     raw = encoded([column("id", 3)], (TABLE,)).replace(b'"requires":[]', b'"requires":["pad","x"]')
     text = raw[: raw.rindex(b',"digest"')]
     signed = text + b',"digest":"' + xxhash.xxh3_128_hexdigest(text).encode() + b'"}\n'
-    with pytest.raises(IncompatibleError, match=r"found \(1, 'pad', 'x'\).*boxes.*compacted.*delta.*encoding.*pad.*ranks"):
+    with pytest.raises(
+        IncompatibleError, match=r"found \(1, 'pad', 'x'\).*boxes.*compacted.*delta.*encoding.*pad.*ranks"
+    ):
         decode_head(signed, owner=OWNER, step=STEP)
     assert {"delta", "compacted", "encoding", "pad", "ranks", "boxes"} == FEATURES
 
