@@ -99,6 +99,10 @@ class FixedTable:
         """Return the columns in their order: id, embedding, optimizer states."""
         return self._schema
 
+    def id_range(self) -> tuple[int, int, int]:
+        """Return (first, end) of the ids here, and the end of those of the whole table."""
+        return self._first_id, self._first_id + self._rows_count, self._ids_end
+
     def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) lie in the table's range: bool [n]."""
         return (ids >= self._first_id) & (ids < self._first_id + self._rows_count)

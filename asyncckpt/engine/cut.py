@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,19 @@ class Cut:
     fenced: bool = False
 
     @staticmethod
-    def begin(state: Mapping[str, Any], tables: Mapping[str, Table]) -> Cut:
-        """Flatten the dense state and freeze every table."""
+    def begin(
+        state: Mapping[str, Any],
+        tables: Mapping[str, Table],
+        *,
+        leave_out: Callable[[FlatState], Collection[str]] = lambda flat: (),
+    ) -> Cut:
+        """Flatten the dense state and freeze every table. leave_out: names of tables to leave alone."""
         cut = Cut(flat=flatten(state), tables=[])
         try:
+            left_out = leave_out(cut.flat)
             for name, table in tables.items():
+                if name in left_out:
+                    continue
                 schema = table.schema()
                 cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
         except BaseException:

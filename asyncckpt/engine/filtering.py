@@ -51,7 +51,8 @@ def filter_blocks(job: SaveJob) -> Filtered:
 
 def is_elsewhere(job: SaveJob, number: int) -> bool:
     """Whether other ranks write this block of the plan."""
-    return job.plan.image.blocks[number].spec.leaf in job.elsewhere
+    spec = job.plan.image.blocks[number].spec
+    return spec.leaf in job.elsewhere.leaves or spec.table in job.elsewhere.tables
 
 
 def filtered_tables(job: SaveJob, blocks: list[FilteredBlock]) -> tuple[TableFacts, ...]:

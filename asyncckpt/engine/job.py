@@ -10,7 +10,7 @@ from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket
 from asyncckpt.engine.ranks import Ranks
-from asyncckpt.engine.replicas import NO_REPLICAS, ReplicaList
+from asyncckpt.engine.replicas import NO_REPLICAS, NOTHING_ELSEWHERE, Elsewhere, ReplicaList
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.saver_chain import Choice
 from asyncckpt.format.strict_json import Json
@@ -37,8 +37,8 @@ class SaveJob:
     plan      of what is not in regions
     choice    full or delta, and the rows of every table by its number among the cuts
     ranks     with which it is saved, as which call; None: alone
-    replicas  the leaves that other ranks may hold too; is_share: those that others write were left out of the plan
-    elsewhere the leaves of the plan that other ranks write
+    replicas  what other ranks may hold too; is_share: of that, what others write was left out
+    elsewhere what has been captured, and other ranks write
     versions  of the cuts of all tables that have marks
     """
 
@@ -59,6 +59,6 @@ class SaveJob:
     call: int | None = None
     replicas: ReplicaList = NO_REPLICAS
     is_share: bool = False
-    elsewhere: frozenset[int] = frozenset()
+    elsewhere: Elsewhere = NOTHING_ELSEWHERE
     begun: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0

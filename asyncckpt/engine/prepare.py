@@ -5,9 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 
 from asyncckpt.engine.background import workers
-from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.lock import save_lock
-from asyncckpt.engine.save_request import SaveTarget, replicas_elsewhere
+from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.saver_chain import choose_kind
 from asyncckpt.engine.stage_choice import choose_stage
 from asyncckpt.errors import DeadlineError
@@ -33,11 +32,9 @@ class PrepareFuture:
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
-    cut = Cut.begin(target.state(), target.tables)
+    cut, share = begin_cut(target)
     try:
-        elsewhere = replicas_elsewhere(target, cut)[1] or frozenset()
-        kind = choose_kind(cut, None, kind="full", policy=None)
-        choice = choose_stage(target, cut, kind, elsewhere=elsewhere)
+        choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None), share)
     finally:
         cut.fence()
         cut.end(ok=False)

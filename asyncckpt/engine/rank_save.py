@@ -31,12 +31,13 @@ from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.ranks import Ranks, talkers
 from asyncckpt.engine.replicas import (
-    check_balanced,
+    check_claims,
     decode_list,
     decode_owners,
     different_owners,
     encode_owners,
     same_owners,
+    who_asks,
 )
 from asyncckpt.engine.save_steps import Committed, check_parents, go_on, head_of, sweep_leftovers
 from asyncckpt.engine.write_files import Written, write_files
@@ -86,7 +87,6 @@ class RankSave:
     ranks: Ranks
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
-    is_same: bool = False
     head: ManifestHead | None = None
     manifest_bytes: int = 0
 
@@ -100,7 +100,10 @@ class RankSave:
     def begin(self) -> Begin:
         base = self.job.choice.base
         kind: Kind = "full" if base is None else "delta"
-        notes: dict[str, Json] = {"replicas": self.job.replicas.digest, "share": self.job.is_share}
+        listed, is_share = self.job.replicas, self.job.is_share
+        notes: dict[str, Json] = {"share": is_share}
+        if not is_share:
+            notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
         if base is not None:
             notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
         facts = {"durability": self.job.target.options.durability}
@@ -186,8 +189,8 @@ class RankSave:
         """What this rank knows now. Who was not told but found the manifest begins its next delta's chain anew."""
         assert self.written is not None
         assert outcome.attempt is not None
-        if self.is_same:
-            self.ranks.replicas.agree(self.job.replicas)
+        if not self.job.is_share:
+            self.ranks.replicas.agree(self.job.replicas, self.job.elsewhere)
         digest = outcome.notes.get("digest")
         parent = None
         if isinstance(digest, str):
@@ -204,24 +207,21 @@ class RankSave:
 
     async def _who_writes(self, told: Mapping[int, Fields]) -> str:
         """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
-        digests = {rank: (notes.text("replicas"), notes.flag("share", default=False)) for rank, notes in told.items()}
-        is_same = check_balanced(digests)
-        if all(is_share for _, is_share in digests.values()):
+        if not who_asks({rank: notes.flag("share", default=False) for rank, notes in told.items()}):
             return "share"
-        if is_same:
+        check_claims({rank: _claims(notes) for rank, notes in told.items()})
+        digests = {rank: notes.text("replicas") for rank, notes in told.items()}
+        ranks = {digest: rank for rank, digest in digests.items()}
+        if len(ranks) == 1:
             return "same"
-        lists = {
-            digest: decode_list(await self._get(f"list/{rank}"), rank=rank)
-            for digest, rank in {digest: rank for rank, (digest, _) in digests.items()}.items()
-        }
-        owners = different_owners([lists[digests[rank][0]] for rank in range(self.ranks.ranks_count)])
+        lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
+        owners = different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)])
         await self._put("owners", encode_owners(owners))
         return "owners"
 
     async def _take_share(self, how: str) -> None:
-        """Note which of the captured leaves other ranks write."""
+        """Note what other ranks write of all that was captured."""
         job, replicas = self.job, self.ranks.replicas
-        self.is_same = how != "owners"
         if how == "same":
             job.elsewhere = replicas.not_mine(job.replicas, same_owners(job.replicas, self.ranks.ranks_count))
         elif how == "owners":
@@ -300,6 +300,13 @@ def _common_parents(begins: Mapping[int, Begin], told: Mapping[int, Fields]) -> 
                 hint="save a full checkpoint: kind='full'",
             )
     return chains[first]
+
+
+def _claims(notes: Fields) -> dict[str, str]:
+    claims = notes.value("claims")
+    if type(claims) is not dict or not all(type(claim) is str for claim in claims.values()):
+        raise CorruptError(f"{notes.owner} told of parts of tables that are none")
+    return claims
 
 
 def _parents(notes: Fields) -> tuple[ParentFacts, ...]:

@@ -1,11 +1,12 @@
-"""Which rank writes which of the tensors that several ranks hold in full.
+"""Which rank writes which of the tensors and tables that several ranks hold in full.
 
-Every plain tensor of the state is a replica: other ranks hold it too, or they do not, and no rank can know. So
+Every plain tensor of the state is a replica: other ranks hold it too, or they do not, and no rank can know. So is a
+table that holds all ids. So
 
 1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
 2. the coordinator tells whether all ranks have the same, and if not, which rank writes which; every rank writes its
    share of what it has captured,
-3. once all ranks have said the same, each captures only its share, for as long as its own digest stays that.
+3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
 The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
 sent for them.
@@ -16,40 +17,60 @@ from __future__ import annotations
 import heapq
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
 
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
-from asyncckpt.format.tree import VALUE, Node, leaves
+from asyncckpt.format.tree import VALUE, leaves
+from asyncckpt.model.table import HoldsRange, OwnsIds, Table
 from asyncckpt.plan.state import FlatState
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor that a rank holds in full: number of its leaf there, its path as text, its size, dtype and shape."""
+    """A tensor or table that a rank holds in full: its path as text, its size, what it is like; and where it is here.
 
-    leaf: int
+    leaf: number of the tensor among the leaves of the state; None for a table.
+    """
+
     path: str
     bytes: int
     form: str
+    leaf: int | None = None
 
 
 @dataclass(frozen=True)
 class ReplicaList:
-    """All of them on this rank. `digest` is the same on ranks that have the same ones."""
+    """All of them on this rank, and which part of a table each other table is.
 
-    items: tuple[Replica, ...]
-    digest: str
+    digest: the same on ranks that have the same replicas. claims: by name, of tables that hold a part of the ids.
+    """
+
+    items: tuple[Replica, ...] = ()
+    digest: str = ""
+    claims: Mapping[str, str] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        return dumps([[item.leaf, item.path, item.bytes, item.form] for item in self.items])
+        return dumps([[item.path, item.bytes, item.form] for item in self.items])
 
 
-NO_REPLICAS = ReplicaList((), "")
+@dataclass(frozen=True)
+class Elsewhere:
+    """What other ranks write: numbers of leaves, names of tables."""
+
+    leaves: frozenset[int] = frozenset()
+    tables: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves or self.tables)
+
+
+NO_REPLICAS = ReplicaList()
+NOTHING_ELSEWHERE = Elsewhere()
 
 
 class Replicas:
@@ -60,10 +81,10 @@ class Replicas:
         self._ranks_count = ranks_count
         self._key: object = None
         self._list = NO_REPLICAS
-        self._agreed: str | None = None
-        self._elsewhere: frozenset[int] = frozenset()
+        self._agreed: ReplicaList | None = None
+        self._elsewhere = NOTHING_ELSEWHERE
 
-    def list_of(self, flat: FlatState) -> ReplicaList:
+    def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
         """The replicas of a state; the last answer while nothing changed its shape."""
         tensors = [tensor for leaf, tensor in enumerate(flat.tensors) if leaf not in flat.sharded]
         key = (
@@ -71,43 +92,106 @@ class Replicas:
             [tensor.dtype for tensor in tensors],
             list(map(torch.Tensor.size, tensors)),
             set(flat.sharded),
+            [(name, table.shard, _range(table)) for name, table in tables.items()],
         )
         if key != self._key:
-            self._list, self._key = _list_of(flat.tree, flat), key
+            self._list, self._key = _list_of(flat, tables), key
         return self._list
 
-    def elsewhere(self, listed: ReplicaList) -> frozenset[int] | None:
-        """The leaves that other ranks write, once that is agreed upon; None: capture all, and ask."""
-        return self._elsewhere if listed.digest == self._agreed else None
+    def elsewhere(self, listed: ReplicaList) -> Elsewhere | None:
+        """What other ranks write, once that is agreed upon; None: capture all, and ask."""
+        return self._elsewhere if listed is self._agreed else None
 
-    def agree(self, listed: ReplicaList) -> None:
-        """All ranks have the same: from now on this rank captures its share."""
-        self._agreed = listed.digest
-        self._elsewhere = self.not_mine(listed, same_owners(listed, self._ranks_count))
+    def agree(self, listed: ReplicaList, elsewhere: Elsewhere) -> None:
+        """A save of all ranks has committed so: from now on this rank captures its share."""
+        self._agreed, self._elsewhere = listed, elsewhere
 
     def forget(self) -> None:
         """A save of all ranks has failed: ask again."""
         self._agreed = None
 
-    def not_mine(self, listed: ReplicaList, owners: Mapping[str, int]) -> frozenset[int]:
-        """The leaves that other ranks write. `owners`: by path."""
+    def not_mine(self, listed: ReplicaList, owners: Mapping[str, int]) -> Elsewhere:
+        """What other ranks write. `owners`: by path."""
         missing = [item.path for item in listed.items if item.path not in owners]
         if missing:
-            raise CorruptError("no rank was named to write a tensor", found=missing[:5])
-        return frozenset(item.leaf for item in listed.items if owners[item.path] != self._rank)
+            raise CorruptError("no rank was named to write a tensor or table", found=missing[:5])
+        others = [item for item in listed.items if owners[item.path] != self._rank]
+        return Elsewhere(
+            leaves=frozenset(item.leaf for item in others if item.leaf is not None),
+            tables=frozenset(_table_name(item.path) for item in others if item.leaf is None),
+        )
 
 
-def _list_of(tree: Node, flat: FlatState) -> ReplicaList:
-    paths = [path for path, node in leaves(tree) if node is not VALUE]
+def is_whole(table: Table) -> bool:
+    """Whether a table holds all ids there are of it, so that one of the same name on another rank is its replica."""
+    if table.shard != (0, 1):
+        return False
+    if isinstance(table, HoldsRange):
+        first, end, whole = table.id_range()
+        return first == 0 and end == whole
+    return not isinstance(table, OwnsIds)
+
+
+def _range(table: Table) -> tuple[int, int, int] | None:
+    return table.id_range() if isinstance(table, HoldsRange) else None
+
+
+def _list_of(flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
+    paths = [path for path, node in leaves(flat.tree) if node is not VALUE]
     items = []
-    digest = xxhash.xxh3_128()
     for leaf, (path, tensor) in enumerate(zip(paths, flat.tensors, strict=True)):
-        if leaf in flat.sharded:
-            continue
-        text, form = json.dumps(path), f"{tensor.dtype} {list(tensor.shape)}"
-        items.append(Replica(leaf=leaf, path=text, bytes=tensor.nbytes, form=form))
-        digest.update(f"{text} {form}\n".encode())
-    return ReplicaList(items=tuple(items), digest=digest.hexdigest())
+        if leaf not in flat.sharded:
+            form = f"{tensor.dtype} {list(tensor.shape)}"
+            items.append(Replica(path=json.dumps(path), bytes=tensor.nbytes, form=form, leaf=leaf))
+    claims = {}
+    for name, table in tables.items():
+        if is_whole(table):
+            items.append(_table_replica(name, table))
+        else:
+            claims[name] = _claim(table)
+    digest = xxhash.xxh3_128()
+    for item in items:
+        digest.update(f"{item.path} {item.form}\n".encode())
+    return ReplicaList(items=tuple(items), digest=digest.hexdigest(), claims=claims)
+
+
+def _table_replica(name: str, table: Table) -> Replica:
+    schema = table.schema()
+    row_bytes = sum(column.dtype.itemsize * torch.Size(column.row_shape).numel() for column in schema.columns)
+    form = " ".join(f"{column.name} {column.dtype} {list(column.row_shape)}" for column in schema.columns)
+    rows = len(table) if isinstance(table, Sized) else 0
+    return Replica(path=_table_path(name), bytes=rows * row_bytes, form=form)
+
+
+def _claim(table: Table) -> str:
+    """Which part of the table this is; empty where only its ids could tell."""
+    if isinstance(table, HoldsRange):
+        first, end, _ = table.id_range()
+        return f"rows {first} to {end}"
+    return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
+
+
+# JSON never begins so: no path of a tensor is that of a table.
+def _table_path(name: str) -> str:
+    return f"table {name}"
+
+
+def _table_name(path: str) -> str:
+    return path.removeprefix("table ")
+
+
+def check_claims(told: Mapping[int, Mapping[str, str]]) -> None:
+    """ConflictError when two ranks hold the same part of a table. told: the claims of every rank."""
+    holders: dict[tuple[str, str], int] = {}
+    for rank, claims in told.items():
+        for name, claim in claims.items():
+            first = holders.setdefault((name, claim), rank)
+            if claim and first != rank:
+                raise ConflictError(
+                    f"table {name!r}: ranks {first} and {rank} hold the same part of it",
+                    found=claim,
+                    hint="give every rank a shard of its own, or save from ranks that hold each part once",
+                )
 
 
 def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
@@ -133,7 +217,7 @@ def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
             first = items.setdefault(item.path, item)
             if first.form != item.form:
                 raise ConflictError(
-                    f"tensor {item.path} is not the same on ranks {holders[item.path][0]} and {rank}",
+                    f"{item.path} is not the same on ranks {holders[item.path][0]} and {rank}",
                     found=item.form,
                     expected=first.form,
                     hint="what belongs to one rank alone is a plain value, or an asyncckpt.Sharded of the whole",
@@ -152,20 +236,18 @@ def _largest_first(item: Replica) -> tuple[int, str]:
     return -item.bytes, item.path
 
 
-def check_balanced(told: Mapping[int, tuple[str, bool]]) -> bool:
-    """Whether all ranks have the same replicas. told: of every rank its digest, and whether it captured its share only.
+def who_asks(told: Mapping[int, bool]) -> bool:
+    """Whether the ranks ask who writes what. told: of every rank whether it captured its share only.
 
-    ConflictError when only some ranks have others than at the last save: what these left out nobody has captured.
+    ConflictError when only some do: what the others left out nobody may have captured.
     """
-    is_same = len({digest for digest, _ in told.values()}) == 1
-    shares = [rank for rank, (_, is_share) in told.items() if is_share]
-    if shares and (len(shares) < len(told) or not is_same):
-        changed = sorted(told.keys() - set(shares)) or sorted(told)
+    asking = sorted(rank for rank, is_share in told.items() if not is_share)
+    if asking and len(asking) < len(told):
         raise ConflictError(
-            f"tensors have got other names, dtypes or shapes on ranks {changed[:10]} only",
+            f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
             hint="this save is lost; the next one captures everything on all ranks",
         )
-    return is_same
+    return bool(asking)
 
 
 def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
@@ -173,10 +255,10 @@ def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
     owner = f"the list of tensors of rank {rank}"
     value: Json = loads(raw, owner=owner)
     if type(value) is not list or not all(
-        type(item) is list and [type(part) for part in item] == [int, str, int, str] for item in value
+        type(item) is list and [type(part) for part in item] == [str, int, str] for item in value
     ):
         raise CorruptError(f"{owner} is none")
-    return [Replica(leaf=leaf, path=path, bytes=size, form=form) for leaf, path, size, form in value]
+    return [Replica(path=path, bytes=size, form=form) for path, size, form in value]
 
 
 def encode_owners(owners: Mapping[str, int]) -> bytes:

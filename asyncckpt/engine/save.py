@@ -14,7 +14,7 @@ from asyncckpt.engine.job import SaveJob, Staged
 from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.ranks_told import tell_skipped
 from asyncckpt.engine.save_job import end_save, lose_save, run_save
-from asyncckpt.engine.save_request import SaveTarget, replicas_elsewhere
+from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
@@ -100,17 +100,15 @@ def _begin(
     call: int | None,
 ) -> SaveJob:
     options = target.options
-    cut = Cut.begin(target.state(), target.tables)
+    cut, share = begin_cut(target)
     tree = cut.flat.tree
     snapshot: Staged | None = None
     try:
         choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.audit)
-        replicas, known = replicas_elsewhere(target, cut)
-        elsewhere = known or frozenset()
         if staged:
-            stage = choose_stage(target, cut, choice, elsewhere=elsewhere)
+            stage = choose_stage(target, cut, choice, share)
         else:
-            stage = StageChoice(target.plans.plan(cut.flat, cut.tables, elsewhere=elsewhere))
+            stage = StageChoice(target.plans.plan(cut.flat, cut.tables, elsewhere=share.leaves_elsewhere))
         values, versions = cut.values(), cut.versions()
         if stage.fallback is not None:
             warn_of_fallback(stage.fallback, stacklevel=5)
@@ -142,8 +140,8 @@ def _begin(
         fallback=stage.fallback,
         ranks=target.ranks,
         call=call,
-        replicas=replicas,
-        is_share=known is not None,
+        replicas=share.replicas,
+        is_share=share.is_known,
         begun=begun,
     )
 

@@ -10,7 +10,7 @@ from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.ranks import Ranks
-from asyncckpt.engine.replicas import NO_REPLICAS, ReplicaList
+from asyncckpt.engine.replicas import NO_REPLICAS, NOTHING_ELSEWHERE, Elsewhere, ReplicaList
 from asyncckpt.engine.saver_chain import SaverChain
 from asyncckpt.errors import IndeterminateError
 from asyncckpt.model.table import Table
@@ -20,6 +20,7 @@ from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.plan.region_files import RegionFilesCache
 from asyncckpt.plan.regions import RegionCache
 from asyncckpt.plan.save_plan import PlanCache
+from asyncckpt.plan.state import FlatState
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,33 @@ class SaveTarget:
             )
 
 
-def replicas_elsewhere(target: SaveTarget, cut: Cut) -> tuple[ReplicaList, frozenset[int] | None]:
-    """The replicas among the leaves of a cut, and which of them other ranks write; None: not known yet."""
-    if target.ranks is None:
-        return NO_REPLICAS, frozenset()
-    listed = target.ranks.replicas.list_of(cut.flat)
-    return listed, target.ranks.replicas.elsewhere(listed)
+@dataclass(frozen=True)
+class Share:
+    """What of a state this rank captures. elsewhere: other ranks write it; None: not known yet, all is captured."""
+
+    replicas: ReplicaList = NO_REPLICAS
+    elsewhere: Elsewhere | None = NOTHING_ELSEWHERE
+
+    @property
+    def is_known(self) -> bool:
+        return self.elsewhere is not None
+
+    @property
+    def leaves_elsewhere(self) -> frozenset[int]:
+        return (self.elsewhere or NOTHING_ELSEWHERE).leaves
+
+
+def begin_cut(target: SaveTarget) -> tuple[Cut, Share]:
+    """Freeze what this rank captures of its state."""
+    replicas = None if target.ranks is None else target.ranks.replicas
+    found = Share()
+
+    def leave_out(flat: FlatState) -> Collection[str]:
+        nonlocal found
+        if replicas is not None:
+            listed = replicas.list_of(flat, target.tables)
+            found = Share(replicas=listed, elsewhere=replicas.elsewhere(listed))
+        return (found.elsewhere or NOTHING_ELSEWHERE).tables
+
+    cut = Cut.begin(target.state(), target.tables, leave_out=leave_out)
+    return cut, found

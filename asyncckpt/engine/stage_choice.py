@@ -21,7 +21,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from asyncckpt.engine.cut import Cut
-from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.replicas import is_whole
+from asyncckpt.engine.save_request import SaveTarget, Share
 from asyncckpt.engine.saver_chain import Choice
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.regions import Regions, RegionWish, plan_regions
@@ -47,23 +48,23 @@ class StageChoice:
         return self.regions.bytes + self.plan.arena_bytes
 
 
-def choose_stage(
-    target: SaveTarget, cut: Cut, choice: Choice, *, elsewhere: frozenset[int] = frozenset()
-) -> StageChoice:
-    """Choose for a save that would rather not block. elsewhere: leaves that other ranks write."""
+def choose_stage(target: SaveTarget, cut: Cut, choice: Choice, share: Share) -> StageChoice:
+    """Choose for a save that would rather not block."""
     host_level = target.options.host_level
     some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
     left_open: list[str] = []
     if host_level != "copy" and target.filter_func is identity and not target.filters:
         left_open = [name for name in exportable(cut.tables) if name not in some_rows]
+    if not share.is_known:  # Whether a table that holds all ids is written here, is known too late for its cut.
+        left_open = [item.name for item in cut.tables if item.name in left_open and not is_whole(item.table)]
     ways: list[list[str]] = [left_open] if host_level == "first_touch" else [[], left_open] if left_open else [[]]
     last: StageChoice | None = None
     for names in ways:
-        last = _stage(target, cut, choice, left_open=names, elsewhere=elsewhere)
+        last = _stage(target, cut, choice, left_open=names, elsewhere=share.leaves_elsewhere)
         if pool.fits(last.arena_bytes, limit_bytes=target.options.host_memory_limit):
             return last
     assert last is not None
-    plan = target.plans.plan(cut.flat, cut.tables, elsewhere=elsewhere)
+    plan = target.plans.plan(cut.flat, cut.tables, elsewhere=share.leaves_elsewhere)
     return StageChoice(plan, fallback=_why_not(target, last))
 
 

@@ -29,6 +29,8 @@ def staged_tables(job: SaveJob, filtered: Filtered, selections: Selections) -> l
     """All tables: those in regions, then those of the plan as the user's filter function has left them."""
     tables = []
     for captured in job.staged.tables if job.staged is not None else ():
+        if captured.facts.name in job.elsewhere.tables:
+            continue
         tables.append(_from_region(job, captured, selections))
     return tables + _from_plan(job, filtered)
 
@@ -114,7 +116,7 @@ def _part(job: SaveJob, number: int, spec: BlockSpec, fetch: Fetch) -> _Part:
 def _from_plan(job: SaveJob, filtered: Filtered) -> list[StagedTable]:
     by_table: dict[str, dict[str, list[_Part]]] = {}
     for part in _parts(job, filtered):
-        if part.spec.table is not None:
+        if part.spec.table is not None and not is_elsewhere(job, part.number):
             by_table.setdefault(part.spec.table, {}).setdefault(str(part.spec.column), []).append(part)
     facts = {item.name: item for item in job.plan.tables}
     if filtered.blocks is not None:

@@ -89,7 +89,7 @@ def _own_blocks(job: SaveJob) -> list[FilteredBlock]:
     return [
         FilteredBlock(number=number, spec=placed.spec, data=None)
         for number, placed in blocks
-        if placed.spec.leaf not in job.elsewhere
+        if not is_elsewhere(job, number)
     ]
 
 
@@ -107,7 +107,8 @@ def _drain(job: SaveJob, selections: Selections, folder: Directory, attempt: Att
     plan, staged = job.plan, job.staged
     files_count = len(plan.image.files) + len(plan.open.tables)
     parallel, rank = job.target.options.parallel, job.target.rank
-    regions = job.target.region_files.plan(staged.tables, parallel=parallel, rank=rank, first_file=files_count)
+    tables = [table for table in staged.tables if table.facts.name not in job.elsewhere.tables]
+    regions = job.target.region_files.plan(tables, parallel=parallel, rank=rank, first_file=files_count)
     job.future.expect_bytes(plan.files_bytes + sum(file.bytes for file in regions.files))
     # Open tables first: until their rows are out, the old values of rows that change take memory.
     exported, late_digests = _export(job, folder, attempt)
@@ -167,7 +168,8 @@ def _facts(job: SaveJob) -> tuple[TableFacts, ...]:
     """Of all tables, in the order of the cuts."""
     captured = {table.facts.name: table.facts for table in (job.staged.tables if job.staged is not None else ())}
     planned = {facts.name: facts for facts in job.plan.tables}
-    return tuple((captured | planned)[item.name] for item in job.cut.tables)
+    own = [item.name for item in job.cut.tables if item.name not in job.elsewhere.tables]
+    return tuple((captured | planned)[name] for name in own)
 
 
 def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[FileFacts, ...], Digests]:

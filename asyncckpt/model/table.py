@@ -190,6 +190,15 @@ class OwnsIds(Protocol):
 
 
 @runtime_checkable
+class HoldsRange(Protocol):
+    """A table of consecutive ids, all of a whole one or a part of it."""
+
+    def id_range(self) -> tuple[int, int, int]:
+        """(first, end, end of the whole): it holds the ids [first, end) of a table that holds [0, end of the whole)."""
+        ...
+
+
+@runtime_checkable
 class ChecksLoad(Protocol):
     """A table that cannot take whatever ids a checkpoint holds."""
 

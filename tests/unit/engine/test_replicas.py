@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncckpt.adapters import FixedTable
 from asyncckpt.engine.replicas import (
+    Elsewhere,
     Replica,
     ReplicaList,
     Replicas,
-    check_balanced,
+    check_claims,
     decode_list,
     decode_owners,
     different_owners,
     encode_owners,
+    is_whole,
     same_owners,
+    who_asks,
 )
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.model.sharded import sharded
 from asyncckpt.plan.state import flatten
+from asyncckpt.tables import HashTable
 
 pytestmark = pytest.mark.once
 
@@ -28,7 +35,7 @@ SIZES = st.lists(st.integers(0, 1000), max_size=30)
 
 
 def replica(number: int, size: int) -> Replica:
-    return Replica(leaf=number, path=f'["w{number}"]', bytes=size, form=f"torch.uint8 [{size}]")
+    return Replica(path=f'["w{number}"]', bytes=size, form=f"torch.uint8 [{size}]", leaf=number)
 
 
 @given(SIZES, st.integers(1, 7))
@@ -49,73 +56,97 @@ def test_different_ranks_write_what_they_have(numbers: list[list[int]]) -> None:
         assert path in {item.path for item in held[rank]}
 
 
-def test_every_leaf_is_written_by_one_rank() -> None:
+def test_everything_is_written_by_one_rank() -> None:
     state = {f"w{number}": torch.zeros(number + 1) for number in range(9)} | {
         "box": sharded(torch.zeros(2), (0,), (4,))
     }
-    left_to_others = []
+    everywhere: list[Elsewhere] = []
     for rank in range(3):
+        tables = {"whole": HashTable("whole", 4), "spread": HashTable("spread", 4, shard=(rank, 3))}
         replicas = Replicas(rank, 3)
-        listed = replicas.list_of(flatten(state))
+        listed = replicas.list_of(flatten(state), tables)
         assert replicas.elsewhere(listed) is None
-        replicas.agree(listed)
+        assert dict(listed.claims) == {"spread": f"shard {rank} of 3"}
+        replicas.agree(listed, replicas.not_mine(listed, same_owners(listed, 3)))
         elsewhere = replicas.elsewhere(listed)
         assert elsewhere is not None
-        assert 9 not in elsewhere, "a leaf that is spread is nobody's replica"
-        left_to_others.append(elsewhere)
+        assert 9 not in elsewhere.leaves, "a leaf that is spread is nobody's replica"
+        everywhere.append(elsewhere)
     for leaf in range(9):
-        assert sum(leaf not in elsewhere for elsewhere in left_to_others) == 1
+        assert sum(leaf not in elsewhere.leaves for elsewhere in everywhere) == 1
+    assert sum("whole" not in elsewhere.tables for elsewhere in everywhere) == 1
+    assert all("spread" not in elsewhere.tables for elsewhere in everywhere)
 
 
-def test_another_shape_has_to_be_agreed_upon_anew() -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"w": torch.zeros(4)},
+        {"w": torch.zeros(3, dtype=torch.int32)},
+        {"v": torch.zeros(3)},
+        {"w": 1, "v": torch.zeros(3)},
+    ],
+)
+def test_another_form_has_to_be_agreed_upon_anew(changed: dict[str, Any]) -> None:
     replicas = Replicas(0, 2)
-    listed = replicas.list_of(flatten({"w": torch.zeros(3)}))
-    replicas.agree(listed)
-    assert replicas.elsewhere(replicas.list_of(flatten({"w": torch.ones(3)}))) is not None
-    assert replicas.elsewhere(replicas.list_of(flatten({"w": torch.zeros(4)}))) is None
-    assert replicas.elsewhere(replicas.list_of(flatten({"w": torch.zeros(3, dtype=torch.int32)}))) is None
-    assert replicas.elsewhere(replicas.list_of(flatten({"v": torch.zeros(3)}))) is None
+    listed = replicas.list_of(flatten({"w": torch.zeros(3)}), {})
+    replicas.agree(listed, Elsewhere(leaves=frozenset([0])))
+    assert replicas.elsewhere(replicas.list_of(flatten({"w": torch.ones(3)}), {})) is not None
+    assert replicas.elsewhere(replicas.list_of(flatten(changed), {})) is None
+
+
+def test_another_part_of_a_table_has_to_be_agreed_upon_anew() -> None:
+    replicas, flat = Replicas(0, 2), flatten({})
+    listed = replicas.list_of(flat, {"t": HashTable("t", 4, shard=(0, 2))})
+    replicas.agree(listed, Elsewhere())
+    assert replicas.elsewhere(replicas.list_of(flat, {"t": HashTable("t", 4, shard=(0, 2))})) is not None
+    assert replicas.elsewhere(replicas.list_of(flat, {"t": HashTable("t", 4, shard=(1, 2))})) is None
 
 
 def test_a_failed_save_makes_all_ask_again() -> None:
     replicas = Replicas(0, 2)
-    listed = replicas.list_of(flatten({"w": torch.zeros(3)}))
-    replicas.agree(listed)
+    listed = replicas.list_of(flatten({"w": torch.zeros(3)}), {})
+    replicas.agree(listed, Elsewhere())
     replicas.forget()
     assert replicas.elsewhere(listed) is None
 
 
+def test_which_tables_are_replicas() -> None:
+    weight = torch.zeros(10, 4)
+    assert is_whole(HashTable("t", 4))
+    assert not is_whole(HashTable("t", 4, shard=(1, 2)))
+    assert is_whole(FixedTable("t", lambda: {"embedding": weight}))
+    assert not is_whole(FixedTable("t", lambda: {"embedding": weight}, first_id=10))
+    assert not is_whole(FixedTable("t", lambda: {"embedding": weight}, ids_end=20))
+
+
+def test_the_same_part_of_a_table_twice() -> None:
+    check_claims({0: {"t": "shard 0 of 2", "u": ""}, 1: {"t": "shard 1 of 2", "u": ""}})
+    with pytest.raises(ConflictError, match=r"'t'.*ranks 0 and 2.*rows 0 to 5"):
+        check_claims({0: {"t": "rows 0 to 5"}, 1: {"t": "rows 5 to 9"}, 2: {"t": "rows 0 to 5"}})
+
+
 def test_the_same_name_with_another_shape_is_a_conflict() -> None:
-    other = Replica(leaf=0, path='["w1"]', bytes=3, form="torch.uint8 [3]")
+    other = Replica(path='["w1"]', bytes=3, form="torch.uint8 [3]")
     with pytest.raises(ConflictError, match=r"w1.*ranks 0 and 2.*Sharded"):
         different_owners([[replica(1, 10)], [], [other]])
 
 
-@pytest.mark.parametrize(
-    ("told", "is_same"),
-    [
-        ({0: ("a", False), 1: ("a", False)}, True),
-        ({0: ("a", False), 1: ("b", False)}, False),
-        ({0: ("a", True), 1: ("a", True)}, True),
-    ],
-)
-def test_ranks_that_captured_alike(told: dict[int, tuple[str, bool]], is_same: bool) -> None:
-    assert check_balanced(told) is is_same
-
-
-@pytest.mark.parametrize("told", [{0: ("a", True), 1: ("a", False)}, {0: ("a", True), 1: ("b", True)}])
-def test_what_nobody_has_captured_is_a_conflict(told: dict[int, tuple[str, bool]]) -> None:
-    with pytest.raises(ConflictError, match=r"on ranks .* only"):
-        check_balanced(told)
+def test_who_asks() -> None:
+    assert who_asks({0: False, 1: False})
+    assert not who_asks({0: True, 1: True})
+    with pytest.raises(ConflictError, match=r"on ranks \[1\] only"):
+        who_asks({0: True, 1: False})
 
 
 def test_lists_travel() -> None:
     items = (replica(0, 4), replica(1, 0))
-    assert tuple(decode_list(ReplicaList(items, "d").encoded(), rank=1)) == items
+    found = decode_list(ReplicaList(items, "d").encoded(), rank=1)
+    assert [(item.path, item.bytes, item.form) for item in found] == [(i.path, i.bytes, i.form) for i in items]
     assert decode_owners(encode_owners({"a": 3})) == {"a": 3}
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b'[[0,"a",1]]', b'[[0,"a",1,2]]', b'[[true,"a",1,"f"]]', b"\xff"])
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b'[["a",1]]', b'[["a",1,2]]', b'[["a",true,"f"]]', b"\xff"])
 def test_nonsense_from_another_rank(raw: bytes) -> None:
     with pytest.raises(CorruptError):
         decode_list(raw, rank=1)
@@ -129,6 +160,6 @@ def test_nonsense_from_the_coordinator(raw: bytes) -> None:
 
 def test_a_path_that_nobody_was_told_to_write() -> None:
     replicas = Replicas(0, 2)
-    listed = replicas.list_of(flatten({"w": torch.zeros(3)}))
+    listed = replicas.list_of(flatten({"w": torch.zeros(3)}), {})
     with pytest.raises(CorruptError, match="no rank was named"):
         replicas.not_mine(listed, {})
