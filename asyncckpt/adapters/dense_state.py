@@ -7,6 +7,9 @@
 `model.state_dict()` would hold the tables a second time, and for a sharded model tensors that are spread over ranks.
 So the state is taken module by module: each gives its own parameters and persistent buffers, and gets them back, with
 its load hooks, as in torch's state dict; hooks on whole state dicts and overridden state_dict() methods are not called.
+
+What a sharded module of TorchRec holds beside its tables (counters of fused optimizers, the maps of managed collision
+modules) belongs to one rank. Its name ends in `rank_<rank>_of_<ranks>`, so that no rank takes it for that of another.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from asyncckpt.adapters.registry import is_kind
-from asyncckpt.adapters.walk import Walked, joined, walk
+from asyncckpt.adapters.walk import Walked, walk
 from asyncckpt.adapters.zch import MCH_KINDS, ZchHistory
 from asyncckpt.errors import IncompatibleError, UsageError
 
@@ -35,7 +38,9 @@ class DenseState(Mapping[str, Any]):
 
     def __init__(self, walked: Walked) -> None:
         self._parts: dict[str, Any] = {MODULE_PART: OwnState(walked)}
-        histories = {path: ZchHistory(module) for path, module in walked.others if is_kind(module, MCH_KINDS)}
+        histories = {
+            walked.own_name(path): ZchHistory(module) for path, module in walked.others if is_kind(module, MCH_KINDS)
+        }
         if histories:
             self._parts[ZCH_PART] = histories
 
@@ -82,11 +87,18 @@ class OwnState(torch.nn.Module):
         state: dict[str, Any] = {}
         for path, _, own in self._parts():
             for name, value in own.items():
-                _put(state, joined(path, name), value)
+                _put(state, self._walked.own_name(path, name), value)
         for path, rest in self._rests():
             for name, tensor in rest.items():
-                _put(state, joined(path, name), tensor)
+                _put(state, self._walked.own_name(path, name), tensor)
         return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names of those tensors of the state that are buffers, with them."""
+        for path, module, own in self._parts():
+            for name, buffer in module._buffers.items():
+                if name in own and buffer is not None:
+                    yield self._walked.own_name(path, name), buffer
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Give every module its own state, with its load hooks. Raises IncompatibleError."""
@@ -94,14 +106,14 @@ class OwnState(torch.nn.Module):
         errors: list[str] = []
         with torch.no_grad():
             for path, module, own in list(self._parts()):
-                local = {name: state_dict[joined(path, name)] for name in own}
+                local = {name: state_dict[self._walked.own_name(path, name)] for name in own}
                 version = {"version": module._version}
                 module._load_from_state_dict(local, "", version, False, [], [], errors)
                 for hook in module._load_state_dict_post_hooks.values():
                     hook(module, _IncompatibleKeys([], []))
             for path, rest in self._rests():
                 for name, tensor in rest.items():
-                    tensor.copy_(state_dict[joined(path, name)])
+                    tensor.copy_(state_dict[self._walked.own_name(path, name)])
         if errors:
             raise IncompatibleError(f"a dense state does not fit its module: {'; '.join(errors)}")
         return _IncompatibleKeys([], [])

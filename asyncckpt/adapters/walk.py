@@ -18,6 +18,8 @@ from asyncckpt.model.table import Table
 
 DEPTH_MAX = 500
 
+SHARDED_MODULES = "torchrec.distributed."
+
 # Qualified name of a wrapper -> the attribute that holds what it wraps.
 WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
@@ -38,10 +40,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Walked:
-    """A module taken apart, in the order of its children. `others` are (path, module) without their children."""
+    """A module taken apart, in the order of its children. `others` are (path, module) without their children.
+
+    ranks: (path, `rank_<rank>_of_<ranks>`) of modules that hold one rank's part of something.
+    """
 
     claims: tuple[Claim, ...]
     others: tuple[tuple[str, torch.nn.Module], ...]
+    ranks: tuple[tuple[str, str], ...] = ()
+
+    def own_name(self, path: str, name: str = "") -> str:
+        """The path of something of the module at `path`; with its rank, where that is one rank's own."""
+        inside = [rank for above, rank in self.ranks if path == above or path.startswith(f"{above}.") or not above]
+        return joined(path, name, *inside[:1])
 
 
 def walk(module: torch.nn.Module) -> Walked:
@@ -52,6 +63,7 @@ def walk(module: torch.nn.Module) -> Walked:
     others: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
     taken: set[int] = set()
+    ranks: list[tuple[str, str]] = []
     waiting = [("", module, 0)]
     while waiting:
         path, current, depth = waiting.pop()
@@ -61,6 +73,9 @@ def walk(module: torch.nn.Module) -> Walked:
             what = f"modules are nested too deeply: {path[:80]!r}..."
             raise UsageError(what, found=depth, expected=f"at most {DEPTH_MAX} levels")
         seen.add(id(current))
+        rank = _rank_of(current)
+        if rank is not None:
+            ranks.append((path, rank))
         adapter = adapter_of(current)
         parameters = {id(parameter) for parameter in current._parameters.values() if parameter is not None}
         # Parameters that are tied to those of an earlier claim are saved with that one already.
@@ -70,7 +85,7 @@ def walk(module: torch.nn.Module) -> Walked:
             continue
         others.append((path, current))
         waiting += [(below, child, depth + 1) for below, child in reversed(list(_children(path, current)))]
-    return Walked(claims=tuple(claims), others=tuple(others))
+    return Walked(claims=tuple(claims), others=tuple(others), ranks=tuple(ranks))
 
 
 def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
@@ -108,6 +123,16 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             break
         module = getattr(module, attribute)
     return module
+
+
+def _rank_of(module: torch.nn.Module) -> str | None:
+    """Of which rank the part is that a sharded module of TorchRec holds; None for any other, or on a rank alone."""
+    names = [qualified_name(cls) for cls in type(module).__mro__]
+    if not any(name.startswith(SHARDED_MODULES) and name.rpartition(".")[2].startswith("Sharded") for name in names):
+        return None
+    env = getattr(module, "_env", None)
+    rank, count = getattr(env, "rank", 0), getattr(env, "world_size", 1)
+    return f"rank_{rank}_of_{count}" if count > 1 else None
 
 
 def _children(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

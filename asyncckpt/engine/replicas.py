@@ -9,7 +9,8 @@ table that holds all ids. So
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
 The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
-sent for them.
+sent for them. Buffers of modules, and small tensors, are written by the first rank that has them: between two forward
+passes, buffers differ from rank to rank, and DistributedDataParallel takes those of rank 0.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ import xxhash
 
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
-from asyncckpt.format.tree import VALUE, leaves
+from asyncckpt.format.tree import VALUE, Node, Path, leaves
 from asyncckpt.model.table import HoldsRange, OwnsIds, Table
 from asyncckpt.plan.state import FlatState
+
+SMALL_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True)
 class Replica:
     """A tensor or table that a rank holds in full: its path as text, its size, what it is like; and where it is here.
 
-    leaf: number of the tensor among the leaves of the state; None for a table.
+    leaf: number of the tensor among the leaves of the state; None for a table. by_first: the first rank that has it
+    writes it.
     """
 
     path: str
     bytes: int
     form: str
     leaf: int | None = None
+    by_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class ReplicaList:
     claims: Mapping[str, str] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        return dumps([[item.path, item.bytes, item.form] for item in self.items])
+        return dumps([[item.path, item.bytes, item.form, item.by_first] for item in self.items])
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,13 @@ def _range(table: Table) -> tuple[int, int, int] | None:
 
 def _list_of(flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE]
+    buffers = _buffer_paths(flat)
     items = []
     for leaf, (path, tensor) in enumerate(zip(paths, flat.tensors, strict=True)):
         if leaf not in flat.sharded:
             form = f"{tensor.dtype} {list(tensor.shape)}"
-            items.append(Replica(path=json.dumps(path), bytes=tensor.nbytes, form=form, leaf=leaf))
+            by_first = path in buffers or tensor.nbytes <= SMALL_BYTES_MAX
+            items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf=leaf, by_first=by_first))
     claims = {}
     for name, table in tables.items():
         if is_whole(table):
@@ -151,8 +158,27 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
             claims[name] = _claim(table)
     digest = xxhash.xxh3_128()
     for item in items:
-        digest.update(f"{item.path} {item.form}\n".encode())
+        digest.update(f"{item.path} {item.form} {item.by_first}\n".encode())
     return ReplicaList(items=tuple(items), digest=digest.hexdigest(), claims=claims)
+
+
+def _buffer_paths(flat: FlatState) -> set[Path]:
+    """The paths of all buffers of modules in a state."""
+    owners = iter(flat.stateful)
+    paths: set[Path] = set()
+    waiting: list[tuple[Path, Node]] = [((), flat.tree)]
+    while waiting:  # In depth-first order, as the owners were found.
+        path, node = waiting.pop()
+        if node[0] == "state":
+            owner = next(owners)
+            if isinstance(owner, torch.nn.Module):
+                paths |= {(*path, name) for name, _ in owner.named_buffers(remove_duplicate=False)}
+            waiting.append((path, node[1]))
+        elif node[0] == "dict":
+            waiting += [((*path, key), child) for key, child in reversed(list(zip(node[1], node[2], strict=True)))]
+        elif node[0] in ("list", "tuple"):
+            waiting += [((*path, ("int", index)), child) for index, child in reversed(list(enumerate(node[1])))]
+    return paths
 
 
 def _table_replica(name: str, table: Table) -> Replica:
@@ -196,9 +222,10 @@ def check_claims(told: Mapping[int, Mapping[str, str]]) -> None:
 
 def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
     """Who writes what when all ranks hold the same replicas."""
-    heap = [(0, rank) for rank in range(ranks_count)]
-    owners = {}
-    for item in sorted(listed.items, key=_largest_first):
+    owners = {item.path: 0 for item in listed.items if item.by_first}
+    heap = [(0, rank) for rank in range(1, ranks_count)]
+    heapq.heappush(heap, (sum(item.bytes for item in listed.items if item.by_first), 0))
+    for item in sorted((item for item in listed.items if not item.by_first), key=_largest_first):
         load, rank = heap[0]
         heapq.heapreplace(heap, (load + item.bytes, rank))
         owners[item.path] = rank
@@ -215,7 +242,7 @@ def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
     for rank, replicas in enumerate(held):
         for item in replicas:
             first = items.setdefault(item.path, item)
-            if first.form != item.form:
+            if (first.form, first.by_first) != (item.form, item.by_first):
                 raise ConflictError(
                     f"{item.path} is not the same on ranks {holders[item.path][0]} and {rank}",
                     found=item.form,
@@ -225,8 +252,9 @@ def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
             holders[item.path].append(rank)
     loads_of = [0] * len(held)
     owners = {}
-    for item in sorted(items.values(), key=_largest_first):
-        rank = min(holders[item.path], key=lambda rank: (loads_of[rank], rank))
+    for item in sorted(items.values(), key=lambda item: (not item.by_first, *_largest_first(item))):
+        ranks = holders[item.path]
+        rank = ranks[0] if item.by_first else min(ranks, key=lambda rank: (loads_of[rank], rank))
         loads_of[rank] += item.bytes
         owners[item.path] = rank
     return owners
@@ -255,10 +283,10 @@ def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
     owner = f"the list of tensors of rank {rank}"
     value: Json = loads(raw, owner=owner)
     if type(value) is not list or not all(
-        type(item) is list and [type(part) for part in item] == [str, int, str] for item in value
+        type(item) is list and [type(part) for part in item] == [str, int, str, bool] for item in value
     ):
         raise CorruptError(f"{owner} is none")
-    return [Replica(path=path, bytes=size, form=form) for path, size, form in value]
+    return [Replica(path=path, bytes=size, form=form, by_first=by_first) for path, size, form, by_first in value]
 
 
 def encode_owners(owners: Mapping[str, int]) -> bytes:

@@ -34,6 +34,13 @@ UNTRACKED: dict[str, Scenario] = {
     f"not {name}": SHARDED[name] for name in ("data parallel", *(f"sharded zch {policy}" for policy in POLICIES))
 }
 
+# On one rank, from what two have saved.
+RESHARDED: dict[str, Scenario] = {
+    f"resharded {name}": scenario
+    for name, scenario in SHARDED.items()
+    if name.startswith(("table_wise", "row_wise", "embedding")) and "column_wise" not in name
+}
+
 # On one rank.
 PLAIN: dict[str, Scenario] = {
     "plain bags": ("plain", {}),

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.torchrec.scenarios import PLAIN, PLAIN_TRACKED, SHARDED, TRACKED, UNTRACKED
+from tests.torchrec.scenarios import PLAIN, PLAIN_TRACKED, RESHARDED, SHARDED, TRACKED, UNTRACKED
 
 pytestmark = pytest.mark.skipif(find_spec("torchrec") is None, reason="no torchrec here: make test-torchrec")
 
@@ -27,13 +27,14 @@ Found: TypeAlias = dict[int, list[dict[str, list[str]]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank of every world found. All scenarios share processes, whose imports take longest."""
-    return {world: run_ranks(world, tmp_path_factory.mktemp(f"world{world}")) for world in (1, 2)}
+    of_two = tmp_path_factory.mktemp("world2")
+    return {2: run_ranks(2, of_two, of_two), 1: run_ranks(1, tmp_path_factory.mktemp("world1"), of_two)}
 
 
-def run_ranks(world: int, folder: Path) -> list[dict[str, list[str]]]:
+def run_ranks(world: int, folder: Path, of_two: Path) -> list[dict[str, list[str]]]:
     processes = []
     for rank in range(world):
-        command = [sys.executable, "-m", "tests.torchrec.rank", str(rank), str(world), str(folder)]
+        command = [sys.executable, "-m", "tests.torchrec.rank", str(rank), str(world), str(folder), str(of_two)]
         with (folder / f"output{rank}").open("wb") as output:
             processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT))
     try:
@@ -62,7 +63,7 @@ def check(found: Found, world: int, scenario: str) -> None:
         assert said == [], f"rank {rank} of {world}: {said[:8]}"
 
 
-@pytest.mark.parametrize("scenario", [*SHARDED, *TRACKED, *UNTRACKED, *PLAIN, *PLAIN_TRACKED])
+@pytest.mark.parametrize("scenario", [*SHARDED, *TRACKED, *UNTRACKED, *PLAIN, *PLAIN_TRACKED, *RESHARDED])
 def test_one_rank(found: Found, scenario: str) -> None:
     check(found, 1, scenario)
 

@@ -132,6 +132,25 @@ def test_the_same_name_with_another_shape_is_a_conflict() -> None:
         different_owners([[replica(1, 10)], [], [other]])
 
 
+def test_buffers_are_those_of_the_first_rank() -> None:
+    """Between two forward passes they differ from rank to rank; DistributedDataParallel takes those of rank 0."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.BatchNorm1d(4096))
+    flat = flatten({"first": torch.zeros(2000), "nested": [{"model": model}], "last": torch.zeros(2000)})
+    listed = Replicas(0, 4).list_of(flat, {})
+    by_first = {item.path for item in listed.items if item.by_first}
+    names = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
+    assert by_first == {f'["nested", ["int", 0], "model", "{name}"]' for name in names}
+    for owners in (same_owners(listed, 4), different_owners([listed.items] * 4)):
+        assert {owners[path] for path in by_first} == {0}
+        assert set(owners.values()) == {0, 1, 2, 3}
+    assert different_owners([[], list(listed.items), list(listed.items)])[next(iter(by_first))] == 1
+
+
+def test_small_tensors_are_those_of_the_first_rank() -> None:
+    listed = Replicas(0, 2).list_of(flatten({"step": torch.tensor(3.0), "w": torch.zeros(2000)}), {})
+    assert [item.by_first for item in listed.items] == [True, False]
+
+
 def test_who_asks() -> None:
     assert who_asks({0: False, 1: False})
     assert not who_asks({0: True, 1: True})
@@ -146,7 +165,9 @@ def test_lists_travel() -> None:
     assert decode_owners(encode_owners({"a": 3})) == {"a": 3}
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b'[["a",1]]', b'[["a",1,2]]', b'[["a",true,"f"]]', b"\xff"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"[1]", b'[["a",1]]', b'[["a",1,2,true]]', b'[["a",true,"f",true]]', b"\xff"]
+)
 def test_nonsense_from_another_rank(raw: bytes) -> None:
     with pytest.raises(CorruptError):
         decode_list(raw, rank=1)
