@@ -39,7 +39,9 @@ FLOORS = {
     "compaction": 6,
     "follower": 6,
     "filters": 6,
+    "trainer_state": 6,
     "embcache": 6,
+    "strategies": 6,
     "cli": 7,
     "testing": 7,
 }
@@ -49,6 +51,8 @@ NEIGHBOURS = {
     ("model", "errors"),
     ("options", "errors"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
+    ("strategies", "saver"),  # They save and load by the usual door.
+    ("strategies", "loader"),
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
 }
 MODEL_MAY_IMPORT = {"torch", "numpy"}

@@ -1,7 +1,7 @@
 """Which rank writes which of the tensors and tables that several ranks hold in full.
 
 Every plain tensor of the state is a replica: other ranks hold it too, or they do not, and no rank can know. So is a
-table that holds all ids. So
+table that holds all ids, and so are the boxes of a tensor that is spread over some of the ranks only. So
 
 1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
 2. the coordinator tells whether all ranks have the same, and if not, which rank writes which; every rank writes its
@@ -27,6 +27,7 @@ import xxhash
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
 from asyncckpt.format.tree import VALUE, Node, Path, leaves
+from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import HoldsRange, OwnsIds, Table
 from asyncckpt.plan.state import FlatState
 
@@ -92,15 +93,19 @@ class Replicas:
     def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
         """The replicas of a state; the last answer while nothing changed its shape."""
         tensors = [tensor for leaf, tensor in enumerate(flat.tensors) if leaf not in flat.sharded]
+        spread = [
+            (leaf, item.whole_shape, item.dtype, item.begins, item.is_writer, item.spread_over)
+            for leaf, item in flat.sharded.items()
+        ]
         key = (
             flat.tree,
             [tensor.dtype for tensor in tensors],
             list(map(torch.Tensor.size, tensors)),
-            set(flat.sharded),
+            spread,
             [(name, table.shard, _range(table)) for name, table in tables.items()],
         )
         if key != self._key:
-            self._list, self._key = _list_of(flat, tables), key
+            self._list, self._key = _list_of(flat, tables, self._ranks_count), key
         return self._list
 
     def elsewhere(self, listed: ReplicaList) -> Elsewhere | None:
@@ -141,12 +146,16 @@ def _range(table: Table) -> tuple[int, int, int] | None:
     return table.id_range() if isinstance(table, HoldsRange) else None
 
 
-def _list_of(flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
+def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> ReplicaList:
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE]
     buffers = _buffer_paths(flat)
     items = []
     for leaf, (path, tensor) in enumerate(zip(paths, flat.tensors, strict=True)):
-        if leaf not in flat.sharded:
+        spread = flat.sharded.get(leaf)
+        if spread is not None:
+            if spread.is_writer and spread.pieces and spread.spread_over not in (None, ranks_count):
+                items.append(_boxes(json.dumps(path), spread, leaf))
+        else:
             form = f"{tensor.dtype} {list(tensor.shape)}"
             by_first = path in buffers or tensor.nbytes <= SMALL_BYTES_MAX
             items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf=leaf, by_first=by_first))
@@ -160,6 +169,13 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
     for item in items:
         digest.update(f"{item.path} {item.form} {item.by_first}\n".encode())
     return ReplicaList(items=tuple(items), digest=digest.hexdigest(), claims=claims)
+
+
+def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
+    """The boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
+    boxes = [(list(piece.begin), list(piece.tensor.shape)) for piece in spread.pieces]
+    size = sum(piece.tensor.nbytes for piece in spread.pieces)
+    return Replica(f"{path} {boxes}", size, f"{spread.dtype} boxes of {list(spread.whole_shape)}", leaf=leaf)
 
 
 def _buffer_paths(flat: FlatState) -> set[Path]:
@@ -193,7 +209,7 @@ def _claim(table: Table) -> str:
     """Which part of the table this is; empty where only its ids could tell."""
     if isinstance(table, HoldsRange):
         first, end, _ = table.id_range()
-        return f"rows {first} to {end}"
+        return f"rows {first} to {end}" if first < end else ""
     return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
 
 

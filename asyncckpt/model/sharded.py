@@ -29,12 +29,15 @@ class Sharded:
     dtype        of the tensor; every piece has it
     pieces       what this rank holds: boxes that do not overlap; none where all of it is on other ranks
     is_writer    False: another rank holds the same boxes and saves them (a replica). A load fills the pieces of both
+    spread_over  over how many ranks the whole is spread, where that is known: if they are not all, the others may hold
+                 it again, and the ranks of a save agree who writes what
     """
 
     whole_shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     is_writer: bool = True
+    spread_over: int | None = None
 
     @property
     def begins(self) -> list[tuple[int, ...]]:

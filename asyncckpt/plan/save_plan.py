@@ -254,7 +254,11 @@ def _dense_specs(flat: FlatState, names: Sequence[str], elsewhere: Collection[in
             continue
         for number, piece in enumerate(sharded.pieces):
             check_leaf(piece.tensor, name)
-            if sharded.is_writer and (piece.tensor.numel() or not math.prod(sharded.whole_shape)):
+            if (
+                sharded.is_writer
+                and leaf not in elsewhere
+                and (piece.tensor.numel() or not math.prod(sharded.whole_shape))
+            ):
                 yield _piece_spec(piece, sharded, name, leaf), leaf if number == 0 else more + number - 1
         more += max(0, len(sharded.pieces) - 1)
 

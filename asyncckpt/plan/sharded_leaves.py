@@ -16,6 +16,7 @@ has imported it.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import zlib
 from collections.abc import Sequence
@@ -76,7 +77,13 @@ def _from_sharded_tensor(leaf: Any) -> Sharded:
     metadata = leaf.metadata()
     whole = tuple(metadata.size)
     pieces = [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in leaf.local_shards()]
-    return Sharded(whole_shape=whole, dtype=metadata.tensor_properties.dtype, pieces=_pieces(pieces, whole))
+    group = getattr(leaf, "_process_group", None)
+    return Sharded(
+        whole_shape=whole,
+        dtype=metadata.tensor_properties.dtype,
+        pieces=_pieces(pieces, whole),
+        spread_over=None if group is None else group.size(),
+    )
 
 
 def _from_dtensor(leaf: Any, salt: str) -> Sharded:
@@ -109,6 +116,7 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
         dtype=leaf.dtype,
         pieces=_local_pieces(local, layout, whole, salt),
         is_writer=writer == layout.replica_index,
+        spread_over=math.prod(mesh.shape),
     )
 
 

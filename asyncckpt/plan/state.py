@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node, key_value
+from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
@@ -122,7 +122,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
 def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...]) -> None:
     sharded = None
     if type(value) not in _PLAIN_TENSORS:
-        sharded = as_sharded(value, salt=".".join(str(key_value(key)) for key in path))
+        sharded = as_sharded(value, salt=".".join(map(str, path)))
     if sharded is not None:
         flat.add_sharded(sharded)
     else:

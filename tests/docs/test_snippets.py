@@ -2,7 +2,8 @@
 
 A page is one program: its ```python blocks run in order, in one namespace and one empty folder. A ```text block right
 behind one is its output; a ```console block holds `$ asyncckpt ...` and what that prints. In both, `...` stands for
-anything.
+anything. A ```python block that begins with the comment `# <name>.py` is a file, which a ```console block runs with
+`$ torchrun ...`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import os
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +27,17 @@ from typer.testing import CliRunner
 from asyncckpt.cli import app
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/guide.md", "docs/embcache.md", "docs/filters.md", "docs/online-export.md"]
+PAGES = [
+    "README.md",
+    "docs/guide.md",
+    "docs/embcache.md",
+    "docs/filters.md",
+    "docs/online-export.md",
+    "docs/megatron.md",
+    "docs/resuming.md",
+]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# (\w+\.py)\n")
 MATCHING = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -55,6 +69,21 @@ def run_python(block: Block, page: str, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
+def run_torchrun(arguments: list[str]) -> str:
+    """What all ranks print on their standard output."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def run_console(block: Block) -> tuple[str, str]:
     """What the block expects and what its commands print."""
     expected, printed = [], []
@@ -63,8 +92,8 @@ def run_console(block: Block) -> tuple[str, str]:
             expected.append(line)
             continue
         program, *arguments = shlex.split(line[2:], comments=True)
-        assert program == "asyncckpt", f"line {block.line}: only asyncckpt can be run here"
-        printed.append(CliRunner().invoke(app, arguments).output)
+        assert program in ("asyncckpt", "torchrun"), f"line {block.line}: only these can be run here"
+        printed.append(run_torchrun(arguments) if program == "torchrun" else CliRunner().invoke(app, arguments).output)
     return "\n".join(expected) + "\n", "".join(printed)
 
 
@@ -81,11 +110,13 @@ def test_snippets_do_what_the_page_says(page: str, tmp_path: Path, monkeypatch: 
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed, last = "", None
     for block in blocks:
-        if block.language == "python":
+        if block.language == "python" and (file := FILE.match(block.text)) is not None:
+            Path(file.group(1)).write_text(block.text, encoding="utf-8")
+        elif block.language == "python":
             last, printed = block, run_python(block, page, namespace)
         elif block.language == "text" and last is not None and block.behind == "":
             check(page, block, block.text, printed)
-        elif block.language == "console" and "$ asyncckpt" in block.text:
+        elif block.language == "console" and ("$ asyncckpt" in block.text or "$ torchrun" in block.text):
             check(page, block, *run_console(block))
         if block.language != "python":
             last = None

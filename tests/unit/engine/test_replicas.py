@@ -25,7 +25,7 @@ from asyncckpt.engine.replicas import (
     who_asks,
 )
 from asyncckpt.errors import ConflictError, CorruptError
-from asyncckpt.model.sharded import sharded
+from asyncckpt.model.sharded import Piece, Sharded, sharded
 from asyncckpt.plan.state import flatten
 from asyncckpt.tables import HashTable
 
@@ -144,6 +144,20 @@ def test_buffers_are_those_of_the_first_rank() -> None:
         assert {owners[path] for path in by_first} == {0}
         assert set(owners.values()) == {0, 1, 2, 3}
     assert different_owners([[], list(listed.items), list(listed.items)])[next(iter(by_first))] == 1
+
+
+def test_boxes_that_other_ranks_may_hold_too() -> None:
+    def listed(begin: int, spread_over: int | None, *, is_writer: bool = True) -> ReplicaList:
+        piece = Piece(torch.zeros(2, 3), (begin, 0))
+        leaf = Sharded((4, 3), torch.float32, (piece,), is_writer=is_writer, spread_over=spread_over)
+        return Replicas(0, 4).list_of(flatten({"w": leaf}), {})
+
+    assert [item.leaf for item in listed(0, 2).items] == [0]
+    assert listed(0, 2).digest != listed(2, 2).digest
+    for others in (listed(0, None), listed(0, 4), listed(0, 2, is_writer=False)):
+        assert others.items == (), "nobody else can hold them, or another rank writes them"
+    owners = different_owners([listed(begin, 2).items for begin in (0, 2, 0, 2)])
+    assert sorted(owners.values()) == [0, 1]
 
 
 def test_small_tensors_are_those_of_the_first_rank() -> None:

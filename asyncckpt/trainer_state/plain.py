@@ -1,0 +1,67 @@
+"""Small tensors and arrays inside a state dict as plain values, which every rank has for itself.
+
+torch.Tensor             {"tensor": (dtype, shape, bytes)}
+numpy array or scalar    {"array": (dtype, shape, bytes)}
+mapping                  {"dict": {key: value}}
+list, tuple, others      themselves
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncckpt.errors import IncompatibleError
+
+
+def to_plain(value: Any) -> Any:
+    """A state dict without tensors and arrays. Their bytes are copied."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {"tensor": (str(value.dtype).removeprefix("torch."), tuple(value.shape), data)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return {"array": (value.dtype.str, tuple(value.shape), value.tobytes())}
+    if isinstance(value, Mapping):
+        return {"dict": {key: to_plain(item) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        items = [to_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def from_plain(value: Any) -> Any:
+    """The inverse of to_plain, in memory of its own. IncompatibleError for what to_plain did not make."""
+    if isinstance(value, (list, tuple)):
+        items = [from_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        ((kind, body),) = value.items()
+        if kind == "dict":
+            return {key: from_plain(item) for key, item in body.items()}
+        dtype, shape, data = body
+        return {"tensor": _tensor, "array": _array}[kind](dtype, shape, data)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise IncompatibleError(
+            f"a saved state has a value of no known form: {error}", found=repr(value)[:80]
+        ) from error
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{dtype} is no dtype")
+    flat = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+    return flat.reshape(shape)
+
+
+def _array(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+    if np.dtype(dtype).hasobject or math.prod(shape) * np.dtype(dtype).itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for {dtype} {shape}")
+    array = np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+    return array if shape else array[()]
