@@ -40,11 +40,15 @@ def load(world: World, path: Path, **options: Any) -> Any:
     ).load()
 
 
+def _grid(count: int) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(count).reshape(GRIDS[count]), mesh_dim_names=("data", "tensor"))
+
+
 def hops(rank: int, path: Path) -> None:
     counts = sorted(set(HOPS))
     groups = {count: dist.new_group(list(range(count))) for count in counts}
     lines = {count: DeviceMesh("cpu", list(range(count))) for count in counts}
-    grids = {count: DeviceMesh("cpu", torch.arange(count).reshape(GRIDS[count])) for count in counts}
+    grids = {count: _grid(count) for count in counts}
     for hop, count in enumerate(HOPS):
         if rank < count:
             one_hop(World(rank, count, lines[count], grids[count]), hop, path, groups[count])

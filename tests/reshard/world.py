@@ -102,6 +102,9 @@ class World:
             for name, (shape, placements) in specs.items():
                 self.spread[name] = _blank(name, shape, mesh, placements)
         self.spread["strided"] = _strided(grid)
+        # Every rank along the other dimension holds the same box, and its mesh does not tell.
+        self.spread["sub"] = _blank("sub", (5, 3), grid["data"], [Shard(0)])
+        self.spread["whole"] = _blank("whole", (70, 50), grid["tensor"], [Replicate()])
         self.own = _own(rank, ranks_count)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
         self.adamw = torch.optim.AdamW(self.model.parameters())
