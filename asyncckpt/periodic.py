@@ -38,7 +38,10 @@ class PeriodicStatistics:
 
 
 class PeriodicSaver:
-    """Saves every `every_steps` steps or `every_seconds` seconds. Used by one thread: the training loop's."""
+    """Saves every `every_steps` steps or `every_seconds` seconds. Used by one thread: the training loop's.
+
+    With several ranks every rank has one, of the same `every_steps`; they have no clock in common.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,12 @@ class PeriodicSaver:
             raise UsageError("every_seconds is wrong", found=every_seconds, expected="more than 0")
         if on_error not in ("raise", "warn") and not callable(on_error):
             raise UsageError("on_error is wrong", found=on_error, expected="'raise', 'warn' or a callable")
+        if every_seconds is not None and saver.ranks_count > 1:
+            raise UsageError(
+                "every_seconds is for one rank: the clocks of several would not save in the same steps",
+                found=f"{saver.ranks_count} ranks",
+                hint="give every_steps",
+            )
         self._saver = saver
         self._every_steps = every_steps
         self._every_seconds = every_seconds
@@ -70,8 +79,14 @@ class PeriodicSaver:
 
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Tell that a training step has ended; returns the future when a save was begun."""
-        self._collect()
-        if not self._is_due(step):
+        is_due = self._is_due(step)
+        try:
+            self._collect()
+        except BaseException as error:
+            if is_due:
+                self._saver.leave_out_call(error)
+            raise
+        if not is_due:
             return None
         # The clock starts anew also when a save is skipped, so that a slow disk does not make every step try again.
         self._last_time = self._clock()
@@ -125,6 +140,8 @@ class PeriodicSaver:
         error = future.exception()
         if error is not None:
             self._handle(error)
+        elif future.result().skipped:  # By another rank.
+            self._count(begun_count=-1, skipped_count=1)
         else:
             self._statistics = PeriodicStatistics(
                 begun_count=self._statistics.begun_count,

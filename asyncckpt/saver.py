@@ -16,7 +16,7 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.engine.background import background
-from asyncckpt.engine.compact_job import start_compaction
+from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import CheckpointFuture, SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
@@ -187,6 +187,11 @@ class Saver:
         """The checkpoint directory, absolute."""
         return str(self._target.root.path)
 
+    @property
+    def ranks_count(self) -> int:
+        """How many ranks save together."""
+        return 1 if self._target.ranks is None else self._target.ranks.ranks_count
+
     def save_async(
         self,
         step: int | None = None,
@@ -220,13 +225,24 @@ class Saver:
         """Fold the chain of a delta (default: the newest step) into a full checkpoint of that step, in the background.
 
         Beside training and saves, without a stall. The future's result says `skipped` for a step that is full already.
-        See asyncckpt.compact for what it does and raises.
+        See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
         self._check_open()
         self._errors.raise_first()
+        if self._target.rank:
+            return skipped_compaction(self._target, step)
         future = start_compaction(self._target, step)
         self._errors.watch(future)
         return future
+
+    def leave_out_call(self, error: BaseException) -> None:
+        """Tell the other ranks that this one does not make the save which they make now, because of an error.
+
+        For code around a Saver that raises where other ranks save: ranks that do not count their saves alike would not
+        find together again. Does nothing with one rank.
+        """
+        if self._target.ranks is not None:
+            tell_failed(self._target, self._target.ranks.next_call(), error)
 
     def prepare(self) -> PrepareFuture:
         """Plan the save, and allocate and touch its arena in the background, so that the first save is as fast as later

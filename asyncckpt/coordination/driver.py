@@ -2,8 +2,8 @@
 
 Channel calls block, so they run on `threads`; effects are tasks beside that. A receive lasts no longer than its slice,
 so that a call that ends by itself ends soon; many ranks wait in long slices, which spares the one server that serves
-them. A machine's time passes only up to the beginning of a receive that has ended: nothing that had arrived by then is
-unheard when a limit is judged, however long this process was stopped.
+them. A machine's time passes only up to the beginning of a receive that has ended, and not at all in the first one
+after this process was stopped: what has arrived meanwhile is heard before a limit is judged.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.effects import Effects
 from asyncckpt.coordination.limits import Limits
 from asyncckpt.coordination.messages import (
-    AttemptMessage,
     Begin,
     Failed,
     Outcome,
-    Prepared,
     Skipped,
     State,
     cause_of,
@@ -38,49 +36,12 @@ from asyncckpt.coordination.participant import COORDINATOR
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.errors import ConflictError, IndeterminateError, PeerError, PeerInDoubtError
 from asyncckpt.format.names import Attempt
-from asyncckpt.format.strict_json import Json
 
 SLICE_S = 0.05
+# The shortest receive, which is enough for one look.
+LOOK_S = 0.02
 # All ranks together end this many receives a second, when nothing happens, at most.
 SLICES_PER_S = 1000
-
-
-class Effects(Protocol):
-    """What a save does on this rank besides talking. Given by the engine; all run in the loop of `run_call`."""
-
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        """Rank 0: draw the attempt, make its folder, durably. May raise: the call is aborted."""
-        ...
-
-    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
-        """Write and sync the files of this rank, put its part on the channel; return notes for PREPARED. May raise."""
-        ...
-
-    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
-        """Rank 0: assemble the manifest and publish it; return notes for the outcome.
-
-        IndeterminateError when it may be there; whatever else is raised means that it is not there and never will be.
-        """
-        ...
-
-    async def abandon(self, attempt: Attempt) -> None:
-        """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
-        ...
-
-    async def look(self, attempt: Attempt) -> bool:
-        """Whether the manifest of this attempt is there; if so, make that durable (sync its folder) before."""
-        ...
-
-    def stop(self) -> None:
-        """The call has ended without `write`, which still runs: let it end soon, if that is possible.
-
-        It is waited for, and never cancelled, for it reads memory that is given back afterwards.
-        """
-        ...
-
-    def resolve(self, attempt: Attempt) -> bool:
-        """As `look`, but any time after the call, from any thread, without anything that the save held open."""
-        ...
 
 
 async def run_call(
@@ -133,9 +94,11 @@ class _Call:
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Future[list[tuple[int, bytes]]] | None = None
         self._asked = clock()
+        self._was_stopped = False
         self._is_lost = False
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], list[Action]]] = {}
         self._writing: asyncio.Task[Any] | None = None
+        self._is_stopping = False
         shared = SLICE_S if channel.rank == COORDINATOR else channel.ranks_count / SLICES_PER_S
         self._slice_s = max(SLICE_S, min(shared, limits.alive_s))
 
@@ -175,12 +138,13 @@ class _Call:
 
     async def _wait(self) -> None:
         """Wait for the next thing that happens, and let the machine know."""
-        waiting: set[asyncio.Future[Any]] = {*self._tasks}
-        if not self._is_lost:
-            waiting.add(self._receive())
+        self._receive()
+        waiting = {*self._tasks} if self._receiving is None else {*self._tasks, self._receiving}
+        if not waiting:
+            assert self._machine.has_ended, "the machine waits for nothing"
+            return
         # A channel that keeps a thread longer than it was asked to is as good as gone.
         overdue_s = None if self._is_lost else self._slice_s + self._limits.silence_s
-        assert waiting, "the machine waits for nothing"
         done, _ = await asyncio.wait(waiting, timeout=overdue_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             self._lose(f"rank {self._channel.rank} got no answer from its channel for {self._limits.silence_s:g} s")
@@ -191,22 +155,30 @@ class _Call:
             self._receiving = None
             self._take(receiving)
 
-    def _receive(self) -> asyncio.Future[Any]:
-        """The receive that is on its way, or a new one."""
-        if self._receiving is None:
-            self._asked = self._clock()
-            timeout_s = max(0.0, min(self._slice_s, self._machine.next_tick() - self._asked))
-            receive = partial(self._channel.receive, self._call, timeout_s)
+    def _receive(self) -> None:
+        """Have a receive on its way, as long as there is a channel."""
+        if self._is_lost or self._receiving is not None:
+            return
+        now = self._clock()
+        # Not twice in a row: then the channel is slow, and time must pass.
+        self._was_stopped = now - self._asked > self._slice_s + self._limits.alive_s and not self._was_stopped
+        self._asked = now
+        due_s = self._slice_s if self._was_stopped else max(LOOK_S, self._machine.next_tick() - now)
+        receive = partial(self._channel.receive, self._call, min(self._slice_s, due_s))
+        try:
             self._receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive)
-        return self._receiving
+        except Exception as error:  # No thread can be started.
+            self._lose(cause_of(error))
 
     def _take(self, receiving: asyncio.Future[list[tuple[int, bytes]]]) -> None:
         try:
-            for sender, raw in receiving.result():
-                self._do(self._machine.receive(sender, decode(raw, sender=sender), self._clock()))
+            messages = [(sender, decode(raw, sender=sender)) for sender, raw in receiving.result()]
         except Exception as error:  # The channel's, or of bytes that are no message.
             self._lose(cause_of(error))
-        else:
+            return
+        for sender, message in messages:
+            self._do(self._machine.receive(sender, message, self._clock()))
+        if not self._was_stopped:
             self._do(self._machine.tick(self._asked))
 
     def _lose(self, cause: str) -> None:
@@ -280,10 +252,13 @@ class _Call:
         await self._effects.abandon(attempt)
 
     async def _stop_writing(self) -> None:
-        if self._writing is not None and not self._writing.done():
+        if self._writing is None or self._writing.done():
+            return
+        if not self._is_stopping:
+            self._is_stopping = True
             with contextlib.suppress(Exception):
                 self._effects.stop()
-            await asyncio.wait({self._writing})
+        await asyncio.wait({self._writing})
 
     def _send(self, send: Callable[[], None]) -> None:
         """Have something done on the channel after all that was sent before, without waiting for it."""

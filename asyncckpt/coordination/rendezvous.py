@@ -15,7 +15,6 @@ Every wait has the deadline of the caller.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -37,6 +36,7 @@ from asyncckpt.coordination.file_names import (
 from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.coordination.whole_files import read_whole, write_whole
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError, PeerError
+from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.storage.directory import Directory
 
 FIRST_PAUSE_S = 0.002
@@ -79,7 +79,7 @@ def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str
     with _opened(root) as ranks, ranks.make_folder(session) as folder:
         for name in (PUT_DIR, GONE_DIR, *map(inbox_dir, range(ranks_count))):
             folder.make_folder(name).close()
-        write_whole(folder, ROSTER, json.dumps({str(rank): token for rank, token in tokens.items()}).encode())
+        write_whole(folder, ROSTER, dumps({str(rank): token for rank, token in tokens.items()}))
     return session
 
 
@@ -202,8 +202,8 @@ def _session_of(ranks: Directory, hello: Hello) -> str | None:
     for name in filter(is_session, ranks.names()):
         try:
             with ranks.child(name) as folder:
-                roster = json.loads(read_whole(folder, ROSTER, bytes_max=ROSTER_BYTES_MAX))
-        except (NotFoundError, CorruptError, ValueError):
+                roster = loads(read_whole(folder, ROSTER, bytes_max=ROSTER_BYTES_MAX), owner=f"roster of {name}")
+        except (NotFoundError, CorruptError):
             continue  # Not yet, not any more, or not one.
         if isinstance(roster, dict) and roster.get(str(hello.rank)) == hello.token:
             return name

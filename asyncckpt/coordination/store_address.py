@@ -13,7 +13,6 @@ No collective is called, and the default store is not waited in: others use its 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -25,9 +24,13 @@ from importlib import import_module
 from typing import Any
 
 from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.store_line import LineBroken, StoreLine
 from asyncckpt.errors import CorruptError, PeerError
+from asyncckpt.format.strict_json import dumps, loads
 
-CONNECT_S_MAX = 3.0  # For one address, before the next one is tried.
+PROBE_S_MAX = 3.0  # For one address, before the next one is tried.
+# For a first answer where somebody listens: torch looks up names on both sides, which a slow DNS server takes 5 s for.
+ANSWER_S_MAX = 15.0
 MEET_PAUSE_S_MAX = 0.05
 _DISCARD_PORT = 9
 _SOMEWHERE = "192.0.2.1"  # Reserved for documentation: asked for the way only, nothing is sent.
@@ -42,18 +45,16 @@ class StoreAddress:
     name: str
 
     def encode(self) -> bytes:
-        return json.dumps([list(self.hosts), self.port, self.name]).encode()
+        return dumps([list(self.hosts), self.port, self.name])
 
     @staticmethod
     def decode(raw: bytes) -> StoreAddress:
         """CorruptError for what `encode` did not make."""
-        try:
-            hosts, port, name = json.loads(raw)
-            if not (isinstance(port, int) and isinstance(name, str) and all(isinstance(host, str) for host in hosts)):
-                raise ValueError("wrong types")
-        except (ValueError, TypeError) as error:
-            raise CorruptError("the address of rank 0's store is not one of ours", found=raw[:200]) from error
-        return StoreAddress(tuple(hosts), port, name)
+        owner = "the address of rank 0's store"
+        match loads(raw, owner=owner):
+            case [[*hosts], int(port), str(name)] if all(isinstance(host, str) for host in hosts):
+                return StoreAddress(tuple(map(str, hosts)), port, name)
+        raise CorruptError(f"{owner} is not one of ours", found=raw[:200])
 
 
 def draw_number(place: Any, *, rank: int) -> int:
@@ -96,9 +97,9 @@ def connect(address: StoreAddress, *, until: float) -> Any:
     pauses = Pauses(pause_s_max=0.5)
     while True:
         for host in address.hosts:
-            timeout_s = min(CONNECT_S_MAX, until - time.monotonic())
-            if timeout_s > 0 and _is_there(host, address.port, timeout_s=timeout_s):
-                store = _try(host, address, timeout_s=timeout_s)
+            left_s = until - time.monotonic()
+            if left_s > 0 and _is_there(host, address.port, timeout_s=min(PROBE_S_MAX, left_s)):
+                store = _try(host, address, timeout_s=min(ANSWER_S_MAX, left_s))
                 if store is not None:
                     return store
         pauses.nothing_came()
@@ -152,11 +153,14 @@ def _is_there(host: str, port: int, *, timeout_s: float) -> bool:
 
 
 def _try(host: str, address: StoreAddress, *, timeout_s: float) -> Any:
-    """A connection to the store at a host, None when another store is there, or none."""
+    """A connection to the store at a host, None when another store is there, or none, or nobody who answers."""
     tcp_store: Any = import_module("torch.distributed").TCPStore
+    timeout = timedelta(seconds=timeout_s)
+    line = StoreLine(lambda: tcp_store(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout))
     try:
-        timeout = timedelta(seconds=timeout_s)
-        store = tcp_store(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return store if store.check([address.name]) else None
-    except RuntimeError:
+        asked = line.ask(lambda store: store if store.check([address.name]) else None)
+        return asked.result() if asked.wait(timeout_s) else None
+    except LineBroken:
         return None
+    finally:
+        line.hang_up()

@@ -4,7 +4,8 @@
 2. For each table of several layers read the ids and the removed ids, verified, and find the rows that count: the newest
    of each id that no newer layer has removed.
 3. Give every block its place. A new block comes from one stored block: all of it as it is stored, or some of its rows.
-4. Write the shard files into a new attempt's folder; every stored block that is read is verified on the way.
+4. Write the shard files, of every rank its own, into a new attempt's folder; every stored block that is read is
+   verified on the way.
 5. Look whether the step is still there, and publish `manifests/<step>.full.json`. The first manifest stays as it is.
 
 Nothing is changed before 5, so a crash leaves the chain as it was, and leftovers that the next save sweeps. A save of
@@ -15,22 +16,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import newest_step, read_manifest
 from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.fold import FoldedChain, fold_chain
+from asyncckpt.engine.fold import FoldedPart, fold_chain
 from asyncckpt.engine.running_compactions import running_compactions
 from asyncckpt.engine.save_steps import WRITER, as_ours
 from asyncckpt.errors import ConflictError, IndeterminateError, SaveCancelledError
 from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import encode_manifest, render_body
+from asyncckpt.format.manifest import BodyTemplate, FileFacts, encode_manifest, encode_part, render_body
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.result import SaveResult
-from asyncckpt.native import PAGE_BYTES, Progress, core
+from asyncckpt.native import PAGE_BYTES, U8, Progress, core
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import plan_image
@@ -76,7 +77,7 @@ def run_compaction(
         kind="full",
         path=root.path,
         seconds=time.perf_counter() - begun,
-        bytes_logical=folded.bytes,
+        bytes_logical=sum(part.bytes for part in folded),
         bytes_written=bytes_written,
     )
 
@@ -89,7 +90,7 @@ def _compact(
     options: SaveOptions,
     progress: Progress,
     may_commit: Callable[[], bool] | None,
-) -> tuple[FoldedChain, int]:
+) -> tuple[list[FoldedPart], int]:
     with ChainReader(root.data, chain, threads=1, verify=True, progress=Progress()) as reader:
         folded = fold_chain(chain, reader, progress)
         reader.verify = False  # From here blocks are read by windows, and their sources verify them.
@@ -122,7 +123,7 @@ def _check_still_there(root: CheckpointRoot, chain: Chain, folder: Directory) ->
 
 def _write(
     chain: Chain,
-    folded: FoldedChain,
+    folded: Sequence[FoldedPart],
     reader: ChainReader,
     folder: Directory,
     attempt: Attempt,
@@ -130,10 +131,45 @@ def _write(
     options: SaveOptions,
     progress: Progress,
 ) -> tuple[bytearray, int]:
-    """Write the shard files; returns the manifest, and the bytes of all files."""
-    image = plan_image([copy.spec for copy in folded.copies], parallel=options.parallel, rank=0)
+    """Write the shard files of all ranks; returns the manifest, and the bytes of all files."""
+    written = [_write_part(part, reader, folder, attempt, options=options, progress=progress) for part in folded]
+    others = [
+        encode_part(own.files, part.was.values, own.body, own.digests)
+        for part, own in zip(folded[1:], written[1:], strict=True)
+    ]
+    head = replace(
+        chain.newest.head,
+        kind="full",
+        parents=(),
+        attempt=attempt.id,
+        writer=WRITER,
+        files=written[0].files,
+        replaces=chain.newest.digest,
+    )
+    raw = encode_manifest(head, written[0].body, written[0].digests, others)
+    return raw, sum(file.bytes for own in written for file in own.files)
+
+
+@dataclass(frozen=True)
+class _WrittenPart:
+    files: tuple[FileFacts, ...]
+    body: BodyTemplate
+    digests: U8
+
+
+def _write_part(
+    part: FoldedPart,
+    reader: ChainReader,
+    folder: Directory,
+    attempt: Attempt,
+    *,
+    options: SaveOptions,
+    progress: Progress,
+) -> _WrittenPart:
+    """Write the shard files of one rank."""
+    image = plan_image([copy.spec for copy in part.copies], parallel=options.parallel, rank=part.was.rank)
     lent = LentMemory()
-    sources = [stored_source(reader, copy.number, copy.rows, lent) for copy in folded.copies]
+    sources = [stored_source(reader, copy.number, copy.rows, lent) for copy in part.copies]
     # Buffers of its own: those of saves are held by a save for as long as it takes.
     size = min(CHUNK_BYTES, max(-(-file.bytes // PAGE_BYTES) * PAGE_BYTES for file in image.files))
     memory = core.map_memory(2 * size)
@@ -150,15 +186,6 @@ def _write(
         )
     finally:
         memory.close()
-    filtered = [number for number, copy in enumerate(folded.copies) if reader.block(copy.number).filtered]
-    body = render_body(folded.tables, chain.newest.tree, image.blocks, filtered=filtered)
-    head = replace(
-        chain.newest.head,
-        kind="full",
-        parents=(),
-        attempt=attempt.id,
-        writer=WRITER,
-        files=files,
-        replaces=chain.newest.digest,
-    )
-    return encode_manifest(head, body, digests), sum(file.bytes for file in files)
+    filtered = [number for number, copy in enumerate(part.copies) if reader.block(copy.number).filtered]
+    body = render_body(part.tables, part.was.tree, image.blocks, filtered=filtered)
+    return _WrittenPart(files=files, body=body, digests=digests)

@@ -9,6 +9,16 @@ from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.errors import IndeterminateError, SaveCancelledError, UsageError
 from asyncckpt.format.names import STEP_MAX
+from asyncckpt.model.result import SaveResult
+
+
+def skipped_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
+    """What a rank gets that leaves the work to rank 0."""
+    chosen = newest_step(target.root) if step is None else step
+    future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
+    result = SaveResult(step=chosen, kind="full", path=target.root.path, skipped=True)
+    future.resolve(result, FutureState.SKIPPED)
+    return future
 
 
 def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:

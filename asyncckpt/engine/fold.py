@@ -13,11 +13,12 @@ import numpy as np
 
 from asyncckpt.errors import SaveCancelledError, UnsupportedError
 from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import RankPart
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.native import I64, Progress
-from asyncckpt.plan.contents import StoredTable, contents_of
 from asyncckpt.plan.newest_rows import LayerIds, newest_rows
+from asyncckpt.plan.stored_tables import StoredShard, stored_tables
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import copied_spec
 from asyncckpt.snapshot.layer_rows import IdsReader
@@ -33,9 +34,10 @@ class BlockCopy:
 
 
 @dataclass(frozen=True)
-class FoldedChain:
-    """What the new checkpoint holds, in manifest order."""
+class FoldedPart:
+    """What the part of one rank in the new checkpoint holds, in manifest order; `was` is that part of the old one."""
 
+    was: RankPart
     tables: tuple[TableFacts, ...]
     copies: tuple[BlockCopy, ...]
 
@@ -44,38 +46,48 @@ class FoldedChain:
         return sum(copy.spec.bytes for copy in self.copies)
 
 
-def fold_chain(chain: Chain, reader: ChainReader, progress: Progress) -> FoldedChain:
+def fold_chain(chain: Chain, reader: ChainReader, progress: Progress) -> list[FoldedPart]:
     """Choose tables, rows and blocks. Reads the ids of tables that have several layers, verified; nothing else."""
-    stored = contents_of(chain).tables
-    copies: list[BlockCopy] = []
-    tables = []
-    for facts in chain.newest.tables:
-        if progress.cancelled:
-            raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
-        rows_count = 0
-        if facts.name in stored:
-            found, rows_count = _copies_of_table(stored[facts.name], reader)
-            copies += found
-        tables.append(replace(facts, rows_count=rows_count, whole=True, removed_count=0))
-    for number, block in enumerate(chain.newest.blocks):
+    stored = {(shard.rank, shard.name): shard for table in stored_tables(chain).values() for shard in table.shards}
+    parts = []
+    first = 0
+    for part in chain.newest.parts:
+        copies: list[BlockCopy] = []
+        tables = []
+        for facts in part.tables:
+            if progress.cancelled:
+                raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
+            rows_count = 0
+            if (part.rank, facts.name) in stored:
+                found, rows_count = _copies_of_shard(stored[part.rank, facts.name], reader)
+                copies += found
+            tables.append(replace(facts, rows_count=rows_count, whole=True, removed_count=0))
+        copies += _dense_copies(part, first, chain.step)
+        first += len(part.blocks)
+        parts.append(FoldedPart(was=part, tables=tuple(tables), copies=tuple(copies)))
+    return parts
+
+
+def _dense_copies(part: RankPart, first: int, step: int) -> Iterator[BlockCopy]:
+    """The dense blocks of a part, whose first block has the number `first`."""
+    for number, block in enumerate(part.blocks, first):
         spec = block.placed.spec
         if not spec.is_known:
             raise UnsupportedError(
-                f"tensor {spec.name!r} of step {chain.step} has a dtype that this version cannot copy", found=spec.dtype
+                f"tensor {spec.name!r} of step {step} has a dtype that this version cannot copy", found=spec.dtype
             )
         if spec.role is Role.DENSE:
-            copies.append(BlockCopy(number=number, rows=None, spec=spec))
-    return FoldedChain(tables=tuple(tables), copies=tuple(copies))
+            yield BlockCopy(number=number, rows=None, spec=spec)
 
 
-def _copies_of_table(stored: StoredTable, reader: ChainReader) -> tuple[list[BlockCopy], int]:
-    """The blocks of a table, the newest layer's rows first, and how many rows it has."""
+def _copies_of_shard(stored: StoredShard, reader: ChainReader) -> tuple[list[BlockCopy], int]:
+    """The blocks of a shard, the newest layer's rows first, and how many rows it has."""
     chosen = layers_that_count(stored, reader)
     rows_count = sum(
         layer.rows_count if rows is None else len(rows) for layer, rows in zip(stored.layers, chosen, strict=True)
     )
     copies: list[BlockCopy] = []
-    for column, numbers in stored.columns.items():
+    for column, numbers in stored.layers[0].columns.items():
         parts: list[BlockCopy] = []
         for layer, rows in zip(stored.layers, chosen, strict=True):
             parts += _copies_of_column(layer.columns.get(column, ()), rows, reader)
@@ -116,7 +128,7 @@ def _placed(parts: Sequence[BlockCopy], rows_count: int) -> Iterator[BlockCopy]:
     assert begin == rows_count
 
 
-def layers_that_count(stored: StoredTable, reader: ChainReader) -> list[I64 | None]:
+def layers_that_count(stored: StoredShard, reader: ChainReader) -> list[I64 | None]:
     """For every layer, newest first, the positions of its rows that count, ascending; None: all of them.
 
     Takes 8 bytes for each id of all layers, and an id map over those of all layers but the oldest.

@@ -42,7 +42,7 @@ RETIRED_RETRIES_MAX = 8
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The validated arguments of a Loader."""
+    """The validated arguments of a Loader. rank, of ranks_count: which rank of its job this process is."""
 
     root: CheckpointRoot
     tables: Mapping[str, Table]
@@ -54,6 +54,8 @@ class LoadRequest:
     merge: bool
     fallback: bool
     threads: int
+    rank: int = 0
+    ranks_count: int = 1
 
 
 def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX) -> LoadReport:
@@ -98,19 +100,23 @@ def _candidates(request: LoadRequest) -> Iterator[int]:
 def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadReport:
     begun = time.perf_counter()
     chain = read_chain(request.root, step)
-    contents, metadata = contents_of(chain), metadata_of(chain.newest)
+    contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
+    metadata = metadata_of(chain.newest)
     targets = dense_targets(request.state, tables=iter(request.tables))
     plan = make_load_plan(
         chain, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
     )
     check = request.verify is not False
-    with ChainReader(request.root.data, chain, threads=request.threads, verify=check, progress=progress) as reader:
+    wanted = plan.wanted_blocks(chain)
+    with ChainReader(
+        request.root.data, chain, threads=request.threads, verify=check, progress=progress, wanted=wanted
+    ) as reader:
         if request.verify == "before":
             verify(request.root, step, progress=progress)
         rebuilt, rows = fill(plan, reader, clear=not request.merge)
         bytes_read = reader.bytes_read
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
-    give_state_dicts(plan, chain.newest, contents, rebuilt)
+    give_state_dicts(plan, contents, rebuilt)
     if is_verified:
         mark_verified(request.root, step)
     return LoadReport(
@@ -143,16 +149,18 @@ def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torc
     return rebuilt, opened.rows
 
 
-def give_state_dicts(plan: LoadPlan, manifest: Manifest, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
+def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
     """Call load_state_dict of every object; modules get their own tensors back, others new ones."""
     new = iter(rebuilt)
-    by_source = {load.source.path: next(new) for load in plan.dense if load.target is None}
-    kinds = {path: node for path, node in leaves(manifest.tree)}
+    by_source = {
+        load.source.path: next(new) if load.target is None else load.given for load in plan.dense if load.is_for_object
+    }
+    kinds = {path: node for path, node in leaves(contents.tree)}
     for item in plan.objects:
         if item.module_state is not None:
             state = _module_state(item, contents)
         else:
-            state = _stored_state(item.path, manifest.tree, by_source, contents, kinds)
+            state = _stored_state(item.path, by_source, contents, kinds)
         try:
             item.owner.load_state_dict(state)
         except CheckpointError:
@@ -179,10 +187,8 @@ def _module_state(item: Rebuilt, contents: Contents) -> Any:
 _ABSENT: Any = object()
 
 
-def _stored_state(
-    path: Path, tree: Node, tensors: Mapping[Path, torch.Tensor], contents: Contents, kinds: Mapping[Path, Node]
-) -> Any:
-    node = descend(tree, path)
+def _stored_state(path: Path, tensors: Mapping[Path, Any], contents: Contents, kinds: Mapping[Path, Node]) -> Any:
+    node = descend(contents.tree, path)
     assert node is not None
     below = [p for p in kinds if p[: len(path)] == path]
     leaf_tensors = [

@@ -7,7 +7,7 @@ hold the step before get their changes: removals first, then rows over what is t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,9 +22,10 @@ from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan.contents import Contents, StoredTable
+from asyncckpt.plan.contents import Contents
 from asyncckpt.plan.load_plan import LoadPlan, TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import dense_targets
+from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.layer_rows import IdsReader
 
@@ -66,14 +67,14 @@ def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
     )
     whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in request.changes))
     changed = [_change(item, request.changes[item.name]) for item in plan.tables if item.name in request.changes]
-    removed = read_removed([item.sources[0][0] for item in changed], reader)
+    removed = read_removed([[shard for shard, _ in item.sources] for item in changed], reader)
     rebuilt, rows = fill(whole, reader, clear=True)
     for item, ids in zip(changed, removed, strict=True):
         _remove(item, ids)
     # What only removes ids has no rows to load, and perhaps no columns.
-    over = [item for item in changed if any(layer.rows_count for layer in item.sources[0][0].layers)]
+    over = [item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)]
     _, rows_over = fill(_tables_only(plan, over), reader, clear=False)
-    give_state_dicts(plan, request.chain.newest, request.contents, rebuilt)
+    give_state_dicts(plan, request.contents, rebuilt)
     return LoadReport(
         step=request.chain.step,
         path=request.path,
@@ -88,18 +89,21 @@ def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
     )
 
 
-def read_removed(changes: list[StoredTable], reader: ChainReader) -> list[I64]:
-    """The ids that each change removes, verified: distinct int64 [n]."""
+def read_removed(changes: Sequence[Sequence[StoredShard]], reader: ChainReader) -> list[I64]:
+    """The ids that the shards of each change remove, verified: distinct int64 [n]."""
     ids = IdsReader(reader)
-    layers = [[ids.add(layer.removed, layer.removed_count) for layer in change.layers] for change in changes]
+    layers = [
+        [ids.add(layer.removed, layer.removed_count) for shard in shards for layer in shard.layers]
+        for shards in changes
+    ]
     ids.run()
-    return [np.unique(np.concatenate(found)) for found in layers]
+    return [np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found])) for found in layers]
 
 
 def _change(item: TableLoadPlan, change: StoredTable) -> TableLoadPlan:
     """The plan of a table with its newest layers alone. Without a load filter, a table has one source."""
-    ((_, columns),) = item.sources
-    return replace(item, sources=((change, columns),))
+    by_rank = {shard.rank: shard for shard in change.shards}
+    return replace(item, sources=tuple((by_rank[shard.rank], columns) for shard, columns in item.sources))
 
 
 def _tables_only(plan: LoadPlan, tables: list[TableLoadPlan]) -> LoadPlan:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class RankSave:
         told = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
         notes: dict[str, Json] = {"parents": _common_parents(begins, told), "replicas": await self._who_writes(told)}
         attempt = Attempt.new(job.step)
-        sweep_leftovers(job, attempt)
+        await self._on_worker(sweep_leftovers, job, attempt)
         folder = await self._on_worker(begin_attempt, job.target.root, attempt)
         folder.close()
         return AttemptStart(attempt=attempt, notes=notes)
@@ -159,11 +160,13 @@ class RankSave:
         self.head = replace(head, files=(*own.files, *files))
         structures = [told[rank].optional_text("structure") for rank in range(count)]
         await self._on_worker(self._check, raw, self.head, structures)
-        check_parents(job, self.parents)
+        await self._on_worker(check_parents, job, self.parents)
         with _attempt_folder(target.root, attempt) as folder:
             durable = target.options.durability == "fsync"
             try:
-                await publish(target.root, folder, attempt, raw, durable=durable, threads=workers)
+                # In a loop of its own: while files are synced, this one tells the others that rank 0 is alive.
+                commit = partial(publish, target.root, folder, attempt, raw, durable=durable, threads=workers)
+                await self._on_worker(lambda: asyncio.run(commit()))
             except IndeterminateError as error:
                 target.in_doubt.append(error)
                 raise

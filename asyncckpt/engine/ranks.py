@@ -12,7 +12,7 @@ from asyncckpt.coordination.limits import Limits
 from asyncckpt.engine.replicas import Replicas
 from asyncckpt.pipeline.threads import IdleEndingThreads
 
-TALKERS_MAX = 2
+TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
 
 # Sending and receiving block; the threads end when nothing has been said for a while, like the workers.
 talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)

@@ -32,7 +32,8 @@ from asyncckpt.format.encodings import decode
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress
-from asyncckpt.plan.contents import StoredTable, contents_of
+from asyncckpt.plan.contents import contents_of
+from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
 
 READ_THREADS = 4
@@ -161,14 +162,14 @@ class OpenUpdate:
         """The rows that the change holds, by column; each id once."""
         change = self._change(table)
         with self._reading() as reader:
-            chosen = layers_that_count(change, reader)
+            chosen = [layers_that_count(shard, reader) for shard in change.shards]
             return {column: _read_column(change, column, chosen, reader) for column in change.columns}
 
     def removed(self, table: str) -> torch.Tensor:
         """The ids to remove before the rows are inserted: distinct, int64 [n]."""
         change = self._change(table)
         with self._reading() as reader:
-            (ids,) = read_removed([change], reader)
+            (ids,) = read_removed([change.shards], reader)
         return torch.from_numpy(ids)
 
     def _change(self, table: str) -> StoredTable:
@@ -177,14 +178,26 @@ class OpenUpdate:
         return self._changes[table]
 
     def _change_of(self, table: StoredTable) -> StoredTable:
-        """The layers of a table behind the last finished step; all of them when it was not in that."""
+        """The layers of a table behind the last finished step. All of them when it was not in that, or in other shards,
+        or when a shard is whole here."""
         if self.previous is None:
             return table
+        shards = [self._newer_layers(shard) for shard in table.shards]
+        is_whole = any(len(new.layers) == len(old.layers) for new, old in zip(shards, table.shards, strict=True))
+        before = next(manifest for manifest in self._chain.manifests if manifest.step == self.previous)
+        ranks_before = {part.rank for part in before.parts for facts in part.tables if facts.name == table.name}
+        if is_whole or ranks_before != {shard.rank for shard in shards}:
+            return table
+        return replace(table, shards=tuple(shards))
+
+    def _newer_layers(self, shard: StoredShard) -> StoredShard:
         previous = self.previous
-        return replace(table, layers=tuple(itertools.takewhile(lambda layer: layer.step > previous, table.layers)))
+        assert previous is not None
+        layers = itertools.takewhile(lambda layer: layer.step > previous, shard.layers)
+        return replace(shard, layers=tuple(layers))
 
     def _is_whole(self, name: str) -> bool:
-        return len(self._changes[name].layers) == len(self._contents.tables[name].layers)
+        return self._changes[name] is self._contents.tables[name]
 
     def _table_update(self, name: str) -> TableUpdate:
         whole = self._is_whole(name)
@@ -223,9 +236,14 @@ def _is_change_of(chain: Chain, seen: SeenStep) -> bool:
     return False
 
 
-def _read_column(change: StoredTable, column: str, chosen: list[I64 | None], reader: ChainReader) -> torch.Tensor:
+def _read_column(change: StoredTable, column: str, chosen: list[list[I64 | None]], reader: ChainReader) -> torch.Tensor:
     parts = []
-    for layer, rows in zip(change.layers, chosen, strict=True):
+    stacks = (
+        (layer, rows)
+        for shard, own in zip(change.shards, chosen, strict=True)
+        for layer, rows in zip(shard.layers, own, strict=True)
+    )
+    for layer, rows in stacks:
         for number, spec in in_row_order(layer.columns.get(column, ()), reader):
             mine = None if rows is None else within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
             raw = np.empty(spec.bytes, dtype=np.uint8)
