@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,18 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.load import metadata_of
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.engine.verify import verify as verify_root
+from asyncckpt.format.manifest import BlockFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role
 from asyncckpt.storage.directory import check_path
 
 
 @dataclass(frozen=True)
 class BlockInfo:
-    """One block of a checkpoint. `bytes` are those in the file; `encoding` names the steps that made them."""
+    """One block of a checkpoint. `bytes` are those in the file; `encoding` names the steps that made them.
+
+    rank         that wrote it
+    whole_shape  of the tensor, where the block is only a part of it, which begins at `begin`; else None
+    """
 
     name: str
     role: str
@@ -30,6 +35,9 @@ class BlockInfo:
     offset: int
     digest: str
     encoding: tuple[str, ...] = ()
+    rank: int = 0
+    begin: tuple[int, ...] = ()
+    whole_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,16 @@ class TableInfo:
 
 
 @dataclass(frozen=True)
+class RankInfo:
+    """What one rank has written of a checkpoint: its files and their bytes, and its rows per table."""
+
+    rank: int
+    files: tuple[str, ...]
+    bytes: int
+    tables: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class CheckpointInfo:
     """One committed checkpoint, as its manifest tells it.
 
@@ -56,9 +74,10 @@ class CheckpointInfo:
     parents      steps that a delta builds upon, newest first; empty for a full one
     compacted    it was folded into a full checkpoint after it was saved
     bytes        of its own files; a delta needs those of its parents too
-    tables       rows per table in its own files
+    tables       rows per table in its own files, of all ranks
     table_infos  the same tables, with more
     blocks       in manifest order, without what only fills a file up to a page
+    ranks        what each rank has written, in their order
     """
 
     step: int
@@ -74,6 +93,12 @@ class CheckpointInfo:
     blocks: tuple[BlockInfo, ...]
     metadata: Mapping[str, Any]
     digest: str
+    ranks: tuple[RankInfo, ...] = ()
+
+    @property
+    def ranks_count(self) -> int:
+        """How many ranks saved it together."""
+        return len(self.ranks)
 
 
 def list_steps(path: str | os.PathLike[str]) -> list[int]:
@@ -87,21 +112,7 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
     with CheckpointRoot.for_reading(check_path(path)) as root:
         manifest = read_manifest(root, newest_step(root) if step is None else step)
     head = manifest.head
-    blocks = tuple(
-        BlockInfo(
-            name=block.placed.spec.name,
-            role=block.placed.spec.role.value,
-            dtype=block.placed.spec.dtype,
-            shape=block.placed.spec.shape,
-            bytes=block.placed.spec.bytes,
-            file=Path(head.files[block.placed.file_index].path).name,
-            offset=block.placed.offset,
-            digest=block.digest.hex(),
-            encoding=tuple(str(step["kind"]) for step in block.placed.spec.encoding),
-        )
-        for block in manifest.blocks
-        if block.placed.spec.role is not Role.PAD
-    )
+    table_infos = _table_infos(manifest)
     return CheckpointInfo(
         step=head.step,
         kind=head.kind,
@@ -111,16 +122,54 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
         writer=head.writer,
         bytes=manifest.bytes_total,
         files=tuple(file.path for file in head.files),
-        tables={table.name: table.rows_count for table in manifest.tables},
-        table_infos={
-            table.name: TableInfo(
-                rows=table.rows_count, whole=table.whole, removed=table.removed_count, filters=table.filters
-            )
-            for table in manifest.tables
-        },
-        blocks=blocks,
+        tables={name: info.rows for name, info in table_infos.items()},
+        table_infos=table_infos,
+        blocks=tuple(_block_info(block, head) for block in manifest.blocks if block.placed.spec.role is not Role.PAD),
         metadata=metadata_of(manifest),
         digest=manifest.digest,
+        ranks=tuple(_rank_info(part, head) for part in manifest.parts),
+    )
+
+
+def _block_info(block: BlockFacts, head: ManifestHead) -> BlockInfo:
+    spec, file = block.placed.spec, head.files[block.placed.file_index]
+    return BlockInfo(
+        name=spec.name,
+        role=spec.role.value,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        bytes=spec.bytes,
+        file=Path(file.path).name,
+        offset=block.placed.offset,
+        digest=block.digest.hex(),
+        encoding=tuple(str(step["kind"]) for step in spec.encoding),
+        rank=file.rank,
+        begin=spec.begin,
+        whole_shape=spec.whole_shape,
+    )
+
+
+def _table_infos(manifest: Manifest) -> dict[str, TableInfo]:
+    """Of every table, the shards of all ranks together."""
+    infos: dict[str, TableInfo] = {}
+    for table in manifest.tables:
+        known = infos.get(table.name, TableInfo(rows=0, whole=True, removed=0, filters=table.filters))
+        infos[table.name] = replace(
+            known,
+            rows=known.rows + table.rows_count,
+            whole=known.whole and table.whole,
+            removed=known.removed + table.removed_count,
+        )
+    return infos
+
+
+def _rank_info(part: RankPart, head: ManifestHead) -> RankInfo:
+    files = [file for file in head.files if file.rank == part.rank]
+    return RankInfo(
+        rank=part.rank,
+        files=tuple(file.path for file in files),
+        bytes=sum(file.bytes for file in files),
+        tables={table.name: table.rows_count for table in part.tables},
     )
 
 

@@ -15,6 +15,7 @@ from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState, LoadFuture
 from asyncckpt.engine.load import LoadRequest, run_load
 from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.reader_rank import reader_rank
 from asyncckpt.errors import UsageError
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
@@ -36,7 +37,8 @@ class Loader:
                      takes just the ids it owns (unsigned id modulo its shard count, or its range of rows), so tables of
                      any sharding load from checkpoints of any other
     tensors          like the Saver's: tensors, arrays and modules are filled in place, other objects get
-                     load_state_dict, plain values come back in LoadReport.values
+                     load_state_dict, plain values come back in LoadReport.values. Of a tensor that is spread over ranks
+                     (DTensor, ShardedTensor, Sharded) this rank's part is filled, whatever part of it which rank saved
     parallel         most threads that read (this version uses up to 4)
     filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources
     step             None: the newest
@@ -47,8 +49,13 @@ class Loader:
     merge            rows are added to what a table holds (RecIS' way); by default a table is emptied first
     fallback         when the wanted step is damaged, load the newest older one that is sound, and say so in the report
     on_busy          "raise" or "wait" while a save or load of this process is in flight
+    shard_index      which rank of shard_num this process is; None: of process_group, or of torch.distributed when it is
+                     initialised, else 0 of 1. It tells which plain values, and which state of objects, are loaded:
+                     where as many ranks have saved, those of the same rank, else those of all ranks, the lowest first
+    process_group    the ranks that load together, if not all of torch.distributed
 
-    Never writes or deletes. Source of the interface: RecIS `Loader`.
+    In a job of several ranks each one loads for itself: none waits for another, and each reads only the blocks that it
+    needs. All of them should name the same step. Never writes or deletes. Source of the interface: RecIS `Loader`.
     """
 
     def __init__(
@@ -66,6 +73,9 @@ class Loader:
         fallback: bool = False,
         on_busy: OnBusy = "raise",
         busy_deadline: float = BUSY_DEADLINE_S,
+        shard_index: int | None = None,
+        shard_num: int | None = None,
+        process_group: Any = None,
     ) -> None:
         if type(parallel) is not int or not 1 <= parallel <= PARALLEL_MAX:
             raise UsageError("parallel is wrong", found=parallel, expected=f"an int in [1, {PARALLEL_MAX}]")
@@ -77,6 +87,7 @@ class Loader:
             raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
         if not isinstance(busy_deadline, (int, float)) or not 0 <= busy_deadline <= threading.TIMEOUT_MAX:
             raise UsageError("busy_deadline is wrong", found=busy_deadline, expected="seconds, at least 0")
+        self._rank, self._ranks_count = reader_rank(shard_index, shard_num, process_group)
         self._path = check_path(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._tables = dict(named_tables(tables))
@@ -143,5 +154,7 @@ class Loader:
                 merge=self._merge,
                 fallback=self._fallback,
                 threads=self._threads,
+                rank=self._rank,
+                ranks_count=self._ranks_count,
             )
             return run_load(request, future.native_progress)

@@ -73,6 +73,8 @@ def _summary(info: CheckpointInfo) -> dict[str, Any]:
         "writer": info.writer,
         "bytes": info.bytes,
         "files": list(info.files),
+        "ranks_count": info.ranks_count,
+        "ranks": [asdict(rank) for rank in info.ranks],
         "tables": dict(info.tables),
         "table_infos": {name: _plain(asdict(table)) for name, table in info.table_infos.items()},
         "blocks_count": len(info.blocks),

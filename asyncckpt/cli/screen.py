@@ -24,6 +24,7 @@ from asyncckpt.model.result import SaveResult
 PIPE_WIDTH = 200
 METADATA_CHARACTERS_MAX = 2000
 CHAIN_STEPS_SHOWN_MAX = 16
+RANKS_SHOWN_MAX = 64
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -66,12 +67,16 @@ def print_info(console: Console, path: Path, info: CheckpointInfo, *, blocks_cou
         facts.add_row("builds upon", _chain(info.parents))
     facts.add_row("created", _text(f"{info.created} by {info.writer}"))
     facts.add_row("size", f"{size(info.bytes)} in {_count(len(info.files), 'file')}")
+    if info.ranks_count > 1:
+        facts.add_row("saved by", _count(info.ranks_count, "rank"))
     facts.add_row("digest", info.digest)
     if info.metadata:
         facts.add_row("metadata", _text(repr(dict(info.metadata))[:METADATA_CHARACTERS_MAX]))
     console.print(facts)
     if info.tables:
         console.print(_tables(info))
+    if info.ranks_count > 1:
+        console.print(_ranks(info))
     _print_blocks(console, info.blocks, blocks_count_max)
     files = _table(("file", "left"))
     for file in info.files:
@@ -157,6 +162,16 @@ def _tables(info: CheckpointInfo) -> Table:
     table = _table(("table", "left"), ("rows", "right"), ("removed", "right"), ("holds", "left"))
     for name, item in info.table_infos.items():
         table.add_row(_text(name), f"{item.rows:,}", f"{item.removed:,}", "all rows" if item.whole else "changes")
+    return table
+
+
+def _ranks(info: CheckpointInfo) -> Table:
+    """What each rank has written."""
+    table = _table(("rank", "right"), ("files", "right"), ("size", "right"), ("table rows", "right"))
+    for rank in info.ranks[:RANKS_SHOWN_MAX]:
+        table.add_row(str(rank.rank), str(len(rank.files)), size(rank.bytes), f"{sum(rank.tables.values()):,}")
+    if info.ranks_count > RANKS_SHOWN_MAX:
+        table.add_row("...", "", "", "")
     return table
 
 

@@ -10,7 +10,8 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,15 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
-from asyncckpt.format.tree import path_name
+from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.table import ID_COLUMN, Table
-from asyncckpt.plan.contents import Contents, StoredDense, StoredTable
+from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
+from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.leaf_names import unique_names
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
+from asyncckpt.plan.object_leaves import ObjectLeaves
+from asyncckpt.plan.overlap import overlap
+from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 LoadInfo = dict[str, dict[str, list[str]]]
 LoadFilter = Callable[[LoadInfo], Mapping[str, Mapping[str, list[str]]]]
@@ -32,19 +36,38 @@ PROBLEMS_SHOWN_MAX = 20
 
 @dataclass(frozen=True)
 class DenseLoad:
-    """Fill a leaf (or, with target None, a new tensor for an object's state dict) from a stored tensor."""
+    """Fill a leaf from a stored tensor, or, with target None, a new tensor for the state dict of an object.
+
+    given: what such a state dict gets where target is a part of it, see object_leaves.py.
+    """
 
     target: InPlace | None
     source: StoredDense
+    given: Any = None
+
+    @property
+    def is_for_object(self) -> bool:
+        return self.target is None or self.given is not None
+
+    def wants(self, spec: BlockSpec) -> bool:
+        """Whether a block of the source holds something of it."""
+        if self.target is None:
+            return True
+        boxes = ((piece.begin, tuple(piece.tensor.shape)) for piece in self.target.pieces)
+        return any(overlap(spec.begin, spec.shape, begin, shape) is not None for begin, shape in boxes)
 
 
 @dataclass(frozen=True)
 class TableLoadPlan:
-    """Fill a table from sources, each with the columns to take (`id` among them)."""
+    """Fill a table from shards of its sources, each with the columns to take (`id` among them).
+
+    passed_over: further shards of its sources, which hold no id that the table owns.
+    """
 
     name: str
     table: Table
-    sources: tuple[tuple[StoredTable, tuple[str, ...]], ...]
+    sources: tuple[tuple[StoredShard, tuple[str, ...]], ...]
+    passed_over: tuple[StoredShard, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,17 @@ class LoadPlan:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     info: LoadInfo
+
+    def wanted_blocks(self, chain: Chain) -> Iterator[int]:
+        """The numbers of the blocks that may have to be read."""
+        for load in self.dense:
+            yield from (number for number in load.source.blocks if load.wants(chain.blocks[number].placed.spec))
+        for item in self.tables:
+            for shard, columns in item.sources:
+                for layer in shard.layers:
+                    yield from layer.removed
+                    for column in columns:
+                        yield from layer.columns.get(column, ())
 
 
 def make_load_plan(
@@ -73,6 +107,7 @@ def make_load_plan(
     by_name = {item.name: item for item in targets.in_place}
     known = {name: {source: list(columns) for source, columns in sources.items()} for name, sources in info.items()}
     answer = _filtered(filter_func, info)
+    builders = {item.path: ObjectLeaves(item, contents.values) for item in targets.rebuilt if item.module_state is None}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
     problems: list[str] = []
@@ -80,7 +115,7 @@ def make_load_plan(
         if destination in tables:
             planned.append(_table(destination, tables[destination], sources, contents, chain, problems, strict))
         elif destination in by_name or destination in known:
-            found = _dense(destination, by_name.get(destination), sources, contents, problems)
+            found = _dense(destination, by_name.get(destination), sources, contents, builders, problems)
             dense += [found] if found is not None else []
         else:
             problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
@@ -118,8 +153,8 @@ def _check_readable(contents: Contents, step: int) -> None:
 def _check_encodings(dense: list[DenseLoad], tables: list[TableLoadPlan], chain: Chain) -> None:
     """UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
     numbers = [number for load in dense for number in load.source.blocks]
-    for stored, columns in (source for item in tables for source in item.sources):
-        numbers += [number for layer in stored.layers for column in columns for number in layer.columns[column]]
+    for shard, columns in (source for item in tables for source in item.sources):
+        numbers += [number for layer in shard.layers for column in columns for number in layer.columns[column]]
     for number in numbers:
         spec = chain.blocks[number].placed.spec
         if spec.encoding:
@@ -159,7 +194,7 @@ def _objects(
     targets: DenseTargets, contents: Contents, dense: list[DenseLoad], problems: list[str]
 ) -> tuple[Rebuilt, ...]:
     """The objects whose tensors are all loaded. One with none of them loaded is left alone."""
-    loaded = {load.source.path for load in dense if load.target is None}
+    loaded = {load.source.path for load in dense if load.is_for_object}
     chosen = []
     for item in targets.rebuilt:
         if not contents.has(item.path):
@@ -174,12 +209,17 @@ def _objects(
 
 
 def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
-    """Unexpected entries inside a module that is loaded; what the caller did not ask for is only reported."""
+    """Unexpected entries inside a module that is loaded; what the caller did not ask for is only reported.
+
+    Nor is what only some of the ranks had: other ranks may want it now.
+    """
     modules = [item.path for item in targets.rebuilt if item.module_state is not None]
     return [
         name
         for name in unexpected
-        if name in contents.dense and any(contents.dense[name].path[: len(path)] == path for path in modules)
+        if name in contents.dense
+        and contents.dense[name].path in contents.sure_paths
+        and any(contents.dense[name].path[: len(path)] == path for path in modules)
     ]
 
 
@@ -198,7 +238,12 @@ def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
 
 
 def _dense(
-    name: str, target: InPlace | None, sources: dict[str, list[str]], contents: Contents, problems: list[str]
+    name: str,
+    target: InPlace | None,
+    sources: dict[str, list[str]],
+    contents: Contents,
+    builders: Mapping[Path, ObjectLeaves],
+    problems: list[str],
 ) -> DenseLoad | None:
     if len(sources) != 1:
         problems.append(f"dense destination {name!r} has {len(sources)} sources, it takes exactly one")
@@ -208,12 +253,15 @@ def _dense(
     if stored is None:
         problems.append(f"source {source!r} of {name!r} is not in the checkpoint")
         return None
-    if target is not None:
-        dtype = dtype_by_name(stored.dtype, owner=source).dtype
-        if target.tensor.dtype is not dtype:
-            problems.append(f"{name!r} has dtype {target.tensor.dtype}, the checkpoint {dtype}")
-        if tuple(target.tensor.shape) != stored.shape:
-            problems.append(f"{name!r} has shape {tuple(target.tensor.shape)}, the checkpoint {stored.shape}")
+    if target is None:
+        builder = next((found for path, found in builders.items() if stored.path[: len(path)] == path), None)
+        leaf = None if builder is None else builder.find(stored)
+        return DenseLoad(target=None, source=stored) if leaf is None else DenseLoad(leaf.target, stored, leaf.given)
+    dtype = dtype_by_name(stored.dtype, owner=source).dtype
+    if target.dtype is not dtype:
+        problems.append(f"{name!r} has dtype {target.dtype}, the checkpoint {dtype}")
+    if target.whole_shape != stored.shape:
+        problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
     return DenseLoad(target=target, source=stored)
 
 
@@ -227,7 +275,8 @@ def _table(
     strict: bool,
 ) -> TableLoadPlan:
     schema = table.schema()
-    chosen = []
+    chosen: list[tuple[StoredShard, tuple[str, ...]]] = []
+    passed_over: list[StoredShard] = []
     for source, columns in sources.items():
         stored = contents.tables.get(source)
         if stored is None:
@@ -237,11 +286,22 @@ def _table(
             problems.append(f"table {name!r} needs {ID_COLUMN!r} and at least one more column of {source!r}")
         for column in columns:
             _check_column(name, column, stored, schema.column(column), chain, problems)
-        chosen.append((stored, tuple(columns)))
+        for shard in stored.shards:
+            if _may_share_ids(shard.shard, table):
+                chosen.append((shard, tuple(columns)))
+            else:
+                passed_over.append(shard)
         absent = [c.name for c in schema.columns if c.name not in stored.columns]
         if strict and absent:
             problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
-    return TableLoadPlan(name=name, table=table, sources=tuple(chosen))
+    return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
+
+
+def _may_share_ids(stored: tuple[int, int], table: Table) -> bool:
+    """Whether a stored shard may hold ids of a table: ids i modulo n, and j modulo m, are the same only where i = j
+    modulo what divides both."""
+    index, count = table.shard
+    return isinstance(table, OwnsIds) or (stored[0] - index) % math.gcd(stored[1], count) == 0
 
 
 def _check_column(table: str, column: str, stored: StoredTable, wanted: Any, chain: Chain, problems: list[str]) -> None:

@@ -1,42 +1,60 @@
 """What a load fills: dense leaves in place, objects by load_state_dict, tables by rows.
 
-In place are plain tensors, arrays and the tensors of modules (whose load_state_dict is called afterwards, with the same
-tensors, so that its hooks run). Other objects with load_state_dict (optimizers, schedulers) get a state dict made anew
-from the checkpoint, because a fresh optimizer has no tensors yet.
+In place are plain tensors, arrays, this rank's boxes of tensors that are spread, and the tensors of modules (whose
+load_state_dict is called afterwards, with the same tensors, so that its hooks run). Other objects with load_state_dict
+(optimizers, schedulers) get a state dict made anew from the checkpoint, because a fresh optimizer has no tensors yet;
+see object_leaves.py for what in it is spread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.format.tree import ARRAY, VALUE, Node, Path, leaves, path_name
+from asyncckpt.format.tree import TENSOR, VALUE, Node, Path, key_value, leaves, path_name
+from asyncckpt.model.sharded import Piece, Sharded
 from asyncckpt.plan.leaf_facts import check_leaf
 from asyncckpt.plan.leaf_names import tensor_names
+from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """A dense leaf that is overwritten."""
+    """A dense leaf that is overwritten: the boxes of it that are here. One that is not spread is one box, all of it."""
 
     name: str
     path: Path
-    tensor: torch.Tensor
+    whole_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The state dict of a module: its tree, and what stands at the leaves, each in its order."""
+
+    tree: Node
+    tensors: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """An object below `path` that gets a new state dict; a module gets its own, overwritten in place."""
+    """An object below `path` that gets a new state dict; a module gets its own, overwritten in place.
+
+    spread: of another object, the leaves of its state that are spread over ranks now, by their paths.
+    """
 
     path: Path
     owner: Any
-    module_state: FlatState | None
+    module_state: ModuleState | None
+    spread: Mapping[Path, Any]
 
 
 @dataclass(frozen=True)
@@ -67,31 +85,58 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             raise UsageError(
                 f"state {path_name(path)!r} has state_dict() but no load_state_dict()", found=type(owner).__name__
             )
-        is_module = isinstance(owner, torch.nn.Module)
-        rebuilt.append(Rebuilt(path=path, owner=owner, module_state=flatten(owner.state_dict()) if is_module else None))
+        rebuilt.append(_rebuilt(path, owner))
         hidden.append(path)
     values = []
     for path, node in leaves(flat.tree):
-        inside = next((item for item in rebuilt if path[: len(item.path)] == item.path), None)
+        inside = next((number for number, item in enumerate(rebuilt) if path[: len(item.path)] == item.path), None)
         if node is VALUE:
             if inside is None:
                 values.append(path)
             continue
         if inside is None:
-            in_place.append(_writable(names[path], path, node, live[path]))
+            in_place.append(writable(names[path], path, live[path]))
+        elif rebuilt[inside].module_state is None and _is_spread(live[path]):
+            item = rebuilt[inside]
+            rebuilt[inside] = replace(item, spread={**item.spread, path: live[path]})
     for item in rebuilt:
         in_place += _module_leaves(item, names)
     return DenseTargets(in_place=tuple(in_place), rebuilt=tuple(rebuilt), values=tuple(values))
+
+
+def writable(name: str, path: Path, leaf: Any) -> InPlace:
+    """A leaf as a target; UsageError, UnsupportedError when it cannot be written."""
+    sharded = as_sharded(leaf, name)
+    if sharded is None:
+        tensor = _writable_tensor(name, leaf)
+        sharded = Sharded(
+            whole_shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=(Piece(tensor, (0,) * tensor.dim()),)
+        )
+    else:
+        pieces = tuple(Piece(_writable_tensor(name, piece.tensor), piece.begin) for piece in sharded.pieces)
+        sharded = replace(sharded, pieces=pieces)
+    return InPlace(name=name, path=path, whole_shape=sharded.whole_shape, dtype=sharded.dtype, pieces=sharded.pieces)
+
+
+def _rebuilt(path: Path, owner: Any) -> Rebuilt:
+    if not isinstance(owner, torch.nn.Module):
+        return Rebuilt(path=path, owner=owner, module_state=None, spread={})
+    state = owner.state_dict()
+    flat = flatten(state)
+    live = _live_leaves(state, flat)
+    own = ModuleState(tree=flat.tree, tensors=tuple(live.values()), values=tuple(flat.values))
+    return Rebuilt(path=path, owner=owner, module_state=own, spread={})
 
 
 def _module_leaves(item: Rebuilt, names: Mapping[Path, str]) -> list[InPlace]:
     if item.module_state is None:
         return []
     paths = [(*item.path, *path) for path, node in leaves(item.module_state.tree) if node is not VALUE]
-    return [
-        _writable(names[path], path, None, tensor)
-        for path, tensor in zip(paths, item.module_state.tensors, strict=True)
-    ]
+    return [writable(names[path], path, leaf) for path, leaf in zip(paths, item.module_state.tensors, strict=True)]
+
+
+def _is_spread(leaf: Any) -> bool:
+    return type(leaf) is not torch.Tensor and as_sharded(leaf, "") is not None
 
 
 def _state_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
@@ -107,28 +152,31 @@ def _state_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
             yield from _state_paths(child, (*prefix, ("int", index)))
 
 
-def _live_leaves(state: Mapping[str, Any], flat: FlatState) -> dict[Path, Any]:
-    """The user's own object of every leaf: flatten copies arrays that torch cannot hold."""
-    found: dict[Path, Any] = {}
-    tensors = iter(flat.tensors)
-    for path, node in leaves(flat.tree):
-        if node is VALUE:
-            continue
-        found[path] = next(tensors)
-        if node is ARRAY:
-            found[path] = _walk(state, path)
-    return found
+def _live_leaves(state: Any, flat: FlatState) -> dict[Path, Any]:
+    """The user's own object of every leaf: flatten copies arrays that torch cannot hold, and takes others apart."""
+    paths = [(path, node) for path, node in leaves(flat.tree) if node is not VALUE]
+    if not flat.sharded and all(node is TENSOR for _, node in paths):
+        return {path: tensor for (path, _), tensor in zip(paths, flat.tensors, strict=True)}
+    return {path: leaf for (path, _), leaf in zip(paths, _walk(state, flat.tree), strict=True)}
 
 
-def _walk(state: Any, path: Path) -> Any:
-    for key in path:
-        if not isinstance(state, (Mapping, list, tuple)):
-            state = state.state_dict()
-        state = state[key if isinstance(key, str) else key[1]]
-    return state
+def _walk(state: Any, node: Node) -> Iterator[Any]:
+    """What stands at the leaves of a tree that are no plain values."""
+    if node is VALUE:
+        return
+    if len(node) == 1:
+        yield state
+    elif node[0] == "state":
+        yield from _walk(state.state_dict(), node[1])
+    elif node[0] == "dict":
+        for key, child in zip(node[1], node[2], strict=True):
+            yield from _walk(state[key_value(key)], child)
+    else:
+        for item, child in zip(state, node[1], strict=True):
+            yield from _walk(item, child)
 
 
-def _writable(name: str, path: Path, node: Node | None, leaf: Any) -> InPlace:
+def _writable_tensor(name: str, leaf: Any) -> torch.Tensor:
     if isinstance(leaf, np.generic):
         raise UsageError(f"target {name!r} is a NumPy scalar and cannot be written", hint="use a 0-d array")
     if isinstance(leaf, np.ndarray):
@@ -138,7 +186,7 @@ def _writable(name: str, path: Path, node: Node | None, leaf: Any) -> InPlace:
             raise UsageError(f"target {name!r} has negative strides", hint="load into a contiguous array")
         leaf = torch.from_numpy(leaf)
     check_leaf(leaf, name)
-    tensor = leaf.detach()
+    tensor: torch.Tensor = leaf.detach()
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise UsageError(f"target {name!r} is an inference tensor and cannot be written outside inference mode")
     if tensor.numel() > 1 and _overlaps(tensor):
@@ -147,7 +195,7 @@ def _writable(name: str, path: Path, node: Node | None, leaf: Any) -> InPlace:
             found=tuple(tensor.stride()),
             hint="load into a contiguous tensor",
         )
-    return InPlace(name=name, path=path, tensor=tensor)
+    return tensor
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

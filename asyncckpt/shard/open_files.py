@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection
 
 import xxhash
 
@@ -21,16 +22,25 @@ from asyncckpt.storage.directory import Directory, io_failed, set_direct
 _SNIFFED_BYTES = 512  # The length of a header, and enough to tell what else a file may be.
 
 
-class OpenFiles:
-    """`fds` in the order of the manifest's files, and whether each is open for direct reads."""
+NOT_OPEN = -1
 
-    def __init__(self, data: Directory, manifest: Manifest) -> None:
+
+class OpenFiles:
+    """`fds` in the order of the manifest's files, and whether each is open for direct reads.
+
+    wanted: numbers of the files to open; None: all. The other ones have no descriptor.
+    """
+
+    def __init__(self, data: Directory, manifest: Manifest, *, wanted: Collection[int] | None = None) -> None:
         self._manifest = manifest
         self.fds: list[int] = []
         self.direct: list[bool] = []
         try:
-            for file in manifest.head.files:
-                self._open(data, file)
+            for number, file in enumerate(manifest.head.files):
+                if wanted is None or number in wanted:
+                    self._open(data, file)
+                else:
+                    self.fds.append(NOT_OPEN)
             self._check_headers()
         except BaseException:
             self.close()
@@ -39,6 +49,8 @@ class OpenFiles:
     def close(self) -> None:
         fds, self.fds = self.fds, []
         for fd in fds:
+            if fd == NOT_OPEN:
+                continue
             with contextlib.suppress(OSError):
                 os.close(fd)
 
@@ -67,8 +79,9 @@ class OpenFiles:
         for block in self._manifest.blocks:
             by_file[block.placed.file_index][block.placed.key] = block
         for fd, file, blocks in zip(self.fds, self._manifest.head.files, by_file, strict=True):
-            self._check_header(fd, file, blocks)
-            self.direct.append(set_direct(fd))
+            if fd != NOT_OPEN:
+                self._check_header(fd, file, blocks)
+            self.direct.append(fd != NOT_OPEN and set_direct(fd))
 
     def _check_header(self, fd: int, file: FileFacts, blocks: dict[str, BlockFacts]) -> None:
         owner = f"shard file {file.path!r} of step {self._manifest.step}"

@@ -35,11 +35,21 @@ class BlockRead:
 class ChainReader:
     """The open files of one checkpoint. Used by one thread at a time; close it, or use it as a context manager.
 
-    verify: the digest of every block that is read in one piece is checked. Raises CorruptError for files that are not
-    what the manifests say.
+    verify: the digest of every block that is read in one piece is checked. wanted: the blocks that may be read; None:
+    all. Of a checkpoint of several ranks, files that hold none of these are not even opened: there may be thousands.
+    Raises CorruptError for files that are not what the manifests say.
     """
 
-    def __init__(self, data: Directory, chain: Chain, *, threads: int, verify: bool, progress: Progress) -> None:
+    def __init__(
+        self,
+        data: Directory,
+        chain: Chain,
+        *,
+        threads: int,
+        verify: bool,
+        progress: Progress,
+        wanted: Iterable[int] | None = None,
+    ) -> None:
         self._chain = chain
         self._threads = threads
         self.verify = verify
@@ -51,8 +61,8 @@ class ChainReader:
         self._ends = list(itertools.accumulate(len(manifest.blocks) for manifest in chain.manifests))
         self._files: list[OpenFiles] = []
         try:
-            for manifest in chain.manifests:
-                self._files.append(OpenFiles(data, manifest))
+            for manifest, files in zip(chain.manifests, self._wanted_files(wanted), strict=True):
+                self._files.append(OpenFiles(data, manifest, wanted=files))
         except BaseException:
             self.close()
             raise
@@ -125,6 +135,17 @@ class ChainReader:
             expected=block.digest.hex(),
             hint="targets of a load may hold parts of this damaged step: load another one before using them",
         )
+
+    def _wanted_files(self, wanted: Iterable[int] | None) -> list[set[int] | None]:
+        """Of every manifest, the numbers of the files that hold wanted blocks; None: all."""
+        if wanted is None or self._chain.newest.head.ranks_count == 1:
+            return [None for _ in self._ends]
+        files: list[set[int] | None] = [set() for _ in self._ends]
+        for number in wanted:
+            own = files[self._place_of(number)]
+            assert own is not None
+            own.add(self.block(number).placed.file_index)
+        return files
 
     def _check_digests(self, reads: Sequence[BlockRead], digests: NDArray[np.uint8]) -> None:
         for read, digest in zip(reads, digests, strict=True):

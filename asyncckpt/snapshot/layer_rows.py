@@ -1,6 +1,6 @@
 """Which rows of which stored layer go to which table, known before any table is touched.
 
-1. The ids of all layers of all sources are read and verified, and the ids that newer layers have removed.
+1. The ids of all layers of all shards of all sources are read and verified, and the ids that newer layers have removed.
 2. Of every layer, the rows that count are found (plan/newest_rows.py), and of these the ones that the table owns.
 """
 
@@ -16,22 +16,23 @@ import torch
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
 from asyncckpt.native.contract import I64, U8
-from asyncckpt.plan.contents import StoredLayer, StoredTable
 from asyncckpt.plan.load_plan import TableLoadPlan
 from asyncckpt.plan.newest_rows import LayerIds, newest_rows
+from asyncckpt.plan.stored_tables import StoredLayer, StoredShard
 from asyncckpt.snapshot.block_reader import BlockReader
 
 
 @dataclass
 class LayerRows:
-    """One layer of one source of one table.
+    """One layer of one shard of one source of one table.
 
-    counted: positions of the rows that count; mine: of those that go to the table. Ascending int64, None: all rows.
-    rows: the rows of the table that they became. first_row: known before the rows are, when all of the layer goes to
-    consecutive ones.
+    rank: that saved it. counted: positions of the rows that count; mine: of those that go to the table. Ascending
+    int64, None: all rows. rows: the rows of the table that they became. first_row: known before the rows are, when all
+    of the layer goes to consecutive ones.
     """
 
     source: str
+    rank: int
     layer: StoredLayer
     columns: tuple[str, ...]
     ids: I64
@@ -78,7 +79,7 @@ class IdsReader:
 
 @dataclass(frozen=True)
 class _SourceIds:
-    """One source of a table with the ids of its layers; `owner` names it in errors."""
+    """One shard of a source of a table with the ids of its layers; `owner` names it in errors."""
 
     owner: str
     layers: list[LayerRows]
@@ -91,7 +92,7 @@ def read_layers(plans: Sequence[TableLoadPlan], reader: BlockReader, threads: Ex
     CorruptError when ids are damaged, or a layer holds one twice. `threads` share the work of finding the rows.
     """
     ids = IdsReader(reader)
-    found = [[_begin(item.name, stored, columns, ids) for stored, columns in item.sources] for item in plans]
+    found = [[_begin(item.name, shard, columns, ids) for shard, columns in item.sources] for item in plans]
     ids.run()
     chosen = threads.map(_newest, [source for sources in found for source in sources])
     for item, sources in zip(plans, found, strict=True):
@@ -102,13 +103,13 @@ def read_layers(plans: Sequence[TableLoadPlan], reader: BlockReader, threads: Ex
     return [[layer for source in sources for layer in source.layers] for sources in found]
 
 
-def _begin(table: str, stored: StoredTable, columns: tuple[str, ...], ids: IdsReader) -> _SourceIds:
+def _begin(table: str, shard: StoredShard, columns: tuple[str, ...], ids: IdsReader) -> _SourceIds:
     layers, removed = [], []
-    for layer in stored.layers:
+    for layer in shard.layers:
         own = ids.add(layer.columns[ID_COLUMN], layer.rows_count)
-        layers.append(LayerRows(source=stored.name, layer=layer, columns=columns, ids=own))
+        layers.append(LayerRows(source=shard.name, rank=shard.rank, layer=layer, columns=columns, ids=own))
         removed.append(ids.add(layer.removed, layer.removed_count))
-    return _SourceIds(owner=f"table {stored.name!r}, loaded into {table!r},", layers=layers, removed=removed)
+    return _SourceIds(owner=f"table {shard.name!r}, loaded into {table!r},", layers=layers, removed=removed)
 
 
 def _newest(source: _SourceIds) -> list[I64 | None]:

@@ -8,12 +8,15 @@
 4. What does not (deltas over older rows, resharding, merging, encodings, other devices, strides) is read by windows
    and scattered (windows.py).
 
-Each stored block is read once, and each row of a table is written once. Digests are taken on the way. The id columns
+Blocks of other ranks that hold nothing for a target are not read. Each other block is read once, and each row of a
+table is written once. Digests are taken on the way. The id columns
 are verified before any table is touched; a damaged block found later leaves all tables of the load empty and raises.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,11 +25,16 @@ import torch
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, TableLoadPlan
+from asyncckpt.plan.overlap import overlap
 from asyncckpt.snapshot.block_reader import BlockReader
+from asyncckpt.snapshot.boxes import BoxCopy, queue_boxes
 from asyncckpt.snapshot.layer_rows import LayerRows, read_layers
+from asyncckpt.snapshot.scattered_rows import RowScatter
 from asyncckpt.snapshot.windows import Scatter, scatter_all
 
 
@@ -55,10 +63,13 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
     rebuilt: list[torch.Tensor] = []
     scatters: list[Scatter] = []
     with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
+        for number in (number for item in plan.tables for shard in item.passed_over for number in shard.blocks()):
+            reader.pass_over(number)
         layers = read_layers(plan.tables, reader, threads)
         for item, found in zip(plan.tables, layers, strict=True):
             if isinstance(item.table, ChecksLoad):
-                item.table.check_load(np.concatenate([layer.counted_ids for layer in found]), clear=clear)
+                ids = [np.empty(0, dtype=np.int64), *(layer.counted_ids for layer in found)]
+                item.table.check_load(np.concatenate(ids), clear=clear)
         loads = [
             _begin_load(item, found, clear=clear, opened=opened)
             for item, found in zip(plan.tables, layers, strict=True)
@@ -102,19 +113,39 @@ def _goes_ahead(found: list[LayerRows], load: TableLoad) -> bool:
 
 
 def _insert(item: TableLoadPlan, found: list[LayerRows], load: TableLoad) -> None:
-    """Give the ids of every layer their rows; layers of one source share no id."""
+    """Give the ids of every layer their rows; layers of one shard share no id, and shards of one source must not."""
     for layer in found:
         ids = layer.my_ids
         layer.rows = load.insert(torch.from_numpy(ids))
         is_one_run = _is_one_run(layer.rows)
         if not is_one_run and len(torch.unique(layer.rows)) != len(layer.rows):
-            raise CorruptError(f"table {layer.source!r}, loaded into {item.name!r}, holds the same id twice")
+            raise _twice(item, layer.source)
         if not len(ids):
             continue
         if layer.first_row is not None:
             assert int(layer.rows[0]) == layer.first_row, "a table gave other rows than it had said"
         elif is_one_run:
             layer.first_row = int(layer.rows[0])
+    for source in {layer.source for layer in found}:
+        own = [layer for layer in found if layer.source == source and len(layer.my_ids)]
+        if len({layer.rank for layer in own}) > 1 and not _are_apart(own):
+            raise _twice(item, source)
+
+
+def _are_apart(layers: list[LayerRows]) -> bool:
+    """Whether no row is in two layers."""
+    rows = [layer.rows for layer in layers if layer.rows is not None]
+    if all(layer.first_row is not None for layer in layers):
+        runs = sorted((int(own[0]), int(own[-1])) for own in rows)
+        return all(below[1] < above[0] for below, above in itertools.pairwise(runs))
+    seen = torch.zeros(1 + max(int(own.max()) for own in rows), dtype=torch.bool)
+    for own in rows:
+        seen[own] = True
+    return int(seen.sum()) == sum(len(own) for own in rows)
+
+
+def _twice(item: TableLoadPlan, source: str) -> CorruptError:
+    return CorruptError(f"table {source!r}, loaded into {item.name!r}, holds the same id twice")
 
 
 def _is_one_run(rows: torch.Tensor) -> bool:
@@ -136,13 +167,13 @@ def _queue_columns(found: list[LayerRows], load: TableLoad, reader: BlockReader)
 
 def _queue_column(layer: LayerRows, column: str, target: torch.Tensor, reader: BlockReader) -> list[Scatter]:
     """Queue what can be read straight into place; return the blocks that cannot."""
-    scatters = []
+    scatters: list[Scatter] = []
     for number in layer.layer.columns[column]:
         spec = reader.block(number).placed.spec
         begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
         if layer.mine is None and layer.first_row is not None:
-            piece = target[layer.first_row + begin : layer.first_row + end]
-            scatters += _queue_block(number, piece, reader)
+            rows = target[layer.first_row + begin : layer.first_row + end]
+            scatters += queue_boxes(number, [BoxCopy(begin=(0,) * rows.dim(), target=rows)], reader)
             continue
         low, high = (begin, end) if layer.mine is None else map(int, np.searchsorted(layer.mine, [begin, end]))
         if low == high:
@@ -150,7 +181,7 @@ def _queue_column(layer: LayerRows, column: str, target: torch.Tensor, reader: B
             continue
         assert layer.rows is not None
         mine = None if layer.mine is None else layer.mine[low:high] - begin
-        scatters.append(Scatter(number=number, target=target, rows=layer.rows[low:high], mine=mine))
+        scatters.append(RowScatter(number=number, target=target, rows=layer.rows[low:high], mine=mine))
     return scatters
 
 
@@ -158,23 +189,29 @@ def _queue_dense(dense: DenseLoad, reader: BlockReader, rebuilt: list[torch.Tens
     stored = dense.source
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        target = torch.empty(stored.shape, dtype=dtype)
-        rebuilt.append(target)
+        whole = torch.empty(stored.shape, dtype=dtype)
+        rebuilt.append(whole)
+        pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
     else:
-        target = dense.target.tensor
-    scatters = []
+        pieces = dense.target.pieces
+    scatters: list[Scatter] = []
     for number in stored.blocks:
-        spec = reader.block(number).placed.spec
-        piece = target[spec.row_begin : spec.row_begin + spec.shape[0]] if spec.is_part else target
-        scatters += _queue_block(number, piece, reader)
+        copies = list(_copies(reader.block(number).placed.spec, pieces))
+        if copies:
+            scatters += queue_boxes(number, copies, reader)
+        else:
+            reader.pass_over(number)
     return scatters
 
 
-def _queue_block(number: int, piece: torch.Tensor, reader: BlockReader) -> list[Scatter]:
-    """Read a whole block into a piece of memory of its shape; where that cannot be, return how else."""
-    spec = reader.block(number).placed.spec
-    is_plain = piece.is_cpu and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg()
-    if spec.encoding or not is_plain:
-        return [Scatter(number=number, target=piece, rows=None, mine=None)]
-    reader.add(number, piece.data_ptr(), begin=0, bytes=spec.bytes)
-    return []
+def _copies(spec: BlockSpec, pieces: Sequence[Piece]) -> Iterator[BoxCopy]:
+    """What the pieces of a leaf want of a block."""
+    for piece in pieces:
+        shape = tuple(piece.tensor.shape)
+        shared = overlap(spec.begin, spec.shape, piece.begin, shape)
+        if shared is not None and shared.shape == shape:
+            yield BoxCopy(begin=shared.first_begin, target=piece.tensor)
+        elif shared is not None:
+            within = zip(shared.second_begin, shared.shape, strict=True)
+            target = piece.tensor[tuple(slice(begin, begin + size) for begin, size in within)]
+            yield BoxCopy(begin=shared.first_begin, target=target)

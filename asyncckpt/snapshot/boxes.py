@@ -1,0 +1,204 @@
+"""Boxes of a block that go to boxes of memory: dense tensors, and columns whose rows lie in one piece.
+
+What is a block of its own both in the file and in memory is read straight into place. Else
+
+1. without verification, runs of bytes that are in one piece in both, where they are long enough, straight into place;
+2. all other blocks by windows: ranges of the block's outermost dimension, or, where one step of that is larger than a
+   window, of the next one inside of it. So a large block is never in memory beside its target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.encodings import decode
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.native.contract import U8
+from asyncckpt.snapshot.block_reader import BlockReader
+
+# Shorter runs cost more as reads of their own than what lies between them.
+RUN_BYTES_MIN = 64 << 10
+RUNS_MAX = 1 << 16
+
+
+@dataclass(frozen=True)
+class BoxCopy:
+    """The box of a block at `begin`, and the memory that it goes to: `target` has its shape and the block's dtype."""
+
+    begin: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.target.shape)
+
+    def within(self, dimension: int, at: int) -> bool:
+        return self.begin[dimension] <= at < self.begin[dimension] + self.target.shape[dimension]
+
+
+@dataclass(frozen=True)
+class BoxScatter:
+    """A block, and the boxes of it that are wanted."""
+
+    number: int
+    copies: tuple[BoxCopy, ...]
+
+    def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Whole | _Slab]:
+        if spec.encoding or not spec.shape:
+            yield _Whole(begin=0, bytes=spec.bytes, spec=spec, copies=self.copies)
+        else:
+            cutter = _Cutter(spec=spec, bytes_max=bytes_max, whole=whole)
+            yield from cutter.slabs((), self.copies, 0)
+
+
+def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader) -> list[BoxScatter]:
+    """Queue what can be read straight into place; return what cannot, for scatter_all."""
+    spec = reader.block(number).placed.spec
+    if len(copies) == 1 and not spec.encoding and copies[0].shape == spec.shape and _is_plain(copies[0].target):
+        reader.add(number, copies[0].target.data_ptr(), begin=0, bytes=spec.bytes)
+        return []
+    if reader.verify or spec.encoding:
+        return [BoxScatter(number=number, copies=tuple(copies))]
+    left = [copy for copy in copies if not _queue_runs(number, copy, spec, reader)]
+    return [BoxScatter(number=number, copies=tuple(left))] if left else []
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    return target.is_contiguous() and _has_bytes(target)
+
+
+def _has_bytes(target: torch.Tensor) -> bool:
+    """Whether the bytes of a file can stand in its memory."""
+    return target.is_cpu and not target.is_conj() and not target.is_neg()
+
+
+def _queue_runs(number: int, copy: BoxCopy, spec: BlockSpec, reader: BlockReader) -> bool:
+    """Read a box run by run into its place; False where that cannot be, or does not pay."""
+    if not _has_bytes(copy.target):
+        return False
+    itemsize, first = copy.target.element_size(), _run_begins(copy, spec)
+    run_bytes = math.prod(copy.shape[first:]) * itemsize
+    count = math.prod(copy.shape[:first])
+    if count > 1 and (run_bytes < RUN_BYTES_MIN or count > RUNS_MAX):
+        return False
+    steps = [math.prod(spec.shape[dimension + 1 :]) for dimension in range(len(spec.shape))]
+    begin = sum(at * step for at, step in zip(copy.begin, steps, strict=True))
+    for outer in np.ndindex(*copy.shape[:first]):
+        source = begin + sum(at * step for at, step in zip(outer, steps, strict=False))
+        address = copy.target.data_ptr() + itemsize * sum(
+            at * stride for at, stride in zip(outer, copy.target.stride(), strict=False)
+        )
+        reader.add(number, address, begin=source * itemsize, bytes=run_bytes)
+    return True
+
+
+def _run_begins(copy: BoxCopy, spec: BlockSpec) -> int:
+    """The outermost dimension from which on the box is one run of bytes, both in the block and in memory."""
+    first = len(spec.shape)
+    expected = 1
+    for dimension in reversed(range(len(spec.shape))):
+        size = copy.target.shape[dimension]
+        if size > 1 and copy.target.stride(dimension) != expected:
+            break
+        first, expected = dimension, expected * size
+        if size != spec.shape[dimension]:
+            break  # Behind it in the block comes something else.
+    return first
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All of a block: one that is encoded, or a single element."""
+
+    begin: int
+    bytes: int
+    spec: BlockSpec
+    copies: tuple[BoxCopy, ...]
+
+    def put(self, memory: U8) -> None:
+        values = decode(memory, self.spec) if self.spec.encoding else _values(memory, self.spec, self.spec.shape)
+        for copy in self.copies:
+            copy.target.copy_(values[_box(copy.begin, copy.shape)])
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """Elements [first, end) of one dimension, all of the dimensions inside of it, at `outer` of those outside of it.
+
+    copies: those that want something of it.
+    """
+
+    begin: int
+    bytes: int
+    spec: BlockSpec
+    copies: tuple[BoxCopy, ...]
+    outer: tuple[int, ...]
+    first: int
+    end: int
+
+    def put(self, memory: U8) -> None:
+        depth = len(self.outer)
+        values = _values(memory, self.spec, (self.end - self.first, *self.spec.shape[depth + 1 :]))
+        for copy in self.copies:
+            at = copy.begin[depth]
+            low, high = max(self.first, at), min(self.end, at + copy.shape[depth])
+            box = (slice(low - self.first, high - self.first), *_box(copy.begin, copy.shape)[depth + 1 :])
+            target = copy.target
+            for where, begin in zip(self.outer, copy.begin, strict=False):
+                target = target[where - begin]
+            target[low - at : high - at].copy_(values[box])
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts a block into slabs of about bytes_max. whole: all of it, else what copies want."""
+
+    spec: BlockSpec
+    bytes_max: int
+    whole: bool
+
+    def slabs(self, outer: tuple[int, ...], copies: tuple[BoxCopy, ...], begin: int) -> Iterator[_Slab]:
+        """Those at `outer`, where the bytes begin at `begin`; `copies` want something there."""
+        depth, shape = len(outer), self.spec.shape
+        step_bytes = self.spec.bytes // math.prod(shape[: depth + 1]) if self.spec.bytes else 0
+        low, high = 0, shape[depth]
+        if not self.whole:
+            low = min(copy.begin[depth] for copy in copies)
+            high = max(copy.begin[depth] + copy.shape[depth] for copy in copies)
+        if step_bytes > self.bytes_max and depth + 1 < len(shape):
+            for at in range(low, high):
+                inside = tuple(copy for copy in copies if copy.within(depth, at))
+                if inside or self.whole:
+                    yield from self.slabs((*outer, at), inside, begin + at * step_bytes)
+            return
+        count = max(1, self.bytes_max // max(1, step_bytes))
+        for first in range(low, high, count):
+            end = min(first + count, high)
+            wanted = tuple(
+                copy for copy in copies if copy.begin[depth] < end and first < copy.begin[depth] + copy.shape[depth]
+            )
+            if wanted or self.whole:
+                yield _Slab(
+                    begin=begin + first * step_bytes,
+                    bytes=(end - first) * step_bytes,
+                    spec=self.spec,
+                    copies=wanted,
+                    outer=outer,
+                    first=first,
+                    end=end,
+                )
+
+
+def _box(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(begin, shape, strict=True))
+
+
+def _values(memory: U8, spec: BlockSpec, shape: Sequence[int]) -> torch.Tensor:
+    """The bytes of a block that is not encoded, or of a part of it, as the array they are."""
+    return torch.from_numpy(memory).view(dtype_by_name(spec.dtype, owner=spec.name).dtype).reshape(tuple(shape))
