@@ -19,11 +19,14 @@ PARALLEL = -n $(WORKERS) --dist worksteal
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
+MEGATRON_VENV := .venv-megatron
+MEGATRON_BIN := $(MEGATRON_VENV)/bin
+MEGATRON_READY := $(MEGATRON_VENV)/.ready
 CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name CMakeLists.txt \))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-slow test-torchrec lint bench clean distclean
+.PHONY: help demo test test-suite test-native test-twin test-slow test-torchrec test-megatron lint bench clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +51,10 @@ test-slow: $(READY) ## the tests that take long
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
 
+test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, in a .venv-megatron of their own
+	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON_VENV)/megatron-$$shape \
+		$(MEGATRON_BIN)/python -m pytest tests/strategies/test_megatron.py $(ARGS) || exit 1; done
+
 lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -57,10 +64,11 @@ bench: $(READY) ## asyncckpt, its peers and the raw floor side by side; takes an
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' \
+		-not -path './$(MEGATRON_VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv and .venv-torchrec
-	rm -rf $(VENV) $(TORCHREC_VENV)
+distclean: clean ## also .venv, .venv-torchrec and .venv-megatron
+	rm -rf $(VENV) $(TORCHREC_VENV) $(MEGATRON_VENV)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -84,5 +92,19 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 	$(TORCHREC_BIN)/python -m pip install --quiet tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath \
 		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.10' cmake ninja
 	$(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
+		--editable .
+	touch $@
+
+# Megatron-Core would bring much that saving needs nothing of, and asks for a newer Python than its modules used here.
+$(MEGATRON_READY): pyproject.toml Makefile $(CORE_SOURCES)
+	$(PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_BIN)/python -m pip install --quiet 'torch==2.13.0'
+	$(MEGATRON_BIN)/python -m pip install --quiet numpy packaging pytest pytest-asyncio pytest-timeout \
+		'scikit-build-core>=0.10' cmake ninja
+	$(MEGATRON_BIN)/python -m pip install --quiet --no-deps --target $(MEGATRON_VENV)/megatron-0.16 \
+		'megatron-core==0.16.1'
+	$(MEGATRON_BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --python-version 3.12 \
+		--only-binary=:all: --target $(MEGATRON_VENV)/megatron-0.17 'megatron-core==0.17.1'
+	$(MEGATRON_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/megatron \
 		--editable .
 	touch $@

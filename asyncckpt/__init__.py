@@ -133,6 +133,7 @@ __all__ = [
     "filters",
     "follow",
     "list_steps",
+    "sharded",
     "supported_dtypes",
     "verify",
 ]

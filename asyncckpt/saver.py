@@ -278,6 +278,8 @@ class Saver:
         if not self._finalizer.alive:
             return
         self._wait_in_flight(SAVE_DEADLINE_S)
+        if self._target.ranks is not None and not background.is_current_thread():
+            self._target.ranks.wait_told()
         self._finalizer()
         self._errors.raise_first()
 

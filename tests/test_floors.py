@@ -40,6 +40,7 @@ FLOORS = {
     "follower": 6,
     "filters": 6,
     "trainer_state": 6,
+    "dcp": 6,
     "embcache": 6,
     "strategies": 6,
     "cli": 7,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,13 +23,15 @@ talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 class Ranks:
     """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
 
-    checked: digests of the parts of the last manifest whose tensors were found to be complete.
+    checked: digests of the parts of the last manifest whose tensors were found to be complete. telling: done when the
+    others have been told of a call in which this rank does not save.
     """
 
     channel: Channel
     limits: Limits
     replicas: Replicas
     checked: frozenset[str] = frozenset()
+    telling: list[threading.Event] = field(default_factory=list)
     _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -42,6 +45,12 @@ class Ranks:
     @property
     def is_coordinator(self) -> bool:
         return self.rank == 0
+
+    def wait_told(self) -> None:
+        """Before the channel is closed: what the others are still to be told is on its way."""
+        for told in self.telling:
+            told.wait(self.limits.begin_s)
+        self.telling.clear()
 
     def next_call(self) -> int:
         """The number of a save that has just been asked for, alike on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
@@ -32,21 +33,28 @@ def _tell(target: SaveTarget, call: int, message: Skipped | Failed) -> None:
     ranks = target.ranks
     assert ranks is not None
     ranks.replicas.forget()
+    told = threading.Event()
+    ranks.telling[:] = [*(item for item in ranks.telling if not item.is_set()), told]
     try:
-        background.submit(Job(run=lambda: _run(ranks, call, message), lose=lambda error: _lose(call, error)))
+        background.submit(
+            Job(run=lambda: _run(ranks, call, message, told), lose=lambda error: _lose(call, error, told))
+        )
     except Exception as error:
-        _lose(call, error)
+        _lose(call, error, told)
 
 
-async def _run(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
+async def _run(ranks: Ranks, call: int, message: Skipped | Failed, told: threading.Event) -> None:
     try:
         await run_call(ranks.channel, call, message, _NoEffects(), ranks.limits, threads=talkers)
     except Exception as error:
-        _lose(call, error)
+        _lose(call, error, told)
+    finally:
+        told.set()
 
 
-def _lose(call: int, error: BaseException) -> None:
+def _lose(call: int, error: BaseException, told: threading.Event) -> None:
     """They will find out when they have waited for too long."""
+    told.set()
     log_warning("other ranks could not be told about save number %d: %s", call, error)
 
 

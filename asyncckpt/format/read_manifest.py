@@ -117,6 +117,7 @@ def check_dense(manifest: Manifest, owner: str) -> None:
     """The blocks of one dense tensor, whichever ranks wrote them, are one whole, or boxes that make up one."""
     paths: dict[Path | str, list[BlockSpec]] = defaultdict(list)
     leaf_names: dict[tuple[int, int], str] = {}
+    names: dict[tuple[int, str], Path | str] = {}
     for part in manifest.parts:
         tensor_paths = [path for path, node in leaves(part.tree) if node is not VALUE]
         for block in part.blocks:
@@ -126,12 +127,12 @@ def check_dense(manifest: Manifest, owner: str) -> None:
             if spec.leaf is not None and leaf_names.setdefault((part.rank, spec.leaf), spec.name) != spec.name:
                 what = f"{owner}: block {spec.name!r} names a leaf of {leaf_names[part.rank, spec.leaf]!r}"
                 raise CorruptError(what, found=spec.leaf)
-            paths[spec.name if spec.leaf is None else tensor_paths[spec.leaf]].append(spec)
-    names: dict[str, Path | str] = {}
-    for found, specs in paths.items():
+            found = spec.name if spec.leaf is None else tensor_paths[spec.leaf]
+            if names.setdefault((part.rank, spec.name), found) != found:
+                raise CorruptError(f"{owner}: tensor {spec.name!r} is there twice, or its parts disagree")
+            paths[found].append(spec)
+    for specs in paths.values():
         _check_whole(specs, specs[0].name, owner)
-        if names.setdefault(specs[0].name, found) != found:
-            raise CorruptError(f"{owner}: tensor {specs[0].name!r} is there twice, or its parts disagree")
 
 
 def _check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:

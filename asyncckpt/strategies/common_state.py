@@ -1,0 +1,116 @@
+"""Save and load what is not sharded: the common state, which rank 0 writes, and objects, which all ranks may have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncckpt.errors import NotFoundError
+from asyncckpt.options import PEER_DEADLINE_S, Durability
+from asyncckpt.saver import Saver
+from asyncckpt.strategies.backend import BACKEND, VERSION, LoadsOwnCheckpoints
+from asyncckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
+from asyncckpt.strategies.job_ranks import ranks_of
+from asyncckpt.strategies.layout import COMMON, COMMON_DIR, OBJECTS_DIR, SHARDED_DIR, writing_path
+from asyncckpt.strategies.load_state import load_objects, load_sharded, objects_metadata
+from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, StateDict
+from asyncckpt.strategies.packed_objects import pack, unpack
+from asyncckpt.strategies.rank_saver import begin_save
+from asyncckpt.strategies.save_state import objects_to_save
+from asyncckpt.strategies.stored_state import open_stored
+
+# Where Megatron-Core from 0.19 on keeps its common state, as a sharded object.
+_COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
+
+
+class CommonSave(SaveCommonStrategy):
+    """Saves tensors, arrays, plain values, and what packed_objects.py names; anything else is a UsageError.
+
+    process_group  the ranks that save together; None: the default group, where there is one
+    peer_deadline  seconds that ranks wait for each other to come to a save
+    """
+
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        *,
+        process_group: Any = None,
+        peer_deadline: float = PEER_DEADLINE_S,
+        durability: Durability = "fsync",
+    ) -> None:
+        super().__init__(backend, version)
+        self._process_group = process_group
+        self._peer_deadline_s = peer_deadline
+        self._durability: Durability = durability
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """It saves ShardedObjects."""
+        return True
+
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Save the common state and return when it is durable. Rank 0 writes; the others do nothing, and do not wait.
+
+        Raises UsageError naming the key path of what cannot be stored, IOFailedError, ConflictError.
+        """
+        if ranks_of(self._process_group)[0] != 0:
+            return
+        state = {COMMON: pack(common_state_dict)}
+        path = writing_path(checkpoint_dir, COMMON_DIR)
+        with Saver(path=path, tensors=state, keep_latest=1, on_busy="wait", durability=self._durability) as saver:
+            saver.save()
+
+    def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Save the objects of all ranks and return when all are durable. To be called on all ranks.
+
+        Raises UsageError naming the key path, PeerError when another rank fails.
+        """
+        running = begin_save(
+            checkpoint_dir,
+            OBJECTS_DIR,
+            lambda: objects_to_save(sharded_objects_state_dict),
+            process_group=self._process_group,
+            peer_deadline=self._peer_deadline_s,
+            durability=self._durability,
+        )
+        running.result()
+
+
+class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
+    """Loads what CommonSave has saved. Every rank reads for itself.
+
+    object_type  the class in which metadata is given
+    """
+
+    def __init__(self, *, object_type: Any = ShardedObject) -> None:
+        self._object_type = object_type
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """The common state; dicts and lists are new, tensors are on the CPU.
+
+        Of a checkpoint without one, the object as which Megatron-Core 0.19 saves it. NotFoundError.
+        """
+        try:
+            stored = open_stored(checkpoint_dir, COMMON_DIR)
+        except NotFoundError as error:
+            try:
+                found: StateDict = load_objects(checkpoint_dir, SHARDED_DIR, [_COMMON_OBJECT])[_COMMON_OBJECT]
+            except NotFoundError:
+                raise error from None
+            return found
+        packed = stored.new_common()
+        stored.load({COMMON: packed})
+        state: StateDict = unpack(packed, owner=f"common state of {str(checkpoint_dir)!r}")
+        return state
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> StateDict:
+        """The same nested dict with objects in place of the ShardedObjects. NotFoundError naming a missing one."""
+        loaded: StateDict = load_sharded(sharded_objects_state_dict, checkpoint_dir, OBJECTS_DIR)
+        return loaded
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """ShardedObjects without data, by their unique keys; none where no objects were saved."""
+        return objects_metadata(checkpoint_dir, OBJECTS_DIR, object_type=self._object_type)

@@ -1,0 +1,73 @@
+"""One save of all ranks into one part of a checkpoint, begun by a Saver of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability
+from asyncckpt.saver import Saver
+from asyncckpt.strategies.job_ranks import ranks_of
+from asyncckpt.strategies.layout import writing_path
+from asyncckpt.strategies.running_save import RunningSave
+
+
+def begin_save(
+    checkpoint_dir: str | Path,
+    name: str,
+    make_state: Callable[[], Mapping[str, Any]],
+    *,
+    process_group: Any = None,
+    peer_deadline: float = PEER_DEADLINE_S,
+    parallel: int = 8,
+    durability: Durability = "fsync",
+    deadline: float = SAVE_DEADLINE_S,
+    other_processes: bool = False,
+) -> RunningSave:
+    """Capture the state of this rank, of as many as the group has; what is committed replaces what was there before.
+
+    name: of the part. other_processes: see RunningSave. To be called on all ranks. An error of make_state is raised
+    here, and by the saves of the other ranks as PeerError. Raises PeerError when the ranks do not find each other.
+    """
+    rank, ranks_count = ranks_of(process_group)
+    state = _state(make_state, ranks_count)
+    saver = Saver(
+        shard_index=rank,
+        shard_num=ranks_count,
+        path=writing_path(checkpoint_dir, name),
+        parallel=parallel,
+        tensors=state,
+        process_group=process_group,
+        peer_deadline=peer_deadline,
+        keep_latest=1,
+        on_busy="queue",
+        durability=durability,
+    )
+    try:
+        future = saver.save_async()
+    except BaseException:
+        saver.close()
+        raise
+    return RunningSave(saver, future, deadline=deadline, other_processes=other_processes)
+
+
+class _Refused:
+    """Stands for a state that cannot be saved: a save raises the error here, and tells the other ranks of it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> Any:
+        """Raise it."""
+        raise self._error
+
+
+def _state(make_state: Callable[[], Mapping[str, Any]], ranks_count: int) -> Mapping[str, Any]:
+    """The state; of several ranks one that raises when it is saved, so that the others need not wait for this one."""
+    try:
+        return make_state()
+    except Exception as error:
+        if ranks_count == 1:
+            raise
+        return {"refused": _Refused(error)}

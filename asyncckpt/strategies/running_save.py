@@ -1,0 +1,117 @@
+"""A save that is under way, as the async_fn of a request: to call it is to wait for it.
+
+The save runs in this process, in the background, from the moment it was begun; the request says when it has ended. So
+`async_fn` may be called on any thread. And, because Megatron's own queues run it in a process of theirs (forked, or
+spawned and then pickled), in another process too: there it waits for a lock on a file, which this process holds until
+the save has ended, however it ends. What failed is raised by the finalize function, which runs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from typing import Any
+
+from asyncckpt.engine.future import SaveFuture
+from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.model.result import SaveResult
+from asyncckpt.options import SAVE_DEADLINE_S
+from asyncckpt.saver import Saver
+from asyncckpt.storage.directory import io_failed
+
+LOCK_PAUSE_S = 0.05
+
+
+class RunningSave:
+    """A save with the Saver that does it, which is closed when the save was waited for.
+
+    deadline          seconds that each wait takes at most
+    other_processes   other processes may wait for it too
+    """
+
+    def __init__(
+        self, saver: Saver, future: SaveFuture, *, deadline: float = SAVE_DEADLINE_S, other_processes: bool = False
+    ) -> None:
+        self.deadline_s = deadline
+        self._pid = os.getpid()
+        self._saver: Saver | None = saver
+        self._future: SaveFuture | None = future
+        self._lock = _HeldFile() if other_processes else None
+        self._lock_path = None if self._lock is None else self._lock.path
+        if self._lock is not None:
+            lock = self._lock  # The callback shall not keep this object, and with it the Saver, alive.
+            future.add_done_callback(lambda _: lock.release())
+
+    def __call__(self) -> None:
+        """Wait until the save has ended; raises what failed, in the process in which it runs.
+
+        DeadlineError; UsageError in another process that was not foreseen.
+        """
+        if self._future is not None and self._pid == os.getpid():
+            self.result()
+        elif self._lock_path is None:
+            raise UsageError("a save is waited for in another process", hint="make the request for Megatron's queue")
+        else:
+            wait_for_release(self._lock_path, deadline_s=self.deadline_s)
+
+    def finish(self) -> None:
+        """The finalize function: raise what failed."""
+        self.result()
+
+    def result(self) -> SaveResult:
+        """Wait, close the Saver, and return the result or raise what failed."""
+        assert self._future is not None, "only the process that saves has the result"
+        try:
+            return self._future.result(self.deadline_s)
+        finally:
+            saver, done = self._saver, self._future.done()
+            if saver is not None and done:
+                self._saver = None
+                saver.close()
+
+    def cancel(self) -> bool:
+        """Abort the save, if it has not begun to commit; True when it will end so."""
+        return self._future is not None and self._future.cancel()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a spawned process, which can only wait."""
+        return {**self.__dict__, "_saver": None, "_future": None, "_lock": None}
+
+
+class _HeldFile:
+    """A file that this process has locked. A record lock: forked children do not inherit it, and it ends with us."""
+
+    def __init__(self) -> None:
+        try:
+            self._fd, self.path = tempfile.mkstemp(prefix="asyncckpt-save-")
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise io_failed("a file for other processes to wait for cannot be made", error) from error
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def wait_for_release(path: str, *, deadline_s: float) -> None:
+    """Wait in another process until nobody holds the lock of a file, or it is gone. DeadlineError, IOFailedError."""
+    until = time.monotonic() + deadline_s
+    while True:
+        try:
+            # Opened anew each time: closing it drops no lock of another process.
+            with open(path, "rb") as file:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, PermissionError)):
+                raise io_failed(f"file {path!r} cannot be waited for", error) from error
+        if time.monotonic() >= until:
+            raise DeadlineError(f"a save of another process did not end within {deadline_s} s")
+        time.sleep(LOCK_PAUSE_S)

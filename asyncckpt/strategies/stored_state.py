@@ -1,0 +1,111 @@
+"""What a part of a Megatron checkpoint holds, read from its manifest; and its packed objects, read whole.
+
+An object is found by its path in the part of whichever rank has saved it, rebuilt with new tensors, and these are
+filled by a load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncckpt.commit.discover import newest_step, read_manifest
+from asyncckpt.errors import CorruptError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import Manifest, RankPart
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name, rebuild
+from asyncckpt.format.tree import Path as TreePath
+from asyncckpt.format.values import decode_value
+from asyncckpt.loader import Loader
+from asyncckpt.strategies.layout import COMMON, OBJECTS, TENSORS, reading_root
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint over all ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StoredState:
+    """The newest checkpoint of one part: its step, its tensors by key, and where its packed objects are."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.step = manifest.step
+        self._parts = manifest.parts
+        self._values: dict[int, dict[TreePath, Json]] = {}
+        self._dense = {path: facts for part in manifest.parts for path, facts in _dense(part)}
+        self.tensors = {path[1]: facts for path, facts in self._dense.items() if path[0] == TENSORS and len(path) == 2}
+        self._objects = {key: (part, node) for part in manifest.parts for key, node in _children(part.tree, OBJECTS)}
+
+    @property
+    def object_keys(self) -> Collection[str]:
+        """Unique keys of all sharded objects."""
+        return self._objects.keys()
+
+    def new_object(self, unique_key: str) -> Any:
+        """A packed object: values are there, tensors and arrays are new and not yet filled.
+
+        The key is one of object_keys. CorruptError, UnsupportedError.
+        """
+        part, node = self._objects[unique_key]
+        return self._rebuilt(part, (OBJECTS, unique_key), node)
+
+    def new_common(self) -> Any:
+        """The packed common state, in the same way; None where there is none."""
+        part = self._parts[0]
+        node = descend(part.tree, (COMMON,))
+        return None if node is None else self._rebuilt(part, (COMMON,), node)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Fill the tensors of a state; see Loader for what it raises. Plain values in it are left alone."""
+        Loader(self.path, tensors=state, step=self.step, strict=False, on_busy="wait").load()
+
+    def _rebuilt(self, part: RankPart, path: TreePath, node: Node) -> Any:
+        if part.rank not in self._values:
+            found = (path for path, leaf in leaves(part.tree) if leaf is VALUE)
+            self._values[part.rank] = dict(zip(found, part.values, strict=True))
+        by_path = self._values[part.rank]
+        tensors, values = [], []
+        for below, leaf in leaves(node):
+            whole = (*path, *below)
+            owner = f"{path_name(whole)!r} of step {self.step}"
+            if leaf is VALUE:
+                values.append(decode_value(by_path[whole], owner=f"value {owner}"))
+                continue
+            facts = self._dense.get(whole)
+            if facts is None:
+                raise CorruptError(f"tensor {owner} was not written by any rank")
+            new = torch.empty(facts.shape, dtype=facts.dtype)
+            tensors.append(new.numpy() if leaf is ARRAY else new)
+        return rebuild(node, iter(tensors), iter(values))
+
+
+def open_stored(checkpoint_dir: str | os.PathLike[str], name: str) -> StoredState:
+    """Read the manifest of a part. NotFoundError, CorruptError, IncompatibleError, UnsupportedError."""
+    with reading_root(checkpoint_dir, name) as root:
+        return StoredState(root.path, read_manifest(root, newest_step(root)))
+
+
+def _children(tree: Node, name: str) -> Iterator[tuple[Any, Node]]:
+    """What a tree has below a name, when that is a dict."""
+    node = descend(tree, (name,))
+    if node is not None and node[0] == "dict":
+        yield from zip(node[1], node[2], strict=True)
+
+
+def _dense(part: RankPart) -> Iterator[tuple[TreePath, StoredTensor]]:
+    paths = [path for path, node in leaves(part.tree) if node is not VALUE]
+    for block in part.blocks:
+        spec = block.placed.spec
+        if spec.leaf is not None:
+            dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+            yield paths[spec.leaf], StoredTensor(shape=spec.whole_shape or spec.shape, dtype=dtype)

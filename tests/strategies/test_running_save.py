@@ -1,0 +1,132 @@
+"""A running save can be waited for on any thread, and in another process too."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncckpt import Saver
+from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError, UsageError
+from asyncckpt.strategies.running_save import RunningSave, wait_for_release
+
+pytestmark = pytest.mark.once
+LONG_S = 60.0
+
+
+class Held:
+    """A save whose filter waits until it is let go."""
+
+    def __init__(self, path: Path, *, error: Exception | None = None, other_processes: bool = False) -> None:
+        self.go = threading.Event()
+        self._error = error
+        saver = Saver(path=path, tensors={"x": torch.ones(3)}, filter_func=self._filter)
+        self.running = RunningSave(saver, saver.save_async(), other_processes=other_processes, deadline=LONG_S)
+
+    def _filter(self, blocks: list) -> list:
+        assert self.go.wait(LONG_S)
+        if self._error is not None:
+            raise self._error
+        return blocks
+
+
+def in_a_fork(call: Callable[[], object]) -> int:
+    """Start a child that calls; returns its process id. It ends with 0 when nothing was raised."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        signal.alarm(60)
+        call()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def has_ended(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG) != (0, 0)
+
+
+def exit_status(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_calling_it_waits_and_closes_the_saver(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c")
+    held.go.set()
+    held.running()
+    held.running.finish()
+    assert held.running.result().step == 0
+    Saver(path=tmp_path / "c").close()
+
+
+def test_what_failed_is_raised_by_the_call_and_by_the_finalize_function(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c", error=ValueError("no"))
+    held.go.set()
+    for call in (held.running, held.running.finish):
+        with pytest.raises(UsageError, match="no"):
+            call()
+
+
+def test_it_can_be_cancelled(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c")
+    assert held.running.cancel()
+    held.go.set()
+    with pytest.raises(SaveCancelledError):
+        held.running()
+
+
+def test_a_forked_process_waits_for_the_end(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c", other_processes=True)
+    child = in_a_fork(held.running)
+    grandchild = in_a_fork(pickle.loads(pickle.dumps(held.running)))
+    assert not has_ended(child)
+    assert not has_ended(grandchild)
+    held.go.set()
+    assert exit_status(child) == 0
+    assert exit_status(grandchild) == 0
+    held.running.finish()
+    assert not os.path.exists(str(held.running._lock_path))
+
+
+def test_a_forked_process_waits_for_a_failing_save_too(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c", error=ValueError("no"), other_processes=True)
+    child = in_a_fork(held.running)
+    held.go.set()
+    assert exit_status(child) == 0
+    with pytest.raises(UsageError, match="no"):
+        held.running.finish()
+
+
+def test_a_copy_in_another_process_that_was_not_foreseen_is_refused(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c")
+    copy = pickle.loads(pickle.dumps(held.running))
+    with pytest.raises(UsageError, match="another process"):
+        copy()
+    held.go.set()
+    held.running.finish()
+
+
+def test_waiting_in_another_process_has_a_deadline(tmp_path: Path) -> None:
+    held = Held(tmp_path / "c", other_processes=True)
+
+    def wait() -> None:
+        with pytest.raises(DeadlineError):
+            wait_for_release(str(held.running._lock_path), deadline_s=0.1)
+
+    assert exit_status(in_a_fork(wait)) == 0
+    held.go.set()
+    held.running.finish()
+
+
+def test_a_file_that_cannot_be_waited_for(tmp_path: Path) -> None:
+    wait_for_release(str(tmp_path / "gone"), deadline_s=0.0)
+    with pytest.raises(IOFailedError):
+        wait_for_release(str(tmp_path), deadline_s=0.0)
