@@ -22,8 +22,9 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
 
     The new checkpoint stands for the old one from then on: loads read it alone, later deltas that build upon the step
     stay valid with shorter chains, and retention may remove what only the old one needed. Nothing is removed here. A
-    step that is full already is left as it is, and the result says `skipped`. Blocks until the new checkpoint is
-    durable; takes some 300 MiB for chunks and windows, and 8 to 24 bytes per row of the largest table.
+    step that is full already is left as it is, and the result says `skipped`. What several ranks have saved stays in as
+    many parts. Blocks until the new checkpoint is durable; takes some 300 MiB for chunks and windows, and 8 to 24 bytes
+    per row of the largest table.
 
     Raises ConflictError while another process writes to the directory: use the `compact` of its Saver. Also
     NotFoundError, CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.

@@ -210,7 +210,9 @@ class Update:
 
         A table that this follower has brought to `previous`, and that nobody has changed since, gets the removed ids
         removed and the rows inserted over what it holds; any other one is emptied and loaded as by a Loader, from the
-        whole chain. Tensors are always all of this step. Waits while a save or load of this process is in flight.
+        whole chain. Tensors are always all of this step. Of what several ranks have saved, each table takes the ids
+        that it owns from all of them, and plain values are those of the lowest rank that has them. Waits while a save
+        or load of this process is in flight.
 
         Cancelled, it ends within a moment. That, or an error, may leave tables empty; the next load of them is a whole
         one. Give the same table objects each time: where `hashtables` is a module whose tables are made anew for every

@@ -45,7 +45,7 @@ class Loader:
     strict           missing entries, and unexpected ones inside a module, are an IncompatibleError; else they are
                      reported
     verify           True: digests are checked while reading. "before": all is read and checked before any target is
-                     touched. False: not checked
+                     touched (of what several ranks have saved: all that this one needs). False: not checked
     merge            rows are added to what a table holds (RecIS' way); by default a table is emptied first
     fallback         when the wanted step is damaged, load the newest older one that is sound, and say so in the report
     on_busy          "raise" or "wait" while a save or load of this process is in flight

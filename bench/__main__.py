@@ -1,4 +1,7 @@
-"""The door of the benchmark: `python -m bench state | many-tensors | load | multi-level | touched | idmap | all`."""
+"""The door of the benchmark.
+
+python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | all
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from bench.dcp import run_dcp
 from bench.load import LOAD_PEERS, run_load
 from bench.many_tensors import MANY_PEERS, run_many_tensors
 from bench.multi_level import run_multi_level
@@ -149,6 +153,18 @@ def touched(
     )
 
 
+@application.command(name="dcp")
+def distributed_checkpoint(
+    count: Annotated[int, typer.Option(min=1, help="tensors")] = 8000,
+    rounds: Rounds = 5,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """torch.distributed.checkpoint with its own writer and with ours: 1 process, 2 ranks, large and small tensors."""
+    run_dcp(count=count, rounds=rounds, directory=directory, out=_out(out, "dcp", smoke), smoke=smoke)
+
+
 @application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def idmap(context: typer.Context) -> None:
     """Inserts and lookups of the id map; all options go to `python -m bench.idmap`."""
@@ -177,6 +193,7 @@ def everything(
     run_load(gib=gib, rounds=rounds, directory=directory, out=_out(None, "load", smoke), smoke=smoke)
     run_multi_level(directory=directory, out=_out(None, "multi-level", smoke), smoke=smoke)
     run_touched(gib=gib, rounds=rounds, zipf=True, directory=directory, out=_out(None, "touched", smoke), smoke=smoke)
+    run_dcp(rounds=rounds, directory=directory, out=_out(None, "dcp", smoke), smoke=smoke)
     json_path = _out(None, "idmap", smoke).with_suffix(".json")
     _idmap(["--json", str(json_path), *(["--ids", "100000"] if smoke else [])])
 

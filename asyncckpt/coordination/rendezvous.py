@@ -153,6 +153,7 @@ def _remove(ranks: Directory, session: str) -> None:
 def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: float) -> dict[int, str]:
     """The token of every other rank."""
     pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    contested: set[int] = set()
     while True:
         with _opened(root) as ranks:
             hellos = [hello for name in ranks.names() if (hello := hello_of(name)) is not None]
@@ -167,26 +168,23 @@ def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: floa
             pauses.nothing_came()
             if not pauses.wait_until(until):
                 missing = [rank for rank in range(1, ranks_count) if rank not in tokens]
-                raise _not_gathered(root, hellos, missing, twice, ranks_count=ranks_count, deadline_s=deadline_s)
+                where = f"in {str(root.path)!r} within {deadline_s} s"
+                if contested and contested.issuperset(missing):
+                    raise _contested(min(contested), where)
+                raise _missing(missing, hellos, where, ranks_count=ranks_count)
+            contested.update(twice)
             for hello in hellos:
                 if hello.rank in twice:
                     ranks.remove_file(hello.name)  # Those that live come again.
 
 
-def _not_gathered(
-    root: Directory,
-    hellos: list[Hello],
-    missing: list[int],
-    twice: list[int],
-    *,
-    ranks_count: int,
-    deadline_s: float,
-) -> CheckpointError:
-    where = f"in {str(root.path)!r} within {deadline_s} s"
-    if not missing:
-        return ConflictError(
-            f"several processes claim to be rank {twice[0]} {where}", hint="give every process its own shard_index"
-        )
+def _contested(rank: int, where: str) -> ConflictError:
+    return ConflictError(
+        f"several processes claim to be rank {rank} {where}", hint="give every process its own shard_index"
+    )
+
+
+def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count: int) -> PeerError:
     others = sorted({hello.ranks_count for hello in hellos} - {ranks_count})
     shown = f"{missing[:8]}" + (" and more" if len(missing) > 8 else "")
     return PeerError(

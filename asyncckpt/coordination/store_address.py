@@ -64,17 +64,18 @@ def draw_number(place: Any, *, rank: int) -> int:
 
 def tell_address(place: Any, number: int, address: StoreAddress) -> None:
     place.set(f"address/{number}", address.encode())
+    place.add(f"told/{number}", 1)
 
 
 def await_address(place: Any, number: int, *, until: float) -> StoreAddress:
     """The address, once it is told; PeerError when that does not happen until then (time.monotonic)."""
-    key = f"address/{number}"
     pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
-    while not place.check([key]):
+    # Every kind of store, in every version of torch, adds without waiting for a key.
+    while not place.add(f"told/{number}", 0):
         pauses.nothing_came()
         if not pauses.wait_until(until):
             raise PeerError("no channel to rank 0", rank=0, cause="it has not told its address within the deadline")
-    return StoreAddress.decode(bytes(place.get(key)))
+    return StoreAddress.decode(bytes(place.get(f"address/{number}")))
 
 
 def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
@@ -88,7 +89,7 @@ def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
             raise
         store = tcp_store("localhost", 0, is_master=True, use_libuv=False, **options)  # A build of torch without it.
     address = StoreAddress(own_hosts(), store.port, uuid.uuid4().hex)
-    store.set(address.name, b"")
+    store.add(address.name, 1)
     return store, address
 
 
@@ -158,7 +159,7 @@ def _try(host: str, address: StoreAddress, *, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     line = StoreLine(lambda: tcp_store(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout))
     try:
-        asked = line.ask(lambda store: store if store.check([address.name]) else None)
+        asked = line.ask(lambda store: store if store.add(address.name, 0) else None)
         return asked.result() if asked.wait(timeout_s) else None
     except LineBroken:
         return None

@@ -26,11 +26,11 @@ from asyncckpt.coordination.store_inbox import Inbox, log_entry
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
     delete_value,
+    find_value,
     log_key,
     message_key,
     pieces_count,
     put_key,
-    read_value,
     write_value,
 )
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, PeerError, UsageError
@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 PAUSE_S_MAX = 0.05
 LOOKS_PER_S = 4000.0
-# How long rank 0 keeps the store up for others that have not closed yet, and how long a close waits for its own line.
+# How long rank 0 keeps the store up for others that have not closed yet (more, where they look more rarely), and how
+# long a close waits for its own line.
 CLOSE_S_MAX = 2.0
 _GONE = "gone"
 
@@ -155,17 +156,16 @@ class StoreChannel:
 
     def get(self, call: int, name: str, timeout_s: float) -> bytes:
         key = put_key(call, name)
+        keys = self._call(call).keys  # Whoever puts it may be gone when it is forgotten.
         until = time.monotonic() + timeout_s
         pauses = self._new_pauses()
         while True:
-            looking = self._ask(lambda store: read_value(store, key) if store.check([key]) else None)
+            looking = self._ask(lambda store: find_value(store, key))
             if not looking.wait(until - time.monotonic()):
                 break
             data = self._result(looking)
+            keys[key] = pieces_count(data or b"")
             if data is not None:
-                if self.rank == 0:
-                    # Whoever has put it may be gone when it is forgotten.
-                    self._call(call).keys[key] = pieces_count(data)
                 return data
             pauses.nothing_came()
             if not pauses.wait_until(until):
@@ -176,7 +176,7 @@ class StoreChannel:
         state = self._call(call)
         with self._guard:
             self._calls.pop(call, None)
-        # Whoever has put or sent something may be gone, so rank 0 drops what it knows of in any case.
+        # Ranks that are gone forget nothing, so rank 0 drops the logs of all.
         others: list[int | None] = [None] if self.rank else [None, *range(1, self.ranks_count)]
 
         def drop(store: Any) -> None:
@@ -205,7 +205,7 @@ class StoreChannel:
             store.append(_GONE, b"")
             return len(store.get(_GONE))
 
-        until = time.monotonic() + CLOSE_S_MAX
+        until = time.monotonic() + CLOSE_S_MAX + 2 * self._look_s()
         pauses = Pauses(pause_s_max=PAUSE_S_MAX)
         while True:
             asked = self._line.ask(gone_count)
@@ -223,8 +223,12 @@ class StoreChannel:
 
     def _new_pauses(self) -> Pauses:
         # Rank 0 is alone at its inbox; the others share the server.
-        share_s = self.ranks_count / LOOKS_PER_S if self.rank else 0.0
+        share_s = self._look_s() if self.rank else 0.0
         return Pauses(pause_s_max=max(PAUSE_S_MAX, share_s), first_s=max(FIRST_S, share_s / 8))
+
+    def _look_s(self) -> float:
+        """How often a rank may look when all do."""
+        return self.ranks_count / LOOKS_PER_S
 
     def _ask(self, call: Callable[[Any], T]) -> Answer[T]:
         with self._broken_line():

@@ -48,12 +48,15 @@ def write_value(store: Any, key: str, data: bytes) -> None:
     store.set(key, _PIECES.pack(count) + data[:PIECE_BYTES])
 
 
-def read_value(store: Any, key: str) -> bytes:
-    """The data under a key that is there."""
-    return _whole(store, key, bytes(store.get(key)))
+def find_value(store: Any, key: str) -> bytes | None:
+    """The data under a key, None when it is not there."""
+    store.append(key, b"")  # To ask for a key that is not there would wait for it; nothing is a value of no length.
+    first = bytes(store.get(key))
+    return _whole(store, key, first) if first else None
 
 
 def read_values(store: Any, keys: list[str]) -> list[bytes]:
+    """The data under keys that are there."""
     found: list[bytes] = []
     for begin in range(0, len(keys), VALUES_AT_ONCE):
         some = keys[begin : begin + VALUES_AT_ONCE]

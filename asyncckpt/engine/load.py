@@ -5,7 +5,7 @@ parallel reads -> fill -> report
 
 Until the reads begin, no target is touched. A block found damaged while reading ends the load with CorruptError: tables
 are left empty, dense targets may hold parts of it (the error says so). With `verify="before"` everything is read and
-checked first.
+checked first; of a checkpoint of several ranks, everything that this one needs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.messages import log_exception
-from asyncckpt.engine.verify import mark_verified, verify
+from asyncckpt.engine.verify import mark_verified, verify, verify_blocks
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.names import is_compacted_manifest, step_of_manifest
 from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, rebuild
@@ -112,9 +113,10 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
         request.root.data, chain, threads=request.threads, verify=check, progress=progress, wanted=wanted
     ) as reader:
         if request.verify == "before":
-            verify(request.root, step, progress=progress)
+            _verify_before(request, chain, plan, reader, progress)
+        bytes_before = reader.bytes_read
         rebuilt, rows = fill(plan, reader, clear=not request.merge)
-        bytes_read = reader.bytes_read
+        bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
@@ -131,6 +133,14 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
         bytes_read=bytes_read,
         seconds=time.perf_counter() - begun,
     )
+
+
+def _verify_before(request: LoadRequest, chain: Chain, plan: LoadPlan, reader: ChainReader, progress: Progress) -> None:
+    """Check all of the step; of what several ranks have saved, what this one is going to read."""
+    if chain.newest.head.ranks_count == 1:
+        verify(request.root, chain.step, progress=progress)
+    else:
+        verify_blocks(reader, sorted(set(plan.wanted_blocks(chain))), bytes_total=chain.bytes_total)
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:

@@ -6,6 +6,7 @@ A delta is sound when all it builds upon is.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +64,7 @@ def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress 
     chain = read_chain(root, step)
     progress = progress or Progress()
     with ChainReader(root.data, chain, threads=READ_THREADS, verify=False, progress=progress) as reader:
-        window = np.empty(min(WINDOW_BYTES, max(1, chain.bytes_total)), dtype=np.uint8)
-        for number in range(len(chain.blocks)):
-            _verify_block(reader, number, window)
+        verify_blocks(reader, range(len(chain.blocks)), bytes_total=chain.bytes_total)
         report = VerifyReport(
             step=step,
             steps=chain.steps,
@@ -76,6 +75,13 @@ def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress 
         )
     mark_verified(root, step)
     return report
+
+
+def verify_blocks(reader: ChainReader, numbers: Iterable[int], *, bytes_total: int) -> None:
+    """Read blocks and check their digests; CorruptError. bytes_total: a bound of what they hold together."""
+    window = np.empty(min(WINDOW_BYTES, max(1, bytes_total)), dtype=np.uint8)
+    for number in numbers:
+        _verify_block(reader, number, window)
 
 
 def _verify_block(reader: ChainReader, number: int, window: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:

@@ -134,7 +134,7 @@ def _insert(item: TableLoadPlan, found: list[LayerRows], load: TableLoad) -> Non
 
 def _are_apart(layers: list[LayerRows]) -> bool:
     """Whether no row is in two layers."""
-    rows = [layer.rows for layer in layers if layer.rows is not None]
+    rows = [layer.rows.cpu() for layer in layers if layer.rows is not None]
     if all(layer.first_row is not None for layer in layers):
         runs = sorted((int(own[0]), int(own[-1])) for own in rows)
         return all(below[1] < above[0] for below, above in itertools.pairwise(runs))

@@ -94,3 +94,14 @@ def test_touched_bench_gives_figures(tmp_path: Path) -> None:
     assert saves["delta"]["bytes_written"] < 1.1 * saves["delta"]["touched_bytes"] + 100_000
     assert_is_figure(result["marking"]["share"])
     assert len(result["zipf"]["bytes"]) == 4
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
+    result = run_bench("dcp", tmp_path / "dcp")
+    assert {(one["world"], one["size"]) for one in result["saves"]} == {
+        (world, size) for world in (1, 2) for size in ("large", "small")
+    }
+    for one in result["saves"]:
+        for name in ("save_seconds", "call_seconds", "durable_seconds", "lost_seconds"):
+            assert_is_figure(one[name])

@@ -1,7 +1,7 @@
 """docs/format.md is enough to read a checkpoint: here stands a reader written from it, without asyncckpt.
 
 It reads tables, dense tensors of every kind, split blocks, nested state and plain values, and checks every digest. A
-second one on top of it puts deltas together. Neither knows encodings.
+second one on top of it puts deltas together, a third one reads what several ranks have saved. None knows encodings.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import asyncckpt
 import asyncckpt.plan.image
 from tests.chains.model import RandomChain, layer_of, load
 from tests.chains.written import write
+from tests.main_job.merged_ranks import as_boxes, save_each
 
 READER_LINES_MAX = 60
 CHAIN_READER_LINES_MAX = 40
+RANKS_READER_LINES_MAX = 40
 READER_MAY_IMPORT = {"base64", "itertools", "json", "numpy", "safetensors", "torch", "xxhash"}
 
 # ruff: noqa: E402
@@ -44,9 +46,9 @@ def read_manifest(root, step):
     raw = (compacted if compacted.exists() else root / "manifests" / f"{step:012d}.json").read_bytes()
     manifest = json.loads(raw)
     assert (manifest["format"], manifest["version"]) == ("asyncckpt", 1)
-    assert set(manifest["requires"]) <= {"delta", "compacted", "pad"}, "encodings are not known here"
+    assert set(manifest["requires"]) <= {"delta", "compacted", "pad", "ranks", "boxes"}, "encodings are not known here"
     assert manifest["digest"] == xxhash.xxh3_128_hexdigest(raw[: raw.rindex(b',"digest":"')])
-    for file in manifest["files"]:
+    for file in [file for part in [manifest, *manifest.get("others", [])] for file in part["files"]]:
         header = (root / file["path"]).open("rb").read(file["header_bytes"])
         assert xxhash.xxh3_128_hexdigest(header) == file["header_digest"]
     return manifest
@@ -144,6 +146,42 @@ def read_delta(root, step):
 
 
 # -- end of the chain reader -----------------------------------------------------------------------------------------
+# -- the ranks reader ------------------------------------------------------------------------------------------------
+def leaves_of(node, path=()):
+    if isinstance(node, str):
+        yield path, node
+        return
+    ((kind, body),) = node.items()
+    named = ((json.dumps(key), child) for key, child in body) if kind == "d" else enumerate(body)
+    for key, child in [(None, body)] if kind == "s" else named:
+        yield from leaves_of(child, path if kind == "s" else (*path, key))
+
+
+def read_ranks(root, step, rank):
+    manifest, tables, wholes = read_manifest(root, step), {}, {}
+    parts = [manifest, *manifest.get("others", [])]
+    assert len(parts) == manifest["ranks_count"]
+    for part in parts:
+        paths = [path for path, leaf in leaves_of(part["tree"]) if leaf != "v"]
+        for block in sorted(part["blocks"], key=lambda block: block.get("row_begin", 0)):
+            if block["role"] == "pad":
+                continue
+            tensor = read_block(root, part, block)
+            if "table" in block:
+                tables.setdefault(block["table"], {}).setdefault(block["column"], []).append(tensor)
+                continue
+            where = paths[block["leaf"]] if "leaf" in block else block["name"]
+            shape = block.get("whole_shape", block["shape"])
+            whole = wholes.setdefault(where, torch.empty(shape, dtype=tensor.dtype))
+            begin = [block.get("row_begin", 0), *block.get("column_begins", [0] * len(shape))]
+            whole[tuple(slice(at, at + size) for at, size in zip(begin, block["shape"], strict=False))] = tensor
+    own = parts[rank]
+    tensors = (wholes.get(path) for path, leaf in leaves_of(own["tree"]) if leaf != "v")
+    joined = {name: {column: torch.cat(found) for column, found in columns.items()} for name, columns in tables.items()}
+    return joined, state_of(own["tree"], tensors, iter(own["values"]))
+
+
+# -- end of the ranks reader -----------------------------------------------------------------------------------------
 
 
 def source_of(name: str) -> str:
@@ -220,8 +258,9 @@ def check_table(found: dict[str, torch.Tensor], table: asyncckpt.HashTable) -> N
 
 
 def test_reader_is_short_and_knows_nothing_of_us() -> None:
-    source = source_of("reader") + source_of("chain reader")
-    for name, lines_max in (("reader", READER_LINES_MAX), ("chain reader", CHAIN_READER_LINES_MAX)):
+    lines = {"reader": READER_LINES_MAX, "chain reader": CHAIN_READER_LINES_MAX, "ranks reader": RANKS_READER_LINES_MAX}
+    source = "".join(source_of(name) for name in lines)
+    for name, lines_max in lines.items():
         assert len([line for line in source_of(name).splitlines() if line.strip()]) <= lines_max
     imported = {
         name.split(".")[0]
@@ -230,6 +269,27 @@ def test_reader_is_short_and_knows_nothing_of_us() -> None:
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
     assert imported <= READER_MAY_IMPORT
+
+
+def test_reader_puts_ranks_together(tmp_path: Path) -> None:
+    """Rows over ranks, boxes in two dimensions, a tensor that only rank 1 has written, values of each rank's own."""
+    whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))
+    boxes, states, tables = {}, [], []
+    for rank, (rows, columns) in enumerate(itertools.product(((0, 2), (2, 5)), ((0, 4), (4, 6)))):
+        box = whole[slice(*rows), slice(*columns)].clone()
+        boxes[rank, "nest.w"] = ((rows[0], columns[0]), (5, 6))
+        states.append({"nest": {7: [torch.arange(3), rank], "w": box}, "rank": rank})
+        table = asyncckpt.HashTable("user", 6, optimizer_slots={"sum": torch.float32}, shard=(rank, 4))
+        ids = torch.arange(-80, 80)
+        ids = ids[table.owns(ids)]
+        table.insert(ids, torch.outer(ids.float(), torch.ones(6)))
+        tables.append({"user": table})
+    root = save_each(tmp_path, states, tables=tables, change=as_boxes(boxes, only={"nest.7.0": 1}))
+    for rank, state in enumerate(states):
+        found, own = read_ranks(root, 1, rank)
+        assert same(own, {**state, "nest": {**state["nest"], "w": whole}})
+        assert found["user"]["id"].sort().values.tolist() == list(range(-80, 80))
+        assert torch.equal(found["user"]["embedding"][:, 5], found["user"]["id"].float())
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -325,7 +385,7 @@ def test_format_page_names_every_member_and_dtype(tmp_path: Path, monkeypatch: p
     for manifest in manifests:
         parts = ("files", "tables", "blocks", "parents")
         members |= set().union(*(item for part in parts for item in manifest[part]), manifest["requires"])
-    members |= {"replaces", "filters", "compacted"}
+    members |= {"replaces", "filters", "compacted", "others", "column_begins", "ranks", "boxes"}
     members |= {str(dtype).removeprefix("torch.") for dtype in asyncckpt.supported_dtypes()}
     page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
     assert {name for name in members if f"`{name}`" not in page} == set()

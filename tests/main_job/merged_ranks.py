@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
+import asyncckpt
 from asyncckpt.format.header import render_header
 from asyncckpt.format.manifest import (
     BlockFacts,
@@ -56,12 +58,30 @@ def as_boxes(boxes: Boxes, *, only: Mapping[str, int] | None = None) -> Change:
     return change
 
 
+def keep(rank: int, spec: BlockSpec) -> BlockSpec:
+    """Every rank writes all that it has saved."""
+    return spec
+
+
+def save_each(
+    path: Path, states: Sequence[Any], *, tables: Sequence[Mapping[str, Any]] = (), change: Change = keep
+) -> Path:
+    """Save the state of every rank as step 1, and return the directory of the checkpoint that they make together."""
+    for rank, state in enumerate(states):
+        own = tables[rank] if tables else {}
+        with asyncckpt.Saver(path=path / f"{rank}", hashtables=own, tensors=state, durability="none") as saver:
+            saver.save(1)
+    (path / "all").mkdir()
+    merge(path / "all", 1, [path / f"{rank}" for rank in range(len(states))], change=change)
+    return path / "all"
+
+
 def merge(
     root: Path,
     step: int,
     sources: Sequence[Path],
     *,
-    change: Change = lambda rank, spec: spec,
+    change: Change = keep,
     parent: Written | None = None,
 ) -> Written:
     """Write the checkpoint that these ranks hold together: a delta on top of `parent` where theirs are deltas."""
