@@ -6,7 +6,7 @@ asyncckpt.Loader("ckpt", hashtables={"user": table}, tensors={"model": model, "o
 """
 
 from asyncckpt import filters
-from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, TableInfo, describe, list_steps, verify
+from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, RankInfo, TableInfo, describe, list_steps, verify
 from asyncckpt.compaction import compact
 from asyncckpt.engine.future import LoadFuture, SaveFuture
 from asyncckpt.engine.update import TableUpdate
@@ -103,6 +103,7 @@ __all__ = [
     "PeriodicSaver",
     "PeriodicStatistics",
     "Piece",
+    "RankInfo",
     "Role",
     "SaveCancelledError",
     "SaveFuture",

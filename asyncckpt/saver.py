@@ -346,7 +346,7 @@ class Saver:
         if self._closed:
             raise UsageError(f"Saver of {self.path!r} is closed")
         if self._pid != os.getpid():
-            raise UsageError(f"Saver of {self.path!r} belongs to the parent process", hint="make one here")
+            raise UsageError("this Saver belongs to the parent process", hint="make a new one in this process")
         if self._lock is not None:
             self._lock.check()
 

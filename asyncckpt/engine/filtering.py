@@ -57,7 +57,7 @@ def is_elsewhere(job: SaveJob, number: int) -> bool:
 
 def filtered_tables(job: SaveJob, blocks: list[FilteredBlock]) -> tuple[TableFacts, ...]:
     """The tables whose ids the filter left, under the names that it gave them."""
-    shards = {item.name: item.table.shard for item in job.cut.tables}
+    shards = {item.name: item.shard for item in job.cut.tables}
     tables = {}
     for item in blocks:
         if item.spec.role is Role.ID and item.spec.table is not None:

@@ -175,7 +175,7 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
     tables = {
         item.name: TableLink(
             schema=item.schema,
-            shard=item.table.shard,
+            shard=item.shard,
             version=job.versions.get(item.name),
             prints=written.prints.get(item.name),
         )

@@ -132,7 +132,7 @@ def _audited(chosen: TableRows, item: CutTable, newest: ChainLink) -> TableRows:
 
 def is_same_table(item: CutTable, link: TableLink) -> bool:
     """Whether a delta of this table can be laid over that one."""
-    return link.schema == item.schema and link.shard == item.table.shard
+    return link.schema == item.schema and link.shard == item.shard
 
 
 def _bytes_of(delta: Choice, cut: Cut) -> int:

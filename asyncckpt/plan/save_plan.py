@@ -26,7 +26,7 @@ from asyncckpt.format.tree import VALUE, Node, leaves, path_name
 from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.sharded import Piece, Sharded
-from asyncckpt.model.table import OpenCut, Role, Table, TableCut, TableSchema
+from asyncckpt.model.table import OpenCut, OwnsIds, Role, Table, TableCut, TableSchema
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf
 from asyncckpt.plan.leaf_names import check_name, tensor_names
@@ -43,6 +43,11 @@ class CutTable:
     table: Table
     schema: TableSchema
     cut: TableCut
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """As the manifest tells it: of a table that owns its ids by another rule than their modulo, nothing."""
+        return (0, 1) if isinstance(self.table, OwnsIds) else self.table.shard
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class PlanCache:
         """
         choice = (frozenset(left_open), frozenset(in_regions), bool(elsewhere))
         planned = [item for item in cuts if item.name not in choice[1]]
-        tables = [(item.name, item.schema, item.cut.rows_count, item.table.shard) for item in planned]
+        tables = [(item.name, item.schema, item.cut.rows_count, item.shard) for item in planned]
         others = [(item.name, item.schema) for item in cuts if item.name in choice[1]]
         devices = [str(item.cut.column(column.name).device) for item in planned for column in item.schema.columns]
         caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
@@ -198,9 +203,9 @@ def _make_plan(
     to_export: list[tuple[int, OpenCut, list[BlockSpec]]] = []
     for number, item in enumerate(cuts):
         if item.name in in_regions:
-            column_specs(item.name, item.schema, item.table.shard, rows_count=0)  # Refused here, before the capture.
+            column_specs(item.name, item.schema, item.shard, rows_count=0)  # Refused here, before the capture.
             continue
-        columns_of = column_specs(item.name, item.schema, item.table.shard, rows_count=item.cut.rows_count)
+        columns_of = column_specs(item.name, item.schema, item.shard, rows_count=item.cut.rows_count)
         if item.name in left_open:
             assert can_stay_open(item.cut)
             to_export.append((number, item.cut, columns_of))
@@ -219,9 +224,7 @@ def _make_plan(
         to_export, first_block=len(specs), first_file=len(image.files), first_byte=image.bytes, rank=rank
     )
     facts = tuple(
-        TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.table.shard)
-        for t in cuts
-        if t.name not in in_regions
+        TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.shard) for t in cuts if t.name not in in_regions
     )
     by_address = {number: _copied_by_address(held[number]) for number in {item.tensor for item in sources.values()}}
     raw_numbers = tuple(sorted(number for number, raw in by_address.items() if raw))

@@ -89,7 +89,7 @@ class TableCapture:
         facts = TableFacts(
             name=self._item.name,
             rows_count=chosen.count(cut.rows_count),
-            shard=self._item.table.shard,
+            shard=self._item.shard,
             whole=chosen.is_whole,
             removed_count=len(chosen.removed),
         )

@@ -392,7 +392,7 @@ def test_case_045_pad_of_a_page(tmp_path: Path) -> None:
         ({"stored": {"dtype": "U8"}}, "has no 'shape'"),
         ({"stored": {"dtype": "U8", "shape": [2**62, 4]}}, ".stored is of impossible size"),
         ({"stored": {"dtype": "U8", "shape": [3]}}, "does not fit its shape or its file"),
-        ({"shape": [399]}, "rows of tensor 'user@sum' are missing"),
+        ({"shape": [399]}, "elements of tensor 'user@sum' are missing"),
     ],
 )
 def test_case_045_encoded_block_of_wrong_form(rich: Crafted, changes: Document, said: str) -> None:

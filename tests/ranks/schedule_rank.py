@@ -1,0 +1,81 @@
+"""One rank of a schedule: it trains, saves two steps and forgets them, and one rank is struck in the second save."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import asyncckpt
+from asyncckpt.coordination import file_channel, store_channel
+from tests.ranks.kill_points import strike_at
+from tests.ranks.training import Training
+
+PEER_DEADLINE_S = 5.0
+OUTCOME_S_MAX = 30.0  # Nothing hangs: the limits of a save add up to far less.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which rank is struck where, by SIGKILL or SIGSTOP; over: the channel, "store" or "file"."""
+
+    ranks_count: int
+    victim: int
+    point: str
+    strike: str = "kill"
+    over: str = "store"
+
+    @property
+    def name(self) -> str:
+        return f"{self.strike} rank {self.victim} of {self.ranks_count} at {self.point!r} over {self.over}"
+
+
+def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
+    """Writes how its second save ended to `outcome-<rank>`."""
+    torch.set_num_threads(1)
+    store_channel.CLOSE_S_MAX = file_channel.CLOSE_S_MAX = 0.3  # A rank that was killed is waited for in vain.
+    training = join(schedule, rank, folder)
+    saver = asyncckpt.Saver(
+        rank,
+        schedule.ranks_count,
+        path=folder / "checkpoints",
+        hashtables={"user": training.table},
+        tensors=training.tensors,
+        on_busy="wait",
+        peer_deadline=PEER_DEADLINE_S,
+    )
+    training.train()
+    saver.save_async(1)
+    training.train()
+    if rank == schedule.victim:
+        strike_at(schedule.point, signal.SIGKILL if schedule.strike == "kill" else signal.SIGSTOP, step=2)
+    begun = time.monotonic()
+    future = saver.save_async(2)
+    training.scramble()
+    told = describe(future.exception(OUTCOME_S_MAX))
+    told["seconds"] = time.monotonic() - begun
+    (folder / f"outcome-{rank}").write_text(json.dumps(told))
+    saver.close()
+
+
+def join(schedule: Schedule, rank: int, folder: Path) -> Training:
+    if schedule.over == "file":
+        return Training(rank, schedule.ranks_count)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=schedule.ranks_count)
+    return Training(rank, schedule.ranks_count, dist.group.WORLD)
+
+
+def describe(error: BaseException | None) -> dict[str, Any]:
+    """How a save ended, as one of committed, doubt, peer, or the name of another error."""
+    if error is None:
+        return {"outcome": "committed"}
+    told: dict[str, Any] = {"rank": getattr(error, "rank", None), "text": str(error)}
+    if isinstance(error, asyncckpt.PeerInDoubtError):
+        return {"outcome": "doubt", "resolved": error.resolve(), **told}
+    return {"outcome": "peer" if isinstance(error, asyncckpt.PeerError) else type(error).__name__, **told}

@@ -1,0 +1,81 @@
+"""Small jobs of several ranks, in processes of their own; what they saved is loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import asyncckpt
+from tests.ranks import job_ranks
+from tests.ranks.forked import await_end, end, start
+from tests.ranks.training import differences, image, load_whole, run_alone
+
+pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
+
+RUN_S_MAX = 90.0
+
+
+def run(job: Callable[[int, Path], None], ranks_count: int, folder: Path) -> list[int | None]:
+    """Run all ranks of a job; their exit codes. AssertionError with what they printed when one raised or hung."""
+    outputs = [folder / f"output-{job.__name__}-{rank}" for rank in range(ranks_count)]
+    ranks = [start(job, (rank, folder), output) for rank, output in enumerate(outputs)]
+    try:
+        codes = await_end(ranks, RUN_S_MAX)
+    finally:
+        for process in ranks:
+            end(process)
+    said = "\n".join(f"{output.name}: {output.read_text()[-3000:]}" for output in outputs if output.exists())
+    assert 1 not in codes, said
+    assert None not in codes, said
+    return codes
+
+
+def check(path: Path, steps: dict[int, int], ranks_count: int) -> None:
+    """The directory holds these checkpoints: by step, how many steps had been trained then."""
+    assert asyncckpt.list_steps(path) == sorted(steps)
+    for step, trained_count in steps.items():
+        found_step, found = load_whole(path, step)
+        assert found_step == step
+        assert differences(found, image(*run_alone(trained_count, ranks_count))) == []
+        assert asyncckpt.verify(path, step).strays == ()
+
+
+def test_ranks_without_a_process_group(tmp_path: Path) -> None:
+    assert run(job_ranks.files_only, 3, tmp_path) == [0, 0, 0]
+    check(tmp_path / "checkpoints", {1: 1, 2: 2, 3: 3, 4: 4}, 3)
+    assert list((tmp_path / "checkpoints" / "ranks").iterdir()) == []
+
+
+def test_a_job_whose_rank_was_killed_is_started_again(tmp_path: Path) -> None:
+    assert run(job_ranks.begin_and_die, 2, tmp_path) == [0, -9]
+    check(tmp_path / "checkpoints", {1: 1}, 2)
+    assert run(job_ranks.begin_again, 2, tmp_path) == [0, 0]
+    check(tmp_path / "checkpoints", {1: 1, 2: 2}, 2)
+
+
+def test_a_sub_group_saves_together(tmp_path: Path) -> None:
+    assert run(job_ranks.sub_group, 3, tmp_path) == [0, 0, 0]
+    check(tmp_path / "checkpoints", {1: 1, 2: 2}, 2)
+    check(tmp_path / "alone", {1: 1}, 1)
+
+
+@pytest.mark.parametrize(
+    ("job", "steps"),
+    [
+        (job_ranks.different_steps, {1: 1}),
+        (job_ranks.a_filter_raises, {2: 2}),
+        (job_ranks.a_rank_skips, {2: 1}),
+        (job_ranks.a_call_fails, {2: 2}),
+        (job_ranks.the_directory_cannot_be_opened, {1: 1}),
+    ],
+)
+def test_what_goes_wrong_on_one_rank(tmp_path: Path, job: Callable[[int, Path], None], steps: dict[int, int]) -> None:
+    assert run(job, 2, tmp_path) == [0, 0]
+    check(tmp_path / "checkpoints", steps, 2)
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    assert run(job_ranks.a_rank_does_not_come, 2, tmp_path) == [0, 0]
+    check(tmp_path / "checkpoints", {1: 1}, 1)
