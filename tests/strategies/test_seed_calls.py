@@ -276,7 +276,9 @@ def test_a_call_has_the_signature_of_the_page(call: tuple[str, str]) -> None:
     assert getattr(found, "__isabstractmethod__", False) is (kind is ABSTRACT)
 
 
-@pytest.mark.parametrize("strategy", [SAVE_COMMON, LOAD_COMMON, SAVE_SHARDED, LOAD_SHARDED], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [SAVE_COMMON, LOAD_COMMON, SAVE_SHARDED, LOAD_SHARDED], ids=lambda strategy: type(strategy).__name__
+)
 def test_our_strategies_take_what_the_page_says(strategy: Any) -> None:
     """Positionally, in its order; what they take beyond has defaults."""
     for (owner, name), (parameters, kind) in PAGE.items():
