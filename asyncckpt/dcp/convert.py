@@ -1,0 +1,243 @@
+"""From DCP's own format and back to it, in one process: for those who come, and for those who leave.
+
+import_checkpoint   reads what dcp.FileSystemWriter wrote: chunk by chunk, so memory holds a chunk and two buffers
+export_checkpoint   writes it with dcp.FileSystemWriter: the whole checkpoint is in memory, and the result holds
+                    pickles, for that is its format
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from asyncckpt.dcp.attempt import CoordinatedAttempt, created_now, save_lock_held
+from asyncckpt.dcp.dcp_metadata import METADATA_NAME, read_dcp_metadata
+from asyncckpt.dcp.planned_data import from_stream, put_at
+from asyncckpt.dcp.rank_part import DcpPath, LocalKeys, tree_of
+from asyncckpt.dcp.reader import StorageReader
+from asyncckpt.dcp.writer import check_whole
+from asyncckpt.engine.box_files import BoxPlan, box_spec, plan_boxes, stream_boxes
+from asyncckpt.engine.save_steps import WRITER
+from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import ManifestHead, encode_manifest
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.values import encode_value
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.native import Progress
+from asyncckpt.options import CHUNK_BYTES, Durability, SaveOptions
+from asyncckpt.storage.directory import check_path, io_failed
+
+
+def import_checkpoint(
+    dcp_dir: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    durability: Durability = "fsync",
+    parallel: int = 8,
+) -> int:
+    """Import a checkpoint of dcp.FileSystemWriter as a step of an asyncckpt directory; returns the step.
+
+    step: None: one more than the newest. Chunks stay as they are: one of a tensor that was spread is a block. Nothing
+    but plain values and tensors is taken: UnsupportedError naming what is not. Raises NotFoundError, CorruptError,
+    ConflictError, IOFailedError too; there is no manifest then.
+    """
+    folder = check_path(dcp_dir)
+    metadata = read_dcp_metadata(folder)
+    check_whole(metadata)
+    files = _DcpFiles(folder, metadata)
+    with files.open():
+        plan, names, chunks = _plan(metadata, parallel=parallel)
+        values = [_encoded(files.value(name), name) for name in names]
+        options = SaveOptions(durability=durability, parallel=parallel)
+        begun = CoordinatedAttempt(check_path(path), step, options)
+        try:
+            recent = _RecentChunks(files)
+            sources = [
+                _ChunkSource(recent, chunks[box], plan.boxes[box], placed.spec)
+                for box, placed in zip(plan.tensor.tolist(), plan.image.blocks, strict=True)
+            ]
+            with save_lock_held("save", begun.root.path, begun.attempt.step):
+                written = stream_boxes(
+                    plan,
+                    sources,
+                    folder=begun.folder,
+                    attempt=begun.attempt,
+                    options=options,
+                    progress=Progress(),
+                )
+            head = ManifestHead(
+                step=begun.attempt.step,
+                kind="full",
+                parents=(),
+                attempt=begun.attempt.id,
+                created=created_now(),
+                writer=WRITER,
+                ranks_count=1,
+                files=written.files,
+                values=tuple(values),
+                metadata={},
+            )
+            begun.commit(head, encode_manifest(head, plan.body, written.digests))
+        finally:
+            begun.close()
+    return begun.attempt.step
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None
+) -> None:
+    """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this process alone.
+
+    The dense tensors in full, and the plain values; tables are left out. Needs memory for all of it. What is written
+    holds pickles: that is the format of the target. ConflictError when there is a checkpoint in dcp_dir already.
+    """
+    folder = check_path(dcp_dir)
+    if (folder / METADATA_NAME).exists():
+        raise ConflictError(f"{str(folder)!r} holds a DCP checkpoint already")
+    reader = StorageReader(path, step=step)
+    metadata = reader.read_metadata()
+    state: dict[str, Any] = {}
+    for name, item in metadata.state_dict_metadata.items():
+        value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
+        put_at(state, metadata.planner_data[name], value)
+    load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], list[MetadataIndex]]:
+    """The plan of all chunks, the names of the values in the order of the tree, and the chunk of every box."""
+    items = metadata.state_dict_metadata
+    tensors = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
+    values = [name for name, item in items.items() if isinstance(item, BytesStorageMetadata)]
+    paths: dict[str, DcpPath] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    tree, tensor_names, value_names = tree_of(LocalKeys(tensors=tuple(tensors), values=tuple(values)), paths)
+    boxes: list[BlockSpec] = []
+    chunks: list[MetadataIndex] = []
+    for leaf, name in enumerate(tensor_names):
+        item = tensors[name]
+        for chunk in item.chunks:
+            if not all(chunk.sizes) and chunk.sizes != item.size:
+                continue
+            dtype = item.properties.dtype
+            boxes.append(
+                box_spec(name, dtype, begin=chunk.offsets, shape=chunk.sizes, whole_shape=item.size, leaf=leaf)
+            )
+            chunks.append(MetadataIndex(name, chunk.offsets))
+    return plan_boxes(boxes, tree, parallel=parallel, rank=0), value_names, chunks
+
+
+def _encoded(value: Any, name: str) -> Json:
+    return encode_value(value, owner=repr(name))
+
+
+class _DcpFiles:
+    """The `.distcp` files of a DCP checkpoint: what lies where is told by its metadata, and checked."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self._folder = folder
+        self._places: dict[MetadataIndex, Any] = metadata.storage_data if type(metadata.storage_data) is dict else {}
+        self._files: dict[str, io.BufferedReader] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for file in self._files.values():
+                file.close()
+
+    def value(self, name: str) -> Any:
+        return from_stream(self._stream(MetadataIndex(name)), name=name)
+
+    def tensor(self, index: MetadataIndex, *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A chunk, contiguous on the CPU."""
+        stream = self._stream(index)
+        try:
+            found = torch.load(stream, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CorruptError(f"chunk {list(index.offset or ())} of {index.fqn!r} cannot be read: {error}") from error
+        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype is not dtype:
+            raise CorruptError(
+                f"chunk {list(index.offset or ())} of {index.fqn!r} is not what the metadata says",
+                found=(tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__,
+                expected=(shape, dtype),
+            )
+        return found.detach().resolve_conj().resolve_neg().contiguous()
+
+    def _stream(self, index: MetadataIndex) -> io.BytesIO:
+        place: Any = self._places.get(index)
+        name = getattr(place, "relative_path", None)
+        if type(name) is not str or Path(name).name != name or name in ("", ".", ".."):
+            raise CorruptError(f"the metadata of the DCP checkpoint has no place for {index.fqn!r}", found=name)
+        if getattr(place, "transform_descriptors", None):
+            raise UnsupportedError(
+                f"{index.fqn!r} was transformed by an extension of DCP", found=place.transform_descriptors
+            )
+        try:
+            if name not in self._files:
+                self._files[name] = (self._folder / name).open("rb")
+            file = self._files[name]
+            size = os.fstat(file.fileno()).st_size
+            if not 0 <= place.offset <= place.offset + place.length <= size:
+                raise CorruptError(
+                    f"file {name!r} of the DCP checkpoint is too short",
+                    found=size,
+                    expected=place.offset + place.length,
+                )
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
+        except OSError as error:
+            raise io_failed(f"file {name!r} of the DCP checkpoint cannot be read", error) from error
+
+
+class _ChunkSource:
+    """The bytes of a block from a chunk of a DCP checkpoint, which is read when they are asked for.
+
+    box: the whole chunk. block: the rows of it that are asked for; less than all for a chunk over the limit.
+    """
+
+    def __init__(self, chunks: _RecentChunks, index: MetadataIndex, box: BlockSpec, block: BlockSpec) -> None:
+        self._chunks = chunks
+        self._index = index
+        self._box = box
+        row_bytes = box.bytes // box.shape[0] if box.shape and box.shape[0] else 0
+        self._begin = (block.row_begin - box.row_begin) * row_bytes
+
+    def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
+        tensor = self._chunks.get(self._index, self._box)
+        return np.array([[tensor.data_ptr() + self._begin + begin, end - begin]], dtype=np.uint64)
+
+
+class _RecentChunks:
+    """Chunks that were read last: all that one buffer of a stream is filled from, for it is filled by one copy."""
+
+    def __init__(self, files: _DcpFiles) -> None:
+        self._files = files
+        self._kept: OrderedDict[MetadataIndex, torch.Tensor] = OrderedDict()
+
+    def get(self, index: MetadataIndex, box: BlockSpec) -> torch.Tensor:
+        if index not in self._kept:
+            dtype = dtype_by_name(box.dtype, owner=box.name).dtype
+            self._kept[index] = self._files.tensor(index, shape=box.shape, dtype=dtype)
+            # Every chunk but the oldest and the newest went into the buffer as a whole.
+            sizes = [tensor.nbytes for tensor in self._kept.values()]
+            while len(sizes) > 2 and sum(sizes[1:-1]) >= CHUNK_BYTES:
+                self._kept.popitem(last=False)
+                del sizes[0]
+        return self._kept[index]

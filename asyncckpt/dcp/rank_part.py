@@ -1,0 +1,208 @@
+"""What one rank contributes to a DCP checkpoint, from its plan to its part of the manifest.
+
+Blocks are the tensors, or boxes of them, that DCP's plan gives this rank to write. The tree has all that the rank had
+before DCP gave replicas to one rank each, at the paths that DCP flattened, and the plain values are this rank's own: so
+a Loader finds a nested state as it was, and a rank its own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from asyncckpt.engine.box_files import BoxPlan, WrittenBoxes, box_spec, plan_boxes
+from asyncckpt.format.manifest import BodyTemplate, FileFacts, PartText, encode_part
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.tree import TENSOR, VALUE, Node, leaves
+from asyncckpt.plan.leaf_names import check_name
+
+# A path as DCP flattens a state: keys of dicts as text, places in lists as numbers.
+DcpPath = tuple[str | int, ...]
+PLANS_KEPT_MAX = 2
+
+
+@dataclass(frozen=True)
+class LocalKeys:
+    """The names of everything that a rank had: tensors, and plain values."""
+
+    tensors: tuple[str, ...]
+    values: tuple[str, ...]
+
+    @staticmethod
+    def of(items: Iterable[WriteItem]) -> LocalKeys:
+        items = list(items)
+        values = [item.index.fqn for item in items if item.type is WriteItemType.BYTE_IO]
+        tensors = [item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO]
+        return LocalKeys(tensors=tuple(dict.fromkeys(tensors)), values=tuple(dict.fromkeys(values)))
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What a rank writes. values: names of its plain values in the order of the tree."""
+
+    boxes: BoxPlan
+    items: tuple[WriteItem, ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """A rank's part on its way to the coordinator; plain values alone. The body is a BodyTemplate taken apart."""
+
+    rank: int
+    step: int
+    attempt: str
+    files: tuple[tuple[str, int, int, bytes, int], ...]
+    values: tuple[Json, ...]
+    text: bytes
+    holes: bytes
+    features: tuple[str, ...]
+    digests: bytes
+
+    @staticmethod
+    def of(
+        rank: int, step: int, attempt: str, plan: PartPlan, values: Sequence[Json], written: WrittenBoxes
+    ) -> SentPart:
+        body = plan.boxes.body
+        return SentPart(
+            rank=rank,
+            step=step,
+            attempt=attempt,
+            files=tuple((f.path, f.rank, f.header_bytes, f.header_digest, f.bytes) for f in written.files),
+            values=tuple(values),
+            text=body.text,
+            holes=body.holes.tobytes(),
+            features=tuple(sorted(body.features)),
+            digests=written.digests.tobytes(),
+        )
+
+    @property
+    def file_facts(self) -> tuple[FileFacts, ...]:
+        return tuple(FileFacts(*file) for file in self.files)
+
+    @property
+    def body(self) -> BodyTemplate:
+        holes = np.frombuffer(self.holes, dtype=np.int64)
+        return BodyTemplate(text=self.text, holes=holes, features=frozenset(self.features))
+
+    @property
+    def digest_rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.frombuffer(self.digests, dtype=np.uint8).reshape(-1, 16)
+
+    @property
+    def part_text(self) -> PartText:
+        """As the part of a rank other than 0."""
+        return encode_part(self.file_facts, self.values, self.body, self.digest_rows)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A plan, the lists that it was made of, and what of them counts."""
+
+    local: list[WriteItem]
+    items: list[WriteItem]
+    facts: tuple[Any, ...]
+    part: PartPlan
+
+
+class PartPlans:
+    """Makes the plan of a part, and keeps the last ones: the next save of the same state takes the same."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+
+    def plan(
+        self,
+        items: list[WriteItem],
+        local: list[WriteItem],
+        paths: Mapping[str, DcpPath] | None,
+        *,
+        rank: int,
+        parallel: int,
+    ) -> PartPlan:
+        """The plan of rank's part. UsageError, UnsupportedError.
+
+        items: what it writes. local: what it has, be it written by others. paths: where DCP found what it flattened.
+        """
+        place = (rank, parallel, None if paths is None else dict(paths))
+        for kept in self._kept:
+            # A planner that keeps its plans gives the very same lists.
+            if kept.items is items and kept.local is local and kept.facts[:1] == (place,):
+                return kept.part
+        keys = LocalKeys.of([*local, *items])
+        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
+        facts = (place, keys, [_facts(item) for item in tensors])
+        found = next((kept.part for kept in self._kept if kept.facts == facts), None)
+        part = found or _plan(tensors, keys, paths or {}, rank=rank, parallel=parallel)
+        self._kept = [_Kept(local, items, facts, part), *(kept for kept in self._kept if kept.part is not part)]
+        del self._kept[PLANS_KEPT_MAX:]
+        return part
+
+
+part_plans = PartPlans()
+
+
+def _facts(item: WriteItem) -> tuple[Any, ...]:
+    """What a block depends on."""
+    data = item.tensor_data
+    assert data is not None
+    return item.index.fqn, data.chunk.offsets, data.chunk.sizes, data.size, data.properties.dtype
+
+
+def _plan(
+    items: Sequence[WriteItem], keys: LocalKeys, paths: Mapping[str, DcpPath], *, rank: int, parallel: int
+) -> PartPlan:
+    tree, tensor_names, value_names = tree_of(keys, paths)
+    leaf_of = {name: number for number, name in enumerate(tensor_names)}
+    kept, boxes = [], []
+    for item in items:
+        name, offsets, sizes, whole, dtype = _facts(item)
+        if not all(sizes) and sizes != whole:
+            continue  # A rank may hold nothing of a tensor that is spread.
+        kept.append(item)
+        boxes.append(box_spec(name, dtype, begin=offsets, shape=sizes, whole_shape=whole, leaf=leaf_of[name]))
+    planned = plan_boxes(boxes, tree, parallel=parallel, rank=rank)
+    return PartPlan(boxes=planned, items=tuple(kept), values=tuple(value_names))
+
+
+def tree_of(keys: LocalKeys, paths: Mapping[str, DcpPath]) -> tuple[Node, list[str], list[str]]:
+    """The tree of named leaves, and the names of its tensors and of its values in the order of the tree.
+
+    A name whose path does not spell it was given by the planner: it is a leaf of that name below the root.
+    """
+    root: dict[str | int, Any] = {}
+    for name, node in [*((name, TENSOR) for name in keys.tensors), *((name, VALUE) for name in keys.values)]:
+        check_name(name)
+        path = paths.get(name, (name,))
+        if ".".join(map(str, path)) != name or not _put(root, path, (name, node)):
+            root[name] = (name, node)
+    names: list[tuple[str, Node]] = []
+    tree = _node(root, names)
+    tensors = [name for name, node in names if node is not VALUE]
+    assert len(list(leaves(tree))) == len(names)
+    return tree, tensors, [name for name, node in names if node is VALUE]
+
+
+def _put(root: dict[str | int, Any], path: DcpPath, leaf: tuple[str, Node]) -> bool:
+    """Whether there was room for the leaf at its path."""
+    at: Any = root
+    for key in path[:-1]:
+        at = at.setdefault(key, {})
+        if not isinstance(at, dict):
+            return False
+    return at.setdefault(path[-1], leaf) is leaf
+
+
+def _node(value: Any, names: list[tuple[str, Node]]) -> Node:
+    if isinstance(value, tuple):
+        names.append(value)
+        node: Node = value[1]
+        return node
+    if value and all(type(key) is int for key in value) and sorted(value) == list(range(len(value))):
+        return ("list", tuple(_node(value[index], names) for index in range(len(value))))
+    keys = tuple(key if isinstance(key, str) else ("int", key) for key in value)
+    return ("dict", keys, tuple(_node(child, names) for child in value.values()))

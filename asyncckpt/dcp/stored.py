@@ -1,0 +1,173 @@
+"""A checkpoint as DCP's metadata: every dense tensor with its chunks, every plain value, and where DCP flattened them.
+
+Made from the manifest alone, of whatever checkpoint: a name is the dotted path, a chunk is a block. Plain values are
+those of the first rank that has them. Tables are not DCP's business and are left out, as are tensors of dtypes that
+this torch does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from asyncckpt.dcp.rank_part import DcpPath
+from asyncckpt.format.chain import Chain
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import RankPart
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.tree import VALUE, Node, key_value
+from asyncckpt.format.values import encode_value
+from asyncckpt.model.table import Role
+from asyncckpt.plan.leaf_names import unique_names
+
+DCP_VERSION = "1.0.0"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """blocks: the number of the block of every chunk. values: still encoded, by name. paths: where names come from."""
+
+    metadata: Metadata
+    blocks: dict[MetadataIndex, int]
+    values: dict[str, Json]
+
+
+def stored_of(chain: Chain) -> Stored:
+    """Index the newest manifest of a chain, whose blocks have its first numbers."""
+    items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    blocks: dict[MetadataIndex, int] = {}
+    values: dict[str, Json] = {}
+    paths: dict[str, DcpPath] = {}
+    number = 0
+    for part in chain.newest.parts:
+        named = _Names.of(part)
+        paths = {**named.paths, **paths}
+        for name, value in named.values.items():
+            values.setdefault(name, value)
+        for block in part.blocks:
+            spec = block.placed.spec
+            if spec.table is None and spec.role is not Role.PAD and spec.is_known:
+                name = spec.name if spec.leaf is None else named.tensors[spec.leaf]
+                paths.setdefault(name, (name,))
+                dtype = dtype_by_name(spec.dtype, owner=name).dtype
+                index = MetadataIndex(name, spec.begin)
+                item = items.setdefault(name, _tensor(dtype, spec.whole_shape or spec.shape))
+                assert isinstance(item, TensorStorageMetadata)
+                item.chunks.append(ChunkStorageMetadata(offsets=torch.Size(spec.begin), sizes=torch.Size(spec.shape)))
+                blocks[index] = number
+            number += 1
+    for name in list(values):
+        if name in items:  # A tensor on one rank, a plain value on another: DCP has room for one.
+            del values[name]
+        else:
+            items[name] = BytesStorageMetadata()
+    return Stored(
+        metadata=_metadata(items, {name: paths[name] for name in items}, blocks), blocks=blocks, values=values
+    )
+
+
+def _metadata(items: dict[str, Any], paths: dict[str, DcpPath], blocks: dict[MetadataIndex, int]) -> Metadata:
+    members: dict[str, Any] = {
+        "state_dict_metadata": items,
+        "planner_data": paths,
+        "storage_data": blocks,
+        "storage_meta": StorageMeta(),
+        "version": DCP_VERSION,
+    }
+    known = {field.name for field in dataclasses.fields(Metadata)}
+    return Metadata(**{name: value for name, value in members.items() if name in known})
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=[])
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Of one rank's part: the names of its tensors in the order of leaves, its values, and where all of them are."""
+
+    tensors: list[str]
+    values: dict[str, Json]
+    paths: dict[str, DcpPath]
+
+    @staticmethod
+    def of(part: RankPart) -> _Names:
+        found = list(_flattened(part.tree, iter(part.values), ()))
+        tensors = [path for path, value in found if value is _TENSOR]
+        values = [(path, value) for path, value in found if value is not _TENSOR]
+        tensor_names = unique_names(map(_dotted, tensors))
+        value_names = unique_names((_dotted(path) for path, _ in values), taken=tensor_names)
+        return _Names(
+            tensors=tensor_names,
+            values=dict(zip(value_names, (value for _, value in values), strict=True)),
+            paths=dict(zip([*tensor_names, *value_names], [*tensors, *(path for path, _ in values)], strict=True)),
+        )
+
+
+# Stands for a tensor where encoded values stand for themselves.
+_TENSOR: Any = object()
+
+
+def _flattened(node: Node, values: Iterator[Json], path: DcpPath) -> Iterator[tuple[DcpPath, Json]]:
+    """What DCP would flatten the state into: tensors and encoded values, with their paths.
+
+    Keys of dicts become text. A tuple is one value, and so is a list that holds neither tensors nor dicts.
+    """
+    if len(node) == 1:
+        yield path, next(values) if node is VALUE else _TENSOR
+    elif node[0] == "dict":
+        for key, child in zip(node[1], node[2], strict=True):
+            yield from _flattened(child, values, (*path, str(key_value(key))))
+    elif node[0] == "state":
+        yield from _flattened(node[1], values, path)
+    elif not _holds_tensors(node) and (node[0] == "tuple" or not _holds_dicts(node)):
+        yield path, _collapsed(node, values)
+    else:
+        for index, child in enumerate(node[1]):
+            yield from _flattened(child, values, (*path, index))
+
+
+def _holds_tensors(node: Node) -> bool:
+    return node is not VALUE if len(node) == 1 else any(map(_holds_tensors, _children(node)))
+
+
+def _holds_dicts(node: Node) -> bool:
+    """Whether a list has dicts in it, or in lists in it."""
+    return node[0] in ("dict", "state") or (node[0] == "list" and any(map(_holds_dicts, node[1])))
+
+
+def _children(node: Node) -> tuple[Node, ...]:
+    if node[0] == "state":
+        return (node[1],)
+    children: tuple[Node, ...] = node[2] if node[0] == "dict" else node[1]
+    return children
+
+
+def _collapsed(node: Node, values: Iterator[Json]) -> Json:
+    """A node without tensors as one encoded value."""
+    if node is VALUE:
+        return next(values)
+    if node[0] == "state":
+        return _collapsed(node[1], values)
+    children = [_collapsed(child, values) for child in _children(node)]
+    if node[0] == "dict":
+        keys = [encode_value(key_value(key), owner="key") for key in node[1]]
+        return {"dict": [list(pair) for pair in zip(keys, children, strict=True)]}
+    return children if node[0] == "list" else {"tuple": children}
+
+
+def _dotted(path: DcpPath) -> str:
+    return ".".join(map(str, path))

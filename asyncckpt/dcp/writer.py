@@ -1,0 +1,335 @@
+"""A StorageWriter for torch.distributed.checkpoint: its planners and collectives, our files and our commit.
+
+    dcp calls               on            here
+    set_up_storage_writer   every rank    begin anew; what an earlier save left open is closed
+    prepare_local_plan      every rank    dtypes that cannot be stored are refused, before anything is written
+    prepare_global_plan     coordinator   the attempt: directory, lock, step, folder; told to the ranks in their plans
+    write_data              every rank    plain values are encoded, tensors copied into an arena and written, synced
+    finish                  coordinator   the parts of all ranks are put together and published: the commit
+
+What fails on one rank is carried to all by DCP's collectives, as a CheckpointException; there is no manifest then.
+Nothing is pickled here: DCP pickles its plans and results on their way between ranks, but nothing of that reaches a
+file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.dcp.attempt import CoordinatedAttempt, created_now, save_lock_held
+from asyncckpt.dcp.planned_data import encode_values, tensors_of
+from asyncckpt.dcp.rank_part import SentPart, part_plans
+from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
+from asyncckpt.dcp.stager import AsyncStager
+from asyncckpt.dcp.stored import DCP_VERSION
+from asyncckpt.dcp.told import AttemptTold, newest_told, tell
+from asyncckpt.engine.box_files import write_boxes
+from asyncckpt.engine.save_steps import WRITER, as_ours
+from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
+from asyncckpt.format.coverage import covers
+from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.format.manifest import ManifestHead, encode_manifest
+from asyncckpt.native import Progress
+from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.storage.directory import Directory, check_path
+
+PART_INDEX = MetadataIndex("asyncckpt.part")
+
+
+class _Saving:
+    """One save of one writer, in the thread that makes it."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self.local: list[WriteItem] | None = None
+        self.attempt: CoordinatedAttempt | None = None
+        self.ranks_count = 0
+
+    def close(self) -> None:
+        if self.attempt is not None:
+            self.attempt.close()
+            self.attempt = None
+
+
+class StorageWriter(DcpStorageWriter, AsyncStager):
+    """Write DCP checkpoints as steps of an asyncckpt directory.
+
+        dcp.save(state_dict, storage_writer=asyncckpt.dcp.StorageWriter("ckpt"))
+        dcp.async_save(state_dict, storage_writer=asyncckpt.dcp.StorageWriter("ckpt"))
+
+    path               the directory, the same for all ranks, on a file system that they share; missing folders are made
+    step               None: one more than the newest in the directory. A step that exists is a ConflictError: steps are
+                       never overwritten
+    durability         "fsync": the save returns when the checkpoint survives a loss of power. "none": nothing is synced
+    keep_latest        remove all but so many of the newest checkpoints after each save
+    parallel           most shard files of a rank
+    host_memory_limit  bytes that staging may take; None: a share of what is free. Without room, files are written in
+                       chunks, and async_save copies tensor by tensor
+
+    `dcp.async_save` stages with the writer itself (see AsyncStager) unless another stager is given. The coordinator
+    holds the directory's lock from its plan to the commit. A writer may be used for many saves, also at once from
+    several threads. Source of the interface: torch.distributed.checkpoint.StorageWriter.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        durability: Durability = "fsync",
+        keep_latest: int | None = None,
+        parallel: int = 8,
+        host_memory_limit: int | None = None,
+    ) -> None:
+        AsyncStager.__init__(self, host_memory_limit=host_memory_limit)
+        if step is not None and (type(step) is not int or step < 0):
+            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the next")
+        if durability not in DURABILITIES:
+            raise UsageError("durability is wrong", found=durability, expected=DURABILITIES)
+        if type(parallel) is not int or not 1 <= parallel <= PARALLEL_MAX:
+            raise UsageError("parallel is wrong", found=parallel, expected=f"an int in [1, {PARALLEL_MAX}]")
+        if keep_latest is not None and (type(keep_latest) is not int or keep_latest < 1):
+            raise UsageError("keep_latest is wrong", found=keep_latest, expected="an int of at least 1, or None")
+        self._path = check_path(path)
+        self._step = step
+        self._options = SaveOptions(
+            parallel=parallel, durability=durability, host_memory_limit=host_memory_limit, keep_latest=keep_latest
+        )
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory."""
+        return str(self._path)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it can name a directory."""
+        try:
+            check_path(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Save into another directory from now on, if one is named."""
+        if checkpoint_id is not None:
+            self._path = check_path(checkpoint_id)
+
+    def close(self) -> None:
+        """Close what a save of this thread that failed on another rank left open. Not needed after other saves."""
+        saving = _savings().pop(self, None)
+        if saving is not None:
+            saving.close()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.close()
+        newest_told()
+        if not kwargs.get("use_collectives", True) and _ranks_running() > 1:
+            raise UnsupportedError(
+                "use_collectives=False would commit every rank by itself", expected="one checkpoint of all ranks"
+            )
+        _savings()[self] = _Saving(kwargs.get("rank"))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.tensor_data is not None:
+                stored_dtype(item.tensor_data.properties.dtype, owner=item.index.fqn)
+        if plan.items:  # Else, perhaps, of a planner that sends nothing because nothing has changed.
+            self._saving().local = plan.items
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        saving = self._saving()
+        try:
+            saving.attempt = begun = CoordinatedAttempt(self._path, self._step, self._options)
+        except BaseException as error:
+            raise as_ours(error, self._step) from error.__cause__
+        saving.ranks_count = len(plans)
+        told = [
+            AttemptTold(step=begun.attempt.step, id=begun.attempt.id, rank=rank, ranks_count=len(plans))
+            for rank in range(len(plans))
+        ]
+        if len(plans) == 1:
+            tell(told[0].step, told[0].id, 0, 1)  # Without other ranks nothing is sent, nor made anew.
+        return [replace(plan, storage_data=one) for plan, one in zip(plans, told, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        saving, told = self._saving(), newest_told()
+        if told is None:
+            raise UsageError("the plan was not made by this StorageWriter", found=type(plan.storage_data).__name__)
+        try:
+            sent = self._write(plan, planner, saving, told)
+        except BaseException as error:
+            if told.ranks_count == 1:
+                self.close()
+            raise as_ours(error, told.step) from error.__cause__
+        future: Future[list[WriteResult]] = Future()
+        bytes_written = sum(file.bytes for file in sent.file_facts)
+        future.set_result([WriteResult(index=PART_INDEX, size_in_bytes=bytes_written, storage_data=sent)])
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner, saving: _Saving, told: AttemptTold) -> SentPart:
+        local = saving.local or local_items(planner)
+        paths = getattr(planner, "mappings", None)
+        part = part_plans.plan(plan.items, local, paths, rank=told.rank, parallel=self._options.parallel)
+        values = encode_values(part.values, plan, planner)
+        tensors = tensors_of(part.items, planner)
+        with save_lock_held("save", self._path, told.step), _folder_of(saving, self._path, told) as folder:
+            written = write_boxes(
+                part.boxes,
+                tensors,
+                folder=folder,
+                attempt=told.attempt,
+                options=self._options,
+                progress=Progress(),
+            )
+        return SentPart.of(told.rank, told.step, told.id, part, values, written)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        saving = self._saving()
+        begun = saving.attempt
+        if begun is None:
+            raise UsageError("finish() without a plan")
+        try:
+            check_whole(metadata)
+            head, raw = _manifest(begun, _parts(begun, results, saving.ranks_count))
+            begun.commit(head, raw)
+        except BaseException as error:
+            raise as_ours(error, begun.attempt.step) from error.__cause__
+        finally:
+            self.close()
+        metadata.storage_meta = self.storage_meta()
+        if hasattr(metadata, "version"):
+            metadata.version = DCP_VERSION
+
+    def _saving(self) -> _Saving:
+        saving = _savings().get(self)
+        if saving is None:
+            raise UsageError("a StorageWriter was not set up in this thread", hint="let dcp.save call it")
+        return saving
+
+
+# Of every thread its saves, so that a writer which serves two at once keeps them apart, and has nothing to pickle.
+_in_thread = threading.local()
+
+
+def _savings() -> weakref.WeakKeyDictionary[StorageWriter, _Saving]:
+    found: weakref.WeakKeyDictionary[StorageWriter, _Saving] | None = getattr(_in_thread, "savings", None)
+    if found is None:
+        found = _in_thread.savings = weakref.WeakKeyDictionary()
+    return found
+
+
+def _ranks_running() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def local_items(planner: SavePlanner) -> list[WriteItem]:
+    """Of a planner that has sent no plan because nothing has changed: what it sent last."""
+    if isinstance(planner, OwnSavePlanner):
+        return planner.local_items or []
+    cached: Mapping[str, SavePlan] = getattr(planner, "_cached_save_plan", {})
+    plan = cached.get(getattr(planner, "_cached_plans_key", ""))
+    return [] if plan is None else plan.items
+
+
+class _folder_of:
+    """The attempt's folder: the coordinator's own, or opened for the time of the writing."""
+
+    def __init__(self, saving: _Saving, path: Path, told: AttemptTold) -> None:
+        self._saving, self._path, self._told = saving, path, told
+        self._opened: list[CheckpointRoot | Directory] = []
+
+    def __enter__(self) -> Directory:
+        if self._saving.attempt is not None:
+            return self._saving.attempt.folder
+        try:
+            root = CheckpointRoot.for_joining(self._path, exact_modes=False)
+            self._opened.append(root)
+            folder = root.data.child(self._told.attempt.directory)
+        except NotFoundError as error:
+            self.__exit__()
+            raise UsageError(
+                "the folder that the coordinator has made is not there on this rank",
+                found=str(self._path),
+                hint="all ranks need the same path, on a file system that they share",
+            ) from error
+        self._opened.append(folder)
+        return folder
+
+    def __exit__(self, *_: object) -> None:
+        while self._opened:
+            self._opened.pop().close()
+
+
+def _parts(begun: CoordinatedAttempt, results: Sequence[Sequence[WriteResult]], ranks_count: int) -> list[SentPart]:
+    """The parts of all ranks, in their order; UsageError for one that is missing or of another attempt."""
+    parts = [one.storage_data for result in results for one in result if isinstance(one.storage_data, SentPart)]
+    by_rank = {part.rank: part for part in parts if part.attempt == begun.attempt.id}
+    for rank in range(ranks_count):
+        if rank not in by_rank:
+            raise UsageError(
+                f"rank {rank} has written nothing for step {begun.attempt.step}",
+                found=[(part.rank, part.attempt) for part in parts[:8]],
+                expected=f"a part of every rank for attempt {begun.attempt.id}",
+            )
+    return [by_rank[rank] for rank in range(ranks_count)]
+
+
+def _manifest(begun: CoordinatedAttempt, parts: Sequence[SentPart]) -> tuple[ManifestHead, bytearray]:
+    first, others = parts[0], parts[1:]
+    head = ManifestHead(
+        step=begun.attempt.step,
+        kind="full",
+        parents=(),
+        attempt=begun.attempt.id,
+        created=created_now(),
+        writer=WRITER,
+        ranks_count=len(parts),
+        files=first.file_facts,
+        values=first.values,
+        metadata={},
+    )
+    return head, encode_manifest(head, first.body, first.digest_rows, [part.part_text for part in others])
+
+
+# The items that were checked last.
+_checked: list[object] = []
+
+
+def check_whole(metadata: Metadata) -> None:
+    """UsageError for a tensor of which the ranks together do not have every element once."""
+    if any(checked is metadata.state_dict_metadata for checked in _checked):
+        return  # A planner that keeps its plans gives the very same.
+    for name, item in metadata.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata) or (len(item.chunks) == 1 and item.chunks[0].sizes == item.size):
+            continue
+        boxes = [
+            tuple((begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            for chunk in item.chunks
+        ]
+        if not covers(boxes, item.size):
+            raise UsageError(
+                f"tensor {name!r} is not there in full, or twice in part",
+                found=[(list(chunk.offsets), list(chunk.sizes)) for chunk in item.chunks[:8]],
+                expected=f"every element of {list(item.size)} once",
+            )
+    _checked[:] = [metadata.state_dict_metadata]
