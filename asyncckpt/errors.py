@@ -48,6 +48,25 @@ class CheckpointError(Exception):
         message = ", ".join(parts)
         super().__init__(f"{message} ({hint})" if hint else message)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between processes, with their text and plain facts: other ranks wait for them there."""
+        facts = {name: fact for name, fact in self.__dict__.items() if isinstance(fact, (str, int, float, type(None)))}
+        return _received, (type(self), str(self), facts)
+
+
+def _received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
+    """An error of another process."""
+    error = kind.__new__(kind, message)
+    Exception.__init__(error, message)
+    error.__dict__.update({"expected": None, "found": None, **facts})
+    if isinstance(error, IndeterminateError):
+        error.resolve = _resolve_elsewhere
+    return error
+
+
+def _resolve_elsewhere() -> bool:
+    raise UsageError("this error came from another process", hint="call resolve() there, or look for the step")
+
 
 class CorruptError(CheckpointError):
     """Bytes on disk are not what was written."""

@@ -31,6 +31,7 @@ PAGES = [
     "README.md",
     "docs/guide.md",
     "docs/embcache.md",
+    "docs/dcp.md",
     "docs/filters.md",
     "docs/online-export.md",
     "docs/megatron.md",

@@ -1,0 +1,53 @@
+"""Errors travel between processes: other ranks are told of them by whatever means they have."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+import asyncckpt
+from asyncckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IndeterminateError,
+    IOFailedError,
+    PeerError,
+    PeerInDoubtError,
+    UsageError,
+)
+
+pytestmark = pytest.mark.once
+
+ERRORS = [
+    CorruptError("a file is damaged", found=b"x", expected=[1], hint="load another"),
+    IOFailedError("a write failed", errno=28, hint="free space"),
+    IndeterminateError("the commit is in doubt", resolve=lambda: True),
+    PeerError("the save was aborted", rank=3, cause="OSError: full"),
+    PeerInDoubtError("the save may be there", rank=0, cause="silence", resolve=lambda: True),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_arrives_with_its_text_and_facts(error: CheckpointError) -> None:
+    received = pickle.loads(pickle.dumps(error))
+    assert type(received) is type(error)
+    assert str(received) == str(error)
+    for fact in ("what", "hint", "errno", "rank", "cause"):
+        assert getattr(received, fact, None) == getattr(error, fact, None)
+    assert str(copy.copy(error)) == str(error)
+
+
+def test_another_process_cannot_resolve() -> None:
+    received = pickle.loads(pickle.dumps(ERRORS[2]))
+    with pytest.raises(UsageError, match="came from another process"):
+        received.resolve()
+
+
+def test_every_error_of_the_tree_can_travel() -> None:
+    kinds = [kind for kind in vars(asyncckpt).values() if isinstance(kind, type) and issubclass(kind, CheckpointError)]
+    tried = {type(error) for error in ERRORS}
+    for kind in kinds:
+        if kind not in tried and not issubclass(kind, (IndeterminateError, PeerError)):
+            assert str(pickle.loads(pickle.dumps(kind("what")))) == "what"
