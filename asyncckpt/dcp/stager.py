@@ -175,6 +175,7 @@ def _memory(bytes: int, *, limit_bytes: int | None) -> torch.Tensor:
     if arena is None:
         return torch.empty(bytes, dtype=torch.uint8)
     arena.seal()
+    pool.lend(arena)
     lease = arena.view()[:bytes]
     # torch keeps the array as long as the storage that is made of it, and so as long as any view of that.
     weakref.finalize(lease, pool.release, arena).atexit = False

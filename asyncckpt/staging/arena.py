@@ -36,6 +36,7 @@ class Arena:
     def __init__(self) -> None:
         self.state = ArenaState.FREE
         self.is_being_prepared = False
+        self.is_lent = False
         self.contents: ArenaContents | None = None
         self.filled_at = 0
         self._memory = core.map_memory(MAPPED_UNIT_BYTES)

@@ -98,7 +98,7 @@ class ArenaPool:
         free = [arena for arena in self._arenas if arena.state is ArenaState.FREE]
         usable = [arena for arena in free if arena.contents is not None and arena.contents.layout is layout]
         plain = [arena for arena in free if arena.contents is None]
-        has_room = len(self._arenas) < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas)
+        has_room = self._own_count() < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas)
         if usable:
             arena = max(usable, key=lambda item: item.filled_at)  # Least has been written since.
         elif plain:
@@ -126,11 +126,20 @@ class ArenaPool:
         if others + bytes + headroom <= limit:
             arena.ensure(bytes + headroom, threads=1)
 
+    def lend(self, arena: Arena) -> None:
+        """Let somebody keep a sealed arena for as long as he likes: saves go on with others."""
+        with self._changed:
+            arena.is_lent = True
+            self._changed.notify()
+
     def release(self, arena: Arena) -> None:
-        """Give an arena back and wake a waiter."""
+        """Give an arena back and wake a waiter; from any thread, also from within a garbage collection."""
         with self._changed:
             arena.state = ArenaState.FREE
-            arena.is_being_prepared = False
+            arena.is_being_prepared = arena.is_lent = False
+            if self._own_count() > ARENAS_COUNT_MAX:  # It was lent, and others came in its place.
+                self._arenas.remove(arena)
+                arena.close()
             self._changed.notify()
 
     def forget(self, layout: object) -> None:
@@ -139,6 +148,9 @@ class ArenaPool:
             for arena in self._arenas:
                 if arena.contents is not None and arena.contents.layout is layout:
                     arena.contents = None
+
+    def _own_count(self) -> int:
+        return sum(not arena.is_lent for arena in self._arenas)
 
     def trim(self) -> None:
         """Return the memory of all free arenas to the system."""

@@ -71,3 +71,19 @@ def test_contents_are_forgotten_with_their_layout() -> None:
     pool.forget(LAYOUT)
     assert first.contents is None
     assert take(pool, MIB, OTHER) is first
+
+
+def test_what_is_lent_is_in_nobodys_way() -> None:
+    pool = ArenaPool()
+    lent, first = take(pool, MIB), take(pool, MIB)
+    lent.seal()
+    pool.lend(lent)
+    second = take(pool, MIB)
+    assert second not in (lent, first)
+    with pytest.raises(DeadlineError):
+        take(pool, MIB)
+    pool.release(first)
+    assert pool.statistics().arenas_count == 3
+    pool.release(lent)
+    assert pool.statistics().arenas_count == 2, "the one that came back is given to the system"
+    assert take(pool, MIB) is first
