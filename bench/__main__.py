@@ -157,12 +157,14 @@ def touched(
 def distributed_checkpoint(
     count: Annotated[int, typer.Option(min=1, help="tensors")] = 8000,
     rounds: Rounds = 5,
+    short: Annotated[bool, typer.Option(help="only what the targets need")] = False,
     directory: Directory = None,
     out: Out = None,
     smoke: Smoke = False,
 ) -> None:
     """torch.distributed.checkpoint with its own writer and with ours: 1 process, 2 ranks, large and small tensors."""
-    run_dcp(count=count, rounds=rounds, directory=directory, out=_out(out, "dcp", smoke), smoke=smoke)
+    path = _out(out, "dcp", smoke)
+    run_dcp(count=count, rounds=rounds, short=short, directory=directory, out=path, smoke=smoke)
 
 
 @application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)

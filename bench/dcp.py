@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.dcp_rank import OURS_PLANNED, THEIRS, WAYS, DcpSpec
+from bench.dcp_rank import OURS_PLANNED, PLANNING, PLANNING_OURS, THEIRS, WAYS, DcpSpec
 from bench.figures import median_of
 from bench.report import machine, make_console, number, print_table, times, write_json
 from bench.rounds import REPOSITORY, RoundFailed, scratch_folder
@@ -29,11 +29,22 @@ Figures = list[dict[str, Any]]
 
 
 def run_dcp(
-    *, count: int = 8000, rounds: int = 5, directory: Path | None = None, out: Path, smoke: bool = False
+    *,
+    count: int = 8000,
+    rounds: int = 5,
+    short: bool = False,
+    directory: Path | None = None,
+    out: Path,
+    smoke: bool = False,
 ) -> Figures:
-    """Run it, print the tables, write `out`.json and .txt; return the figures of every save."""
+    """Run it, print the tables, write `out`.json and .txt; return the figures of every save.
+
+    short: their writer as it comes, ours with our planner, and the planning of both.
+    """
     console = make_console()
     sizes, ways, worlds = {"large": LARGE_BYTES, "small": SMALL_BYTES}, list(WAYS), [1, 2]
+    if short:
+        ways = [THEIRS, OURS_PLANNED, PLANNING, PLANNING_OURS]
     if smoke:
         count, rounds, ways, worlds = 40, 1, [THEIRS, OURS_PLANNED], [2]
     figures: Figures = []
