@@ -225,3 +225,109 @@ def a_rank_does_not_come(rank: int, folder: Path) -> None:
     alone.train()
     with saver_of(alone, folder / "checkpoints") as saver:  # The lock was given back.
         saver.save(1)
+
+
+def periodic_savers(rank: int, folder: Path) -> None:
+    """An error of one rank reaches every loop; the ranks stay in step whichever step it reaches them in."""
+    training = Training(rank, 2, group_of(rank, 2, folder))
+    broken = threading.Event()
+
+    def boom(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        if rank == 1 and broken.is_set():
+            raise RuntimeError("boom on the second rank")
+        return blocks
+
+    with saver_of(training, folder / "checkpoints", filter_func=boom) as saver:
+        with pytest.raises(UsageError, match="every_seconds is for one rank"):
+            asyncckpt.PeriodicSaver(saver, every_seconds=5.0)
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+        broken.set()
+        training.train()
+        future = periodic.step(training.step)
+        assert future is not None
+        raised(future)
+        broken.clear()
+        training.train()
+        if rank == 0:  # Rank 0 hears of it where a save is due, rank 1 before that.
+            with pytest.raises(PeerError, match="boom"):
+                periodic.step(training.step)
+        else:
+            with pytest.raises(FilterError, match="boom"):
+                periodic.drain()
+            missed = periodic.step(training.step)
+            assert missed is not None
+            error = raised(missed)
+            assert isinstance(error, PeerError)
+            assert "boom" in error.cause
+            with pytest.raises(PeerError):
+                periodic.drain()
+        training.train()
+        periodic.step(training.step)
+        periodic.drain()
+        assert periodic.statistics().last_result is not None
+        assert training.step == 3
+
+
+def compaction(rank: int, folder: Path) -> None:
+    """A chain of deltas is folded by rank 0, for all."""
+    training = Training(rank, 2, group_of(rank, 2, folder))
+    with saver_of(training, folder / "checkpoints") as saver:
+        for kind in ("full", "delta", "delta"):
+            training.train()
+            assert saver.save_async(training.step, kind=kind).result(WAIT_S_MAX).kind == kind
+        result = saver.compact().result(WAIT_S_MAX)
+        assert result.step == 3
+        assert result.skipped == (rank == 1)
+
+
+def a_last_call_fails(rank: int, folder: Path) -> None:
+    """And the Saver is closed at once: the other rank is told all the same, long before its deadline."""
+    training = Training(rank, 2, group_of(rank, 2, folder))
+    training.train()
+    with saver_of(training, folder / "checkpoints") as saver:
+        saver.save(1)
+        if rank == 1:
+            with pytest.raises(UsageError, match="step is wrong"):
+                saver.save_async(-5)
+        else:
+            error = raised(saver.save_async(2))
+            assert isinstance(error, PeerError)
+            assert "step is wrong" in error.cause
+
+
+def replicas(rank: int, folder: Path) -> None:
+    """What all ranks hold is written once, what only one holds too; values are every rank's own."""
+    training = Training(rank, 3, group_of(rank, 3, folder))
+    training.train()
+    table = asyncckpt.HashTable("whole", 2)
+    table.insert(torch.arange(5), torch.ones(5, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+        model[1].running_mean.fill_(float(rank))
+    state: dict[str, Any] = {"model": model, "rank": rank, "same": torch.full((5000,), 3.0)}
+    if rank == 2:
+        state["alone"] = torch.full((6000,), 4.0)
+    options = {"path": folder / "replicas", "hashtables": {"whole": table}, "tensors": state}
+    with asyncckpt.Saver(rank, 3, peer_deadline=PEER_DEADLINE_S, **options) as saver:
+        written = [saver.save_async(step).result(WAIT_S_MAX).bytes_logical for step in (1, 2)]
+        assert written[1] < written[0], "a share is captured once it is known"
+        for step in (1, 2):
+            blocks = asyncckpt.describe(folder / "replicas", step).blocks
+            assert len({block.name for block in blocks}) == len(blocks), "each is there once"
+            assert {block.rank for block in blocks if "running" in block.name} == {0}
+            assert {block.rank for block in blocks if block.name == "alone"} == {2}
+        if rank == 1:
+            state["same"] = torch.zeros(5001)  # On this rank only.
+        assert isinstance(raised(saver.save_async(3)), ConflictError if rank == 0 else PeerError)
+        state["same"] = torch.full((5001,), 5.0)
+        saver.save(4)
+    found: dict[str, Any] = {"model": torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40)), "rank": 0}
+    found |= {"same": torch.zeros(5001), "alone": torch.zeros(6000)}
+    again = asyncckpt.HashTable("whole", 2)
+    report = asyncckpt.Loader(folder / "replicas", {"whole": again}, found, shard_index=rank, shard_num=3).load()
+    assert (report.step, report.values["rank"], report.rows) == (4, rank, {"whole": 5})
+    module = found["model"]
+    for tensor, value in ((found["same"], 5), (found["alone"], 4), (module[0].weight, 7), (module[1].running_mean, 0)):
+        assert bool((tensor == value).all())

@@ -69,6 +69,8 @@ def test_a_sub_group_saves_together(tmp_path: Path) -> None:
         (job_ranks.a_rank_skips, {2: 1}),
         (job_ranks.a_call_fails, {2: 2}),
         (job_ranks.the_directory_cannot_be_opened, {1: 1}),
+        (job_ranks.periodic_savers, {3: 3}),
+        (job_ranks.a_last_call_fails, {1: 1}),
     ],
 )
 def test_what_goes_wrong_on_one_rank(tmp_path: Path, job: Callable[[int, Path], None], steps: dict[int, int]) -> None:
@@ -79,3 +81,13 @@ def test_what_goes_wrong_on_one_rank(tmp_path: Path, job: Callable[[int, Path], 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert run(job_ranks.a_rank_does_not_come, 2, tmp_path) == [0, 0]
     check(tmp_path / "checkpoints", {1: 1}, 1)
+
+
+def test_rank_0_folds_a_chain_for_all(tmp_path: Path) -> None:
+    assert run(job_ranks.compaction, 2, tmp_path) == [0, 0]
+    assert asyncckpt.describe(tmp_path / "checkpoints", 3).kind == "full"
+    check(tmp_path / "checkpoints", {1: 1, 2: 2, 3: 3}, 2)
+
+
+def test_what_ranks_share_is_written_once(tmp_path: Path) -> None:
+    assert run(job_ranks.replicas, 3, tmp_path) == [0, 0, 0]
