@@ -158,13 +158,15 @@ def distributed_checkpoint(
     count: Annotated[int, typer.Option(min=1, help="tensors")] = 8000,
     rounds: Rounds = 5,
     short: Annotated[bool, typer.Option(help="only what the targets need")] = False,
+    world: Annotated[int, typer.Option(min=0, max=2, help="ranks; 0: both, 1 and then 2")] = 0,
     directory: Directory = None,
     out: Out = None,
     smoke: Smoke = False,
 ) -> None:
     """torch.distributed.checkpoint with its own writer and with ours: 1 process, 2 ranks, large and small tensors."""
     path = _out(out, "dcp", smoke)
-    run_dcp(count=count, rounds=rounds, short=short, directory=directory, out=path, smoke=smoke)
+    worlds = [world] if world else [1, 2]
+    run_dcp(count=count, rounds=rounds, short=short, worlds=worlds, directory=directory, out=path, smoke=smoke)
 
 
 @application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)

@@ -33,16 +33,17 @@ def run_dcp(
     count: int = 8000,
     rounds: int = 5,
     short: bool = False,
+    worlds: Sequence[int] = (1, 2),
     directory: Path | None = None,
     out: Path,
     smoke: bool = False,
 ) -> Figures:
     """Run it, print the tables, write `out`.json and .txt; return the figures of every save.
 
-    short: their writer as it comes, ours with our planner, and the planning of both.
+    short: their writer as it comes, ours with our planner, and the planning of both. worlds: numbers of ranks.
     """
     console = make_console()
-    sizes, ways, worlds = {"large": LARGE_BYTES, "small": SMALL_BYTES}, list(WAYS), [1, 2]
+    sizes, ways = {"large": LARGE_BYTES, "small": SMALL_BYTES}, list(WAYS)
     if short:
         ways = [THEIRS, OURS_PLANNED, PLANNING, PLANNING_OURS]
     if smoke:
