@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,6 +294,44 @@ def a_last_call_fails(rank: int, folder: Path) -> None:
             error = raised(saver.save_async(2))
             assert isinstance(error, PeerError)
             assert "step is wrong" in error.cause
+
+
+SLICE_SIZE = 65536
+
+
+class SlicedTable(asyncckpt.HashTable):
+    """A table that owns a slice of ids as RecIS cuts them: the unsigned id modulo 65536 lies in [begin, end)."""
+
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__("sliced", 2)
+        sizes = [SLICE_SIZE // count + (number < SLICE_SIZE % count) for number in range(count)]
+        self.begin, self.end = sum(sizes[:index]), sum(sizes[: index + 1])
+
+    def owned(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        rest = ids.view(np.uint64) % np.uint64(SLICE_SIZE)
+        return (rest >= self.begin) & (rest < self.end)
+
+
+def slices(rank: int, folder: Path) -> None:
+    """Three ranks with slices of RecIS; any other slices, and any tables by modulo, take what is theirs."""
+    group_of(rank, 3, folder)
+    ids = np.concatenate([np.arange(-4000, 4000) * 37, [-(2**63), 2**63 - 1]]).astype(np.int64)
+    rows = torch.from_numpy(np.stack([ids % 1000, ids % 777], axis=1)).float()
+    table = SlicedTable(rank, 3)
+    mine = table.owned(ids)
+    table.insert(ids[mine], rows[torch.from_numpy(mine)])
+    with asyncckpt.Saver(rank, 3, path=folder / "slices", hashtables={"sliced": table}, peer_deadline=20.0) as saver:
+        saver.save(1)
+    for count in (1, 2, 5):
+        for index in range(count):
+            modulo = asyncckpt.HashTable("sliced", 2, shard=(index, count))
+            by_modulo = ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
+            sliced = SlicedTable(index, count)
+            for target, owned in ((modulo, by_modulo), (sliced, sliced.owned(ids))):
+                report = asyncckpt.Loader(folder / "slices", {"sliced": target}).load()
+                assert report.rows == {"sliced": int(owned.sum())}
+                found = target.lookup(torch.from_numpy(ids[owned]), insert=False)
+                assert torch.equal(target.embedding[found], rows[torch.from_numpy(owned)])
 
 
 def replicas(rank: int, folder: Path) -> None:

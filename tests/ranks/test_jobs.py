@@ -91,3 +91,7 @@ def test_rank_0_folds_a_chain_for_all(tmp_path: Path) -> None:
 
 def test_what_ranks_share_is_written_once(tmp_path: Path) -> None:
     assert run(job_ranks.replicas, 3, tmp_path) == [0, 0, 0]
+
+
+def test_slices_of_recis_load_into_any_others(tmp_path: Path) -> None:
+    assert run(job_ranks.slices, 3, tmp_path) == [0, 0, 0]
