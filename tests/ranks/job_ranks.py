@@ -370,3 +370,17 @@ def replicas(rank: int, folder: Path) -> None:
     module = found["model"]
     for tensor, value in ((found["same"], 5), (found["alone"], 4), (module[0].weight, 7), (module[1].running_mean, 0)):
         assert bool((tensor == value).all())
+
+
+def without_a_word_about_ranks(rank: int, folder: Path) -> None:
+    """Two ranks that take the directory each for itself: the second one is told what to do."""
+    group_of(rank, 2, folder)
+    if rank == 0:
+        with asyncckpt.Saver(path=folder / "checkpoints"):
+            dist.barrier()
+            dist.barrier()
+        return
+    dist.barrier()
+    with pytest.raises(ConflictError, match="ranks of one job save together with process_group="):
+        asyncckpt.Saver(path=folder / "checkpoints")
+    dist.barrier()

@@ -95,3 +95,7 @@ def test_what_ranks_share_is_written_once(tmp_path: Path) -> None:
 
 def test_slices_of_recis_load_into_any_others(tmp_path: Path) -> None:
     assert run(job_ranks.slices, 3, tmp_path) == [0, 0, 0]
+
+
+def test_ranks_that_do_not_know_of_each_other(tmp_path: Path) -> None:
+    assert run(job_ranks.without_a_word_about_ranks, 2, tmp_path) == [0, 0]
