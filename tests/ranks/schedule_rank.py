@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt.coordination import file_channel, store_channel
+from asyncckpt.coordination.limits import Limits
 from tests.ranks.kill_points import strike_at
 from tests.ranks.training import Training
 
-PEER_DEADLINE_S = 5.0
-OUTCOME_S_MAX = 30.0  # Nothing hangs: the limits of a save add up to far less.
+OPENING_S_MAX = 40.0  # On a busy machine ranks may take long to start.
+LIMITS = Limits(begin_s=8.0, silence_s=8.0)
+OUTCOME_S_MAX = 40.0  # Nothing hangs: the limits of a save add up to far less.
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
         hashtables={"user": training.table},
         tensors=training.tensors,
         on_busy="wait",
-        peer_deadline=PEER_DEADLINE_S,
+        peer_deadline=OPENING_S_MAX,
     )
+    assert saver._target.ranks is not None
+    saver._target.ranks.limits = LIMITS
     training.train()
     saver.save_async(1)
     training.train()
