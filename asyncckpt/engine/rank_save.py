@@ -30,7 +30,7 @@ from asyncckpt.engine.background import workers
 from asyncckpt.engine.filtering import filter_blocks
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.job import SaveJob
-from asyncckpt.engine.ranks import Ranks, talkers
+from asyncckpt.engine.ranks import Ranks, committer, talkers
 from asyncckpt.engine.replicas import (
     check_claims,
     decode_list,
@@ -158,7 +158,7 @@ class RankSave:
         raw = await self._on_worker(encode_manifest, head, own.body, own.digests, others)
         files = [file for rank in range(1, count) for file in _files(rank, told[rank])]
         self.head = replace(head, files=(*own.files, *files))
-        structures = [told[rank].optional_text("structure") for rank in range(count)]
+        structures = tuple(told[rank].optional_text("structure") for rank in range(count))
         await self._on_worker(self._check, raw, self.head, structures)
         await self._on_worker(check_parents, job, self.parents)
         with _attempt_folder(target.root, attempt) as folder:
@@ -166,11 +166,11 @@ class RankSave:
             try:
                 # In a loop of its own: while files are synced, this one tells the others that rank 0 is alive.
                 commit = partial(publish, target.root, folder, attempt, raw, durable=durable, threads=workers)
-                await self._on_worker(lambda: asyncio.run(commit()))
+                await asyncio.get_running_loop().run_in_executor(committer, lambda: asyncio.run(commit()))
             except IndeterminateError as error:
                 target.in_doubt.append(error)
                 raise
-        self.ranks.checked = frozenset(item for item in structures if item is not None)
+        self.ranks.checked = structures
         self.manifest_bytes = len(raw)
         return {"digest": written_digest(raw)}
 
@@ -238,9 +238,9 @@ class RankSave:
             raise CorruptError(f"the part of rank {rank} was damaged on its way")
         return PartText(text=text, features=frozenset(notes.texts("features", count_max=FACTS_MAX)))
 
-    def _check(self, raw: bytearray, head: ManifestHead, structures: list[str | None]) -> None:
+    def _check(self, raw: bytearray, head: ManifestHead, structures: tuple[str | None, ...]) -> None:
         """The parts make up a whole, and all files are there. The first is known when nothing but bytes has changed."""
-        if not all(item is not None and item in self.ranks.checked for item in structures):
+        if None in structures or structures != self.ranks.checked:
             decode_manifest(bytes(raw), owner=f"the manifest of step {self.job.step}", step=self.job.step)
         check_files(self.job.target.root, head)
 

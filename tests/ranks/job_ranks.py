@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import asyncckpt
-from asyncckpt.errors import CheckpointError, ConflictError, FilterError, PeerError, UsageError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, FilterError, PeerError, UsageError
 from tests.ranks.training import Training
 
 PEER_DEADLINE_S = 20.0
@@ -384,3 +384,22 @@ def without_a_word_about_ranks(rank: int, folder: Path) -> None:
     with pytest.raises(ConflictError, match="ranks of one job save together with process_group="):
         asyncckpt.Saver(path=folder / "checkpoints")
     dist.barrier()
+
+
+def boxes_that_do_not_make_up_the_whole(rank: int, folder: Path) -> None:
+    """Both ranks say that they hold what rank 1 has held so far: nothing is committed."""
+    group_of(rank, 2, folder)
+    part = torch.full((3, 2), float(rank))
+    state = {"w": asyncckpt.sharded(part, (3 * rank, 0), (6, 2))}
+    with asyncckpt.Saver(rank, 2, path=folder / "boxes", tensors=state, peer_deadline=PEER_DEADLINE_S) as saver:
+        for step in (1, 2):
+            saver.save(step)
+        state["w"] = asyncckpt.sharded(part, (3, 0), (6, 2))
+        error = raised(saver.save_async(3))
+        assert isinstance(error, CorruptError if rank == 0 else PeerError)
+        assert "missing or covered twice" in str(error)
+        state["w"] = asyncckpt.sharded(part, (3 * rank, 0), (6, 2))
+        saver.save(4)
+    whole = torch.zeros(6, 2)
+    assert asyncckpt.Loader(folder / "boxes", tensors={"w": whole}).load().step == 4
+    assert whole[:, 0].tolist() == [0.0] * 3 + [1.0] * 3

@@ -99,3 +99,7 @@ def test_slices_of_recis_load_into_any_others(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_know_of_each_other(tmp_path: Path) -> None:
     assert run(job_ranks.without_a_word_about_ranks, 2, tmp_path) == [0, 0]
+
+
+def test_a_checkpoint_with_a_hole_is_not_committed(tmp_path: Path) -> None:
+    assert run(job_ranks.boxes_that_do_not_make_up_the_whole, 2, tmp_path) == [0, 0]
