@@ -387,13 +387,14 @@ def without_a_word_about_ranks(rank: int, folder: Path) -> None:
 
 
 def boxes_that_do_not_make_up_the_whole(rank: int, folder: Path) -> None:
-    """Both ranks say that they hold what rank 1 has held so far: nothing is committed."""
+    """After a save that failed, rank 0 says that it holds what rank 1 holds: nothing is committed."""
     group_of(rank, 2, folder)
     part = torch.full((3, 2), float(rank))
     state = {"w": asyncckpt.sharded(part, (3 * rank, 0), (6, 2))}
     with asyncckpt.Saver(rank, 2, path=folder / "boxes", tensors=state, peer_deadline=PEER_DEADLINE_S) as saver:
         for step in (1, 2):
             saver.save(step)
+        raised(saver.save_async(5 + rank))  # Different steps; so the ranks ask anew who writes what.
         state["w"] = asyncckpt.sharded(part, (3, 0), (6, 2))
         error = raised(saver.save_async(3))
         assert isinstance(error, CorruptError if rank == 0 else PeerError)
