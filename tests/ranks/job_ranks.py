@@ -393,7 +393,7 @@ def boxes_that_do_not_make_up_the_whole(rank: int, folder: Path) -> None:
     state = {"w": asyncckpt.sharded(part, (3 * rank, 0), (6, 2))}
     with asyncckpt.Saver(rank, 2, path=folder / "boxes", tensors=state, peer_deadline=PEER_DEADLINE_S) as saver:
         for step in (1, 2):
-            saver.save(step)
+            saver.save_async(step).result(WAIT_S_MAX)
         raised(saver.save_async(5 + rank))  # Different steps; so the ranks ask anew who writes what.
         state["w"] = asyncckpt.sharded(part, (3, 0), (6, 2))
         error = raised(saver.save_async(3))
