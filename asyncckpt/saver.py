@@ -17,15 +17,16 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
-from asyncckpt.engine.future import CheckpointFuture, SaveFuture
+from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.ranks_told import tell_failed
 from asyncckpt.engine.save import start_save
+from asyncckpt.engine.save_counts import SaveCounts
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.verify import newest_verified
-from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -144,7 +145,7 @@ class Saver:
         state = named_state(tensors)
         self._on_busy: OnBusy = on_busy
         self._errors = OpenErrors()
-        self._counts = _Counts()
+        self._counts = SaveCounts()
         self._closed = False
         self._pid = os.getpid()
         opened = open_directory(
@@ -349,37 +350,6 @@ class Saver:
             raise UsageError("this Saver belongs to the parent process", hint="make a new one in this process")
         if self._lock is not None:
             self._lock.check()
-
-
-class _Counts:
-    """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self.statistics = SaverStatistics()
-
-    def add(self, future: CheckpointFuture[SaveResult]) -> None:
-        """Count the outcome of a save that is done."""
-        error = future._inner.exception()
-        with self._guard:
-            counted = self.statistics
-            if error is not None:
-                cancelled = isinstance(error, SaveCancelledError)
-                field = "cancelled_count" if cancelled else "failed_count"
-                self.statistics = replace(counted, **{field: getattr(counted, field) + 1})
-                return
-            result = future._inner.result()
-            self.statistics = replace(
-                counted,
-                saves_count=counted.saves_count + (not result.skipped),
-                skipped_count=counted.skipped_count + result.skipped,
-                fallback_count=counted.fallback_count + (result.fallback is not None),
-                deltas_count=counted.deltas_count + (result.kind == "delta"),
-                bytes_written=counted.bytes_written + result.bytes_written,
-                rows_count=counted.rows_count + result.rows_count,
-                rows_copied=counted.rows_copied + result.rows_copied,
-                stall_seconds=counted.stall_seconds + result.stall_seconds,
-            )
 
 
 def _give_back(opened: Opened, regions: RegionCache) -> None:
