@@ -17,6 +17,7 @@ wrapped once, at the storage or native door, and stay reachable as `__cause__`.
     |   +-- FilterError      a filter function raised or returned nonsense
     +-- SaveCancelledError   the save was cancelled before its commit
     +-- DeadlineError        a wait ended before what it waited for
+    +-- DeviceError          an accelerator or its runtime failed
     +-- PeerError            another rank failed or went silent, so the save of all ranks did not happen
         +-- PeerInDoubtError      ... after this rank had done its part: also an IndeterminateError
 """
@@ -125,6 +126,10 @@ class SaveCancelledError(CheckpointError):
 
 class DeadlineError(CheckpointError, TimeoutError):
     """A wait ended before what it waited for."""
+
+
+class DeviceError(CheckpointError):
+    """An accelerator or its runtime failed while it copied for a save or a load."""
 
 
 class PeerError(CheckpointError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from asyncckpt.errors import UsageError
 
@@ -64,3 +64,6 @@ class SaveOptions:
     refresh: bool = True
     audit: bool = False
     deltas: DeltaPolicy | None = None
+    device_scratch_bytes: int = 0
+    pinned_memory_limit: int | None = None
+    streams: tuple[Any, ...] = ()

@@ -15,6 +15,7 @@ import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
+from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
@@ -25,6 +26,7 @@ from asyncckpt.engine.ranks_told import tell_failed
 from asyncckpt.engine.save import start_save
 from asyncckpt.engine.save_counts import SaveCounts
 from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.engine.verify import newest_verified
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import SaveResult, SaverStatistics
@@ -92,6 +94,15 @@ class Saver:
                             they find each other by files in the directory
     peer_deadline           seconds that ranks wait for each other to come to a save, and (at most 30) for a sign of
                             life during one; then PeerError
+    device_scratch_bytes    memory of each device that a save may use: what fits is copied within the device, so that
+                            its streams wait only for that; the rest, and all when 0, goes to the host first
+    pinned_memory_limit     bytes of staging memory that may be pinned in this process for copies from devices; None: as
+                            much as is needed. Beyond it, the call and the devices wait for slower copies
+    streams                 streams beside the current ones that change the state (torch.cuda.Stream); saves follow
+                            what is queued on them, and they wait for saves
+    optimizers              torch optimizers whose parameters and state nothing but their step() changes, called as such
+                            (not replayed as a graph, not fused into the backward pass): the next step() waits for the
+                            copies of these, and forward and backward do not
     exact_modes             files get mode 0640 and folders 0750 whatever the umask; else the umask takes from these
 
     One training thread uses a Saver; futures may be used from any. Every rank makes the same saves in the same order;
@@ -121,6 +132,10 @@ class Saver:
         audit: bool = False,
         process_group: Any = None,
         peer_deadline: float = PEER_DEADLINE_S,
+        device_scratch_bytes: int = 0,
+        pinned_memory_limit: int | None = None,
+        streams: Sequence[Any] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         exact_modes: bool = False,
     ) -> None:
         shard_index, shard_num = which_shard(shard_index, shard_num, process_group)
@@ -134,6 +149,12 @@ class Saver:
             _check_int("host_memory_limit", host_memory_limit, at_least=0)
         if keep_latest is not None:
             _check_int("keep_latest", keep_latest, at_least=1)
+        _check_int("device_scratch_bytes", device_scratch_bytes, at_least=0)
+        if pinned_memory_limit is not None:
+            _check_int("pinned_memory_limit", pinned_memory_limit, at_least=0)
+        if not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
+            found = [type(item).__name__ for item in optimizers]
+            raise UsageError("optimizers are wrong", found=found, expected="torch.optim.Optimizer")
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
         _check_seconds("busy_deadline", busy_deadline)
@@ -169,8 +190,11 @@ class Saver:
                 refresh=refresh and not audit,
                 audit=audit,
                 deltas=deltas,
+                device_scratch_bytes=device_scratch_bytes,
+                pinned_memory_limit=pinned_memory_limit,
+                streams=tuple(streams),
             ),
-            plans=PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num),
+            plans=PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of),
             tables=tables,
             filter_func=filter_func,
             state=lambda: state,
@@ -178,6 +202,7 @@ class Saver:
             heads=KnownHeads(root),
             filters=row_filters,
             ranks=opened.ranks,
+            step_fences=StepFences(optimizers),
         )
         # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while
         # it saves lets the save end first.

@@ -27,6 +27,7 @@ FLOORS = {
     "staging": 3,
     "adapters": 3,
     "coordination": 3,
+    "devices": 3,
     "snapshot": 4,
     "pipeline": 4,
     "shard": 4,

@@ -1,8 +1,8 @@
 """Write tensors, or boxes of them, that somebody else has planned: no state to take apart, no tables, no filters.
 
     plan_boxes     gives every box its place in this rank's shard files, and renders what the manifest says of it
-    write_boxes    copies all of them into an arena, by one native copy, and drains it; where none is to be had, they
-                   are streamed through chunk buffers
+    write_boxes    copies all of them into an arena, by one native copy and one launch for each device, and drains it;
+                   where none is to be had, they are streamed through chunk buffers
 
 A plan is good for every save of boxes of the same names, dtypes and places.
 """
@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.devices.chosen import device_of, runtime
+from asyncckpt.devices.fetch import wait_for
 from asyncckpt.engine.background import workers
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.engine.device_stage import host_copies, launch
+from asyncckpt.errors import DeadlineError, DeviceError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
 from asyncckpt.format.names import Attempt
@@ -132,15 +135,23 @@ def write_boxes(
 ) -> WrittenBoxes:
     """Write the shard files; tensors are those of the boxes, in their order, on any device and with any strides.
 
-    On the calling thread; returns when the files are synced. UsageError, UnsupportedError before a file is made;
-    IOFailedError.
+    On the calling thread; returns when the files are synced. What this thread has queued on devices is waited for.
+    UsageError, UnsupportedError before a file is made; IOFailedError, DeviceError.
     """
     raw = _check(plan, tensors)
     arena = _arena(plan.image.bytes, options)
     if arena is None:
+        wait_for(tensors)
         return _stream(plan, tensors, folder=folder, attempt=attempt, options=options, progress=progress)
     try:
-        copy_boxes(plan, tensors, raw, arena, base=0)
+        copy_boxes(plan, tensors, raw, arena, base=0, options=options)
+    except DeviceError:
+        pool.discard(arena)
+        raise
+    except BaseException:
+        pool.release(arena)
+        raise
+    try:
         arena.seal()
         return drain_boxes(plan, arena, base=0, folder=folder, attempt=attempt, options=options, progress=progress)
     finally:
@@ -164,9 +175,15 @@ def drain_boxes(
 
 
 def copy_boxes(
-    plan: BoxPlan, tensors: Sequence[torch.Tensor], raw: NDArray[np.bool_], arena: Arena, *, base: int
+    plan: BoxPlan,
+    tensors: Sequence[torch.Tensor],
+    raw: NDArray[np.bool_],
+    arena: Arena,
+    *,
+    base: int,
+    options: SaveOptions,
 ) -> None:
-    """Copy all boxes to their places: those with an address (`raw`) by one native call, the others by torch."""
+    """Copy all boxes to their places: those with an address (`raw`) at once, the others by torch. Waits for devices."""
     image, view = plan.image, arena.view()
     begins = np.zeros(len(tensors), dtype=np.uint64)
     begins[raw] = addresses([tensor for tensor, is_raw in zip(tensors, raw.tolist(), strict=True) if is_raw])
@@ -177,11 +194,28 @@ def copy_boxes(
     segments[:, 0] = begins[plan.tensor[blocks]] + offsets.astype(np.uint64)
     segments[:, 1] = image.offsets[blocks].astype(np.uint64) + np.uint64(arena.address + base)
     segments[:, 2] = image.lengths[blocks].astype(np.uint64)
-    # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
-    core.copy(segments, threads=0 if threading.current_thread() is threading.main_thread() else 1)
+    copies = host_copies(options)
+    devices = _devices(tensors)[plan.tensor[blocks]]
+    for device in set(devices[devices >= 0].tolist()):
+        copies.on(device).add(segments[devices == device], tensors)
     for number in np.flatnonzero(~raw[plan.tensor]).tolist():
         at, spec = base + int(image.offsets[number]), image.blocks[number].spec
-        as_tensor(view[at : at + spec.bytes], spec).copy_(_rows(plan, tensors, number))
+        copies.put(as_tensor(view[at : at + spec.bytes], spec), _rows(plan, tensors, number))
+    pending = launch(copies, arena, options)
+    try:
+        # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
+        threads = 0 if threading.current_thread() is threading.main_thread() else 1
+        core.copy(np.ascontiguousarray(segments[devices < 0]), threads=threads)
+    finally:
+        pending.settle()
+
+
+def _devices(tensors: Sequence[torch.Tensor]) -> I64:
+    """The device of every tensor, int64 [tensors]; -1: the host."""
+    if runtime() is None:
+        return np.full(len(tensors), -1, dtype=np.int64)
+    devices = [device_of(tensor) for tensor in tensors]
+    return np.array([-1 if device is None else device for device in devices], dtype=np.int64)
 
 
 def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
@@ -201,7 +235,10 @@ def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
             check_leaf(tensor, box.name)
     raw = np.array(
         [
-            is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
+            (is_cpu or device_of(tensor) is not None)
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not (dtype.is_complex and tensor.is_conj())
             for tensor, (dtype, is_cpu) in zip(tensors, kinds, strict=True)
         ],
         dtype=np.bool_,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.abilities import tracks_rows
+from asyncckpt.model.abilities import is_overlaid, tracks_rows
 from asyncckpt.model.table import CutVersion, Table
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
@@ -50,6 +52,16 @@ class Cut:
 
     def values(self) -> tuple[Json, ...]:
         return tuple(encode_value(value, owner="of the state") for value in self.flat.values)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All live tensors: of the dense state, of the storage of tables, of their cache levels. Before the fence."""
+        yield from self.flat.held
+        for item in self.tables:
+            for column in item.schema.columns:
+                yield item.cut.column(column.name)
+                cached = item.cut.cached_column(column.name) if is_overlaid(item.cut) else None
+                if cached is not None:
+                    yield cached
 
     def fence(self) -> None:
         """The live state may change from here; nothing of the user's is held any longer."""

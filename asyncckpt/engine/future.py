@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.background import background
 from asyncckpt.engine.messages import log_exception
 from asyncckpt.errors import DeadlineError, UsageError
@@ -68,6 +69,8 @@ class CheckpointFuture(Generic[T]):
         self._claimed = False
         self.native_progress = Progress()
         self._bytes_total = 0
+        self._staged = threading.Event()
+        self._staged.set()
 
     @property
     def state(self) -> FutureState:
@@ -99,7 +102,14 @@ class CheckpointFuture(Generic[T]):
             return error
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may be changed; with CPU state that is so as soon as save_async has returned."""
+        """Block this thread until the state is captured, and may be changed by anybody. DeadlineError after `timeout`
+        seconds.
+
+        With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
+        be on their way then: the streams that save_async knows of wait for them, others can be told to by `fence`.
+        """
+        if not self._staged.wait(timeout):
+            raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
     def cancel(self) -> bool:
         """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
@@ -158,10 +168,12 @@ class CheckpointFuture(Generic[T]):
 
     def resolve(self, result: T, state: FutureState) -> None:
         self._state = state
+        self._staged.set()
         self._inner.set_result(result)
 
     def fail(self, error: BaseException, state: FutureState) -> None:
         self._state = state
+        self._staged.set()
         self._inner.set_exception(error)
 
     def take_unclaimed_error(self) -> BaseException | None:
@@ -193,6 +205,30 @@ class _Waiting:
 
 class SaveFuture(CheckpointFuture[SaveResult]):
     """The future of one save."""
+
+    _pending: Pending | None = None
+
+    def fence(self, stream: Any = None) -> None:
+        """Let a stream (None: the current ones of this thread) wait until the state on devices may be changed.
+
+        stream: a torch.cuda.Stream. The host does not wait. Needed for streams that change the state and that the Saver
+        has not been told of.
+        """
+        if self._pending is not None:
+            self._pending.fence(stream)
+
+    # -- for the engine ------------------------------------------------------------------------------------------
+
+    def expect_copies(self, pending: Pending) -> None:
+        """Devices still copy the state."""
+        self._pending = pending
+        if pending.devices:
+            self._staged.clear()
+
+    def be_staged(self) -> None:
+        """They have done so."""
+        self._pending = None
+        self._staged.set()
 
 
 class LoadFuture(CheckpointFuture[LoadReport]):

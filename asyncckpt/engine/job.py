@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket
@@ -19,15 +20,29 @@ from asyncckpt.model.table import CutVersion
 from asyncckpt.plan.save_plan import SavePlan
 from asyncckpt.plan.table_rows import CapturedTable
 from asyncckpt.staging.arena import Arena
+from asyncckpt.staging.pool import pool
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A snapshot in an arena: the plan's image from `base` on, and the regions of `tables`, all before it."""
+    """A snapshot in an arena: the plan's image from `base` on, and the regions of `tables`, all before it.
+
+    pending: what devices still copy into it.
+    """
 
     arena: Arena
     base: int
     tables: tuple[CapturedTable, ...]
+    pending: Pending
+
+    def give_back(self) -> None:
+        """Let others have the arena, when no device writes to it any more."""
+        try:
+            self.pending.settle()
+        except Exception:
+            pool.discard(self.arena)
+        else:
+            pool.release(self.arena)
 
 
 @dataclass

@@ -1,15 +1,20 @@
-"""Plan and stage ahead of the first save: touching fresh memory takes ten times as long as copying into it."""
+"""Plan and stage ahead of the first save: touching fresh memory takes ten times as long as copying into it, and pinning
+it for devices some 0.2 s per GiB more.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 
+from asyncckpt.devices.chosen import runtime
 from asyncckpt.engine.background import workers
+from asyncckpt.engine.device_stage import pin
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.saver_chain import choose_kind
 from asyncckpt.engine.stage_choice import choose_stage
 from asyncckpt.errors import DeadlineError
+from asyncckpt.snapshot.device_extent import device_extent
 from asyncckpt.staging.pool import pool
 
 
@@ -35,6 +40,8 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     cut, share = begin_cut(target)
     try:
         choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None), share)
+        found = runtime()
+        begin, end = (0, 0) if found is None else device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
     finally:
         cut.fence()
         cut.end(ok=False)
@@ -52,6 +59,8 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             arena.ensure(size)
             if target.tables:
                 pool.touch_ahead(arena, size, limit_bytes=limit)
+            if found is not None and begin < end:
+                pin(arena, begin, end, found, limit_bytes=target.options.pinned_memory_limit)
         finally:
             pool.release(arena)
 

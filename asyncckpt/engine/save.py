@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.devices.fetch import wait_for
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.cut import Cut
+from asyncckpt.engine.device_stage import host_copies, launch
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.job import SaveJob, Staged
 from asyncckpt.engine.lock import Ticket, save_lock
@@ -18,7 +20,7 @@ from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
-from asyncckpt.errors import ConflictError, UsageError
+from asyncckpt.errors import ConflictError, DeviceError, UsageError
 from asyncckpt.format.names import STEP_MAX
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
@@ -115,15 +117,19 @@ def _begin(
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut)
             cut.fence()
+        else:  # The background reads what this thread has queued for its devices.
+            wait_for(cut.tensors())
     except BaseException:
         if snapshot is not None:
-            pool.release(snapshot.arena)
+            snapshot.give_back()
         cut.fence()
         cut.end(ok=False)
         raise
     if choice.base is not None:
         target.parent_steps.append(choice.base.parent.step)
     future = SaveFuture(step=step, path=target.root.path, what=f"save of step {step}")
+    if snapshot is not None:
+        future.expect_copies(snapshot.pending)
     return SaveJob(
         target=target,
         ticket=ticket,
@@ -171,14 +177,21 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
             for region in stage.regions.tables
         ]
         base = stage.regions.bytes
-        capture(stage.plan, cut.flat, cut.tables, address=arena.address + base, image=image[base:], tables=tables)
+        address = arena.address + base
+        copies = host_copies(options, target.step_fences)
+        capture(stage.plan, cut.flat, cut.tables, address=address, image=image[base:], copies=copies, tables=tables)
+        pending = launch(copies, arena, options)
+        target.step_fences.expect(pending)
         if layout is not None:
             arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
         arena.seal()
+    except DeviceError:
+        pool.discard(arena)
+        raise
     except BaseException:
         pool.release(arena)
         raise
-    return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables))
+    return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
 
 
 def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:

@@ -1,10 +1,11 @@
 """The background half of a save: filter, write, commit, retention.
 
-1. Filter the staged blocks; without changes the arena is drained as it is, else a new image is streamed.
-2. Write the shard files into a new attempt's folder.
-3. Publish the manifest; the save is acknowledged.
-4. Let old checkpoints go. A failure here is a warning: the new checkpoint stands.
-5. Give back arena and lock, then resolve the future.
+1. Wait for the devices that still copy into the arena.
+2. Filter the staged blocks; without changes the arena is drained as it is, else a new image is streamed.
+3. Write the shard files into a new attempt's folder.
+4. Publish the manifest; the save is acknowledged.
+5. Let old checkpoints go. A failure here is a warning: the new checkpoint stands.
+6. Give back arena and lock, then resolve the future.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
     except Exception:
         log_exception("a table did not end its cut of step %d", job.step)
     if job.staged is not None:
-        pool.release(job.staged.arena)
+        job.staged.give_back()
         job.staged = None
     if job.choice.base is not None:
         job.target.parent_steps.remove(job.choice.base.parent.step)
@@ -105,6 +106,9 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
 
 
 async def _save(job: SaveJob) -> SaveResult | Outcome:
+    if job.staged is not None:
+        await asyncio.get_running_loop().run_in_executor(workers, job.staged.pending.settle)
+        job.future.be_staged()
     committed = await (_save_alone(job) if job.ranks is None else save_with_ranks(job))
     if isinstance(committed, Outcome):
         return committed

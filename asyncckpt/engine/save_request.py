@@ -12,6 +12,7 @@ from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.ranks import Ranks
 from asyncckpt.engine.replicas import NO_REPLICAS, NOTHING_ELSEWHERE, Elsewhere, ReplicaList
 from asyncckpt.engine.saver_chain import SaverChain
+from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.errors import IndeterminateError
 from asyncckpt.model.table import Table
 from asyncckpt.options import SaveOptions
@@ -46,6 +47,7 @@ class SaveTarget:
     parent_steps: list[int] = field(default_factory=list)
     in_doubt: list[IndeterminateError] = field(default_factory=list)
     ranks: Ranks | None = None
+    step_fences: StepFences = field(default_factory=StepFences)
 
     @property
     def rank(self) -> int:

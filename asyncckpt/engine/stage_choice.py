@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.replicas import is_whole
 from asyncckpt.engine.save_request import SaveTarget, Share
@@ -99,7 +100,7 @@ def _regions(target: SaveTarget, tables: Sequence[tuple[int, CutTable]], choice:
 
 def _is_plain(item: CutTable) -> bool:
     columns = (item.cut.column(column.name) for column in item.schema.columns)
-    return all(column.is_cpu and column.is_contiguous() for column in columns)
+    return all(column.is_contiguous() and (column.is_cpu or device_of(column) is not None) for column in columns)
 
 
 def warn_of_fallback(reason: str, *, stacklevel: int) -> None:

@@ -37,6 +37,12 @@ class LeafFacts:
     strides: list[Any]
     negated: list[bool]
     conjugated: list[bool]
+    devices: list[int]
+
+    @cached_property
+    def has_devices(self) -> bool:
+        """Whether any is elsewhere than on the CPU."""
+        return any(not is_cpu for _, is_cpu, _ in self.kinds)
 
     @cached_property
     def has_complex(self) -> bool:
@@ -54,12 +60,13 @@ class LeafFacts:
                 strides=list(map(torch.Tensor.stride, tensors)),
                 negated=list(map(torch.Tensor.is_neg, tensors)),
                 conjugated=list(map(torch.Tensor.is_conj, tensors)),
+                devices=list(map(torch.Tensor.get_device, tensors)),
             )
         except (
             RuntimeError,
             ValueError,
         ):  # Sparse, nested and uninitialised ones have no strides; check_leaf names them.
-            return LeafFacts(types=types, shapes=[], kinds=[], strides=[], negated=[], conjugated=[])
+            return LeafFacts(types=types, shapes=[], kinds=[], strides=[], negated=[], conjugated=[], devices=[])
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the facts of tensors, which have the types already known to have them.
@@ -74,6 +81,7 @@ class LeafFacts:
                 and all(map(eq, map(_kind, tensors), self.kinds))
                 and all(map(eq, map(torch.Tensor.stride, tensors), self.strides))
                 and all(map(eq, map(torch.Tensor.is_neg, tensors), self.negated))
+                and (not self.has_devices or all(map(eq, map(torch.Tensor.get_device, tensors), self.devices)))
                 and (not self.has_complex or all(map(eq, map(torch.Tensor.is_conj, tensors), self.conjugated)))
             )
         except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.

@@ -10,7 +10,7 @@ comparison is a few milliseconds; making a plan is a hundred.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,7 +52,8 @@ class CutTable:
 
 @dataclass(frozen=True)
 class DenseCopies:
-    """Blocks that one native copy takes: contiguous tensors on the CPU. int64 arrays, one item a block.
+    """Blocks that are copied by address: contiguous tensors, all on the CPU or on one device. int64 arrays, one item a
+    block.
 
     tensor: numbers of FlatState.held. source_offset: bytes into it.
     """
@@ -74,7 +75,8 @@ class DenseSource:
 class SavePlan:
     """Blocks in manifest order with their image, and what of the live state fills each one.
 
-    `raw` are the blocks copied by address; `foreign` the dense blocks that torch has to copy (other devices, strides),
+    `raw` are the blocks copied by address, `on_devices` those of each device; `foreign` the dense blocks that torch has
+    to copy (strides, other kinds of devices),
     `sources` tells of every dense block where it is;
     `columns` maps the other blocks of the image to (table number, column name). The blocks of `open` tables come behind
     those of the image: they are not captured but exported later.
@@ -85,6 +87,7 @@ class SavePlan:
     tree: Node
     tables: tuple[TableFacts, ...]
     raw: DenseCopies
+    on_devices: Mapping[int, DenseCopies]
     raw_tensors: tuple[int, ...]
     raw_bytes: NDArray[np.int64]
     raw_itemsizes: NDArray[np.int64]
@@ -114,10 +117,21 @@ class SavePlan:
 
 
 class PlanCache:
-    """Makes plans, and keeps the last one for each choice of tables that are left open or in regions."""
+    """Makes plans, and keeps the last one for each choice of tables that are left open or in regions.
 
-    def __init__(self, *, parallel: int, rank: int = 0, ranks_count: int = 1) -> None:
+    device_of: the number of the device from which a tensor is copied by address; None: the CPU, or only torch can.
+    """
+
+    def __init__(
+        self,
+        *,
+        parallel: int,
+        rank: int = 0,
+        ranks_count: int = 1,
+        device_of: Callable[[torch.Tensor], int | None] = lambda tensor: None,
+    ) -> None:
         self._parallel = parallel
+        self._device_of = device_of
         self._rank = rank
         self._ranks_count = ranks_count
         self._kept: dict[tuple[frozenset[str], frozenset[str], bool], _KeptPlan] = {}
@@ -158,6 +172,7 @@ class PlanCache:
                 elsewhere=elsewhere,
                 parallel=self._parallel,
                 rank=self._rank,
+                device_of=self._device_of,
             )
             self._kept[choice] = kept = _KeptPlan(key=key, facts=facts, plan=plan)
             self.plans_made_count += 1
@@ -195,6 +210,7 @@ def _make_plan(
     elsewhere: Collection[int],
     parallel: int,
     rank: int,
+    device_of: Callable[[torch.Tensor], int | None],
 ) -> SavePlan:
     taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
     names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
@@ -226,19 +242,25 @@ def _make_plan(
     facts = tuple(
         TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.shard) for t in cuts if t.name not in in_regions
     )
-    by_address = {number: _copied_by_address(held[number]) for number in {item.tensor for item in sources.values()}}
-    raw_numbers = tuple(sorted(number for number, raw in by_address.items() if raw))
+    numbers = sorted({item.tensor for item in sources.values()})
+    devices = {number: device_of(held[number]) for number in numbers if _is_plain(held[number])}
+    raw_numbers = dict.fromkeys(number for number in devices if devices[number] is not None or held[number].is_cpu)
     raw_tensors = [held[number] for number in raw_numbers]
+    by_device: dict[int | None, dict[int, DenseSource]] = {None: {}}
+    for block, source in sources.items():
+        if source.tensor in raw_numbers:
+            by_device.setdefault(devices[source.tensor], {})[block] = source
     return SavePlan(
         image=image,
         body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
         tree=flat.tree,
         tables=facts,
-        raw=_raw_copies(specs, {block: item for block, item in sources.items() if by_address[item.tensor]}),
-        raw_tensors=raw_numbers,
+        raw=_raw_copies(specs, by_device.pop(None)),
+        on_devices={device: _raw_copies(specs, items) for device, items in by_device.items() if device is not None},
+        raw_tensors=tuple(raw_numbers),
         raw_bytes=np.array([t.nbytes for t in raw_tensors], dtype=np.int64),
         raw_itemsizes=np.array([t.element_size() for t in raw_tensors], dtype=np.int64),
-        foreign=tuple(block for block, item in sources.items() if not by_address[item.tensor]),
+        foreign=tuple(block for block, source in sources.items() if source.tensor not in raw_numbers),
         sources=sources,
         columns=columns,
         open=opened,
@@ -302,8 +324,8 @@ def _raw_copies(specs: Sequence[BlockSpec], sources: Mapping[int, DenseSource]) 
     )
 
 
-def _copied_by_address(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _leaf_spec(tensor: torch.Tensor, name: str, leaf: int) -> BlockSpec:

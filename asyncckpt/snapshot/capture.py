@@ -1,13 +1,14 @@
-"""Copy one cut of everything into an arena: one native call for all memory that has an address.
+"""Copy one cut of everything into an arena: one native call for all memory of the host that has an address.
 
 1. Gather (source, target, bytes) of every contiguous dense leaf and every run of rows of every table.
-2. One `core.copy` over all of them, on all cores, without the GIL.
-3. What has no plain address (other devices, strided views, conjugated tensors) is copied by torch into its place.
+2. One `core.copy` over all of those on the host, on all cores, without the GIL. Those on devices are listed, to be
+   launched by whoever captures (devices/host_copies.py).
+3. What has no plain address (strided views, conjugated tensors) is copied by torch into its place.
 4. The rows that cache levels hold are laid over those of their storage.
 
 Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Of a
-table that is left open only the cache level is copied, and the table is told to keep what changes from now on. After
-`capture` returns the live state may change: the fence.
+table that is left open only the cache level is copied, and the table is told to keep what changes from now on. When
+`capture` has returned and the copies are launched the live state may change: the fence.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.devices.fetch import to_host
+from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec
@@ -27,13 +30,14 @@ from asyncckpt.model.table import CacheCopy, TableCut
 from asyncckpt.native import U8, core
 from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
 from asyncckpt.plan.open_tables import MAP_ITEM_BYTES, CacheArea
-from asyncckpt.plan.save_plan import CutTable, SavePlan
+from asyncckpt.plan.save_plan import CutTable, DenseCopies, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
-from asyncckpt.snapshot.source import column_source, plain, tensor_source
+from asyncckpt.snapshot.source import column_source, tensor_source
 from asyncckpt.snapshot.table_capture import TableCapture
 
 Segments = NDArray[np.uint64]
+NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
 
 
 def capture(
@@ -43,29 +47,38 @@ def capture(
     *,
     address: int,
     image: U8,
+    copies: HostCopies,
     tables: Sequence[TableCapture] = (),
 ) -> None:
     """Fill the arena from `address` on (its bytes are `image`) with all blocks, and the regions of `tables`.
 
-    Headers are written by the shard room.
+    What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
     check_storages(plan, flat)
-    segments = [_dense_segments(plan, flat, address), *(table.segments() for table in tables)]
+    begins = _begins(plan, flat)
+    segments = [_dense_segments(plan, plan.raw, begins, address), *(table.segments(copies) for table in tables)]
+    for device, blocks in plan.on_devices.items():
+        held = [flat.held[number] for number in set(blocks.tensor.tolist())]
+        found = _dense_segments(plan, blocks, begins, address)
+        stepped = copies.is_stepped(begins[blocks.tensor])
+        copies.on(device).add(found[~stepped], held)
+        copies.on(device).add_later(found[stepped], held)
     for number, (index, column) in plan.columns.items():
-        segments.append(_column_segments(plan, cuts[index], column, number, address=address, image=image))
-    copies = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.open.tables]
-    for item, copy in zip(plan.open.tables, copies, strict=True):
-        segments.append(_cache_segments(cuts[item.table].cut, copy))
+        segments.append(_column_segments(plan, cuts[index], column, number, copies, address=address, image=image))
+    caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.open.tables]
+    for item, cache in zip(plan.open.tables, caches, strict=True):
+        segments.append(_cache_segments(cuts[item.table].cut, cache, copies))
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
     for table in tables:
-        table.gather()
-    _lay_over(plan, cuts, image)
+        table.gather(copies)
+    _lay_over(plan, cuts, image, copies)
     for number in plan.foreign:
-        block_tensor(plan, number, image).copy_(_dense_rows(plan, flat, number).detach())
-    for item, copy in zip(plan.open.tables, copies, strict=True):
+        source = _dense_rows(plan, flat, number).detach()
+        copies.put(block_tensor(plan, number, image), source)
+    for item, cache in zip(plan.open.tables, caches, strict=True):
         cut = cuts[item.table].cut
         assert can_stay_open(cut)
-        cut.stay_open(copy, window_rows=item.window_rows)
+        cut.stay_open(cache, window_rows=item.window_rows)
 
 
 def check_storages(plan: SavePlan, flat: FlatState) -> None:
@@ -101,7 +114,7 @@ def live_block(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], number
     """A copy of one block of the live state, on the CPU."""
     spec = plan.image.blocks[number].spec
     if spec.leaf is not None:
-        return plain(_dense_rows(plan, flat, number)).clone()
+        return to_host(_dense_rows(plan, flat, number)).clone()
     table, column = plan.columns[number]
     cut = cuts[table].cut
     return rows_of_cut(cut, Overlay.of(cut), column, spec.row_begin, spec.row_begin + spec.shape[0])
@@ -121,11 +134,15 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
     return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
 
 
-def _dense_segments(plan: SavePlan, flat: FlatState, address: int) -> Segments:
+def _begins(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
+    """Addresses of the tensors of a state that are copied by address; 0 for others."""
     held = flat.held
     begins = np.zeros(len(held), dtype=np.uint64)
     begins[list(plan.raw_tensors)] = addresses([held[number] for number in plan.raw_tensors])
-    raw = plan.raw
+    return begins
+
+
+def _dense_segments(plan: SavePlan, raw: DenseCopies, begins: NDArray[np.uint64], address: int) -> Segments:
     segments = np.empty((len(raw.block), 3), dtype=np.uint64)
     segments[:, 0] = begins[raw.tensor] + raw.source_offset.astype(np.uint64)
     segments[:, 1] = plan.image.offsets[raw.block].astype(np.uint64) + np.uint64(address)
@@ -133,25 +150,32 @@ def _dense_segments(plan: SavePlan, flat: FlatState, address: int) -> Segments:
     return segments
 
 
-def _column_segments(plan: SavePlan, item: CutTable, column: str, number: int, *, address: int, image: U8) -> Segments:
+def _column_segments(
+    plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, *, address: int, image: U8
+) -> Segments:
+    """What the host copies of a column of a table; the segments of a device are added to its copies."""
     spec = plan.image.blocks[number].spec
     tensor = item.cut.column(column)
     runs = window(item.cut.runs, spec.row_begin, spec.row_begin + spec.shape[0])
     if spec.bytes == 0:
-        return np.empty((0, 3), dtype=np.uint64)
-    if not (tensor.is_cpu and tensor.is_contiguous()):
-        _copy_rows(tensor, runs, block_tensor(plan, number, image))
-        return np.empty((0, 3), dtype=np.uint64)
+        return NO_SEGMENTS
+    device = copies.device_of(tensor)
+    if not tensor.is_contiguous() or (device is None and not tensor.is_cpu):
+        _copy_rows(tensor, runs, block_tensor(plan, number, image), copies)
+        return NO_SEGMENTS
     found = spans(runs, address=tensor.data_ptr(), row_bytes=_row_bytes(spec))
     ends = np.cumsum(found[:, 1])
     segments = np.empty((len(found), 3), dtype=np.uint64)
     segments[:, 0] = found[:, 0]
     segments[:, 1] = ends - found[:, 1] + np.uint64(address + int(plan.image.offsets[number]))
     segments[:, 2] = found[:, 1]
-    return segments
+    if device is None:
+        return segments
+    copies.on(device).add(segments, tensor)
+    return NO_SEGMENTS
 
 
-def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8) -> None:
+def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: HostCopies) -> None:
     overlays: dict[int, Overlay | None] = {}
     for number, (table, column) in plan.columns.items():
         if table not in overlays:
@@ -159,7 +183,7 @@ def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8) -> None:
         overlay = overlays[table]
         if overlay is not None:
             begin = plan.image.blocks[number].spec.row_begin
-            overlay.lay_over(column, block_tensor(plan, number, image), begin=begin)
+            overlay.lay_over(column, block_tensor(plan, number, image), copies, begin=begin)
 
 
 def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
@@ -174,24 +198,24 @@ def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
     return CacheCopy(map=image[area.map_offset : end].view(np.int64), columns=columns)
 
 
-def _cache_segments(cut: TableCut, copy: CacheCopy) -> Segments:
-    """What one native copy brings over of a cache level; what lies on another device is copied here and now."""
+def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segments:
+    """What one native copy brings over of a cache level; what lies on a device is added to its copies."""
     assert can_stay_open(cut)
     segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
     for name, target in copy.columns.items():
         cached = cut.cached_column(name)
         assert cached is not None
-        if cached.is_cpu and cached.is_contiguous():
+        if copies.is_on_host(cached) and cached.is_contiguous():
             segments.append((cached.data_ptr(), target.data_ptr(), target.nbytes))
         else:
-            target.copy_(cached)
+            copies.put(target, cached)
     return np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
 
 
-def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tensor) -> None:
+def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tensor, copies: HostCopies) -> None:
     at = 0
     for begin, end in runs.tolist():
-        target[at : at + end - begin].copy_(tensor[begin:end])
+        copies.put(target[at : at + end - begin], tensor[begin:end])
         at += end - begin
 
 

@@ -6,17 +6,19 @@ are; whoever has copied rows of the storage then puts the cached ones over them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.fetch import to_host
+from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.abilities import is_overlaid
 from asyncckpt.model.row_runs import I64, positions, window
 from asyncckpt.model.table import OverlaidCut, TableCut
-from asyncckpt.native import core
-
-SEGMENTS_MAX = 1 << 16  # Of one native copy; the list of segments is fresh memory each time, which is slow.
+from asyncckpt.native import U64, core
 
 
 @dataclass(frozen=True)
@@ -45,32 +47,77 @@ class Overlay:
         inside = (self.positions >= begin) & (self.positions < end)
         return self.positions[inside] - begin, self.cache_rows[inside]
 
-    def lay_over(self, column: str, target: torch.Tensor, *, begin: int) -> None:
-        """Put the cached rows over target, contiguous `[n, *row_shape]` on the CPU: rows [begin, begin + n)."""
+    def lay_over(self, column: str, target: torch.Tensor, copies: HostCopies, *, begin: int) -> None:
+        """Put the cached rows over target, contiguous `[n, *row_shape]` on the CPU: rows [begin, begin + n).
+
+        Behind what is listed in `copies`, where either level is on a device.
+        """
         cached = self.cut.cached_column(column)
         if cached is None:
             return
         places, cache_rows = self.within(begin, begin + len(target))
-        row_bytes = cached.nbytes // max(1, len(cached))
-        if not (cached.is_cpu and cached.is_contiguous()):
-            rows = cached.index_select(0, torch.from_numpy(cache_rows).to(cached.device))
-            target.index_copy_(0, torch.from_numpy(places), rows.cpu())
-            return
-        for first in range(0, len(places), SEGMENTS_MAX):
-            part = slice(first, first + SEGMENTS_MAX)
-            segments = np.empty((len(places[part]), 3), dtype=np.uint64)
-            segments[:, 0] = cached.data_ptr() + cache_rows[part] * row_bytes
-            segments[:, 1] = target.data_ptr() + places[part] * row_bytes
-            segments[:, 2] = row_bytes
-            core.copy(segments)
+        if len(places):
+            columns = [(cached, target.data_ptr(), target.nbytes // len(target))]
+            lay_rows(columns, cache_rows, places, copies, below=copies.device_of(self.cut.column(column)))
+
+
+def lay_rows(
+    columns: Sequence[tuple[torch.Tensor, int, int]],
+    rows: I64,
+    places: I64 | None,
+    copies: HostCopies,
+    *,
+    below: int | None = None,
+) -> None:
+    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one behind the other.
+
+    Rows on a device are listed in `copies`. below: the device from which what lies at the places is copied first.
+    """
+    if not len(rows):
+        return
+    on_host: list[tuple[int, int, int]] = []
+    on_devices: dict[int, list[tuple[int, int, int]]] = {}
+    kept: list[torch.Tensor] = []
+    for source, target, row_bytes in columns:
+        device = copies.device_of(source)
+        if device is not None and below in (None, device) and source.is_contiguous():
+            on_devices.setdefault(device, []).append((source.data_ptr(), target, row_bytes))
+            kept.append(source)
+        elif device is None and below is None and source.is_cpu and source.is_contiguous():
+            on_host.append((source.data_ptr(), target, row_bytes))
+        else:  # Brought over here and now: strides, other devices, rows that have to wait for those below.
+            found = to_host(source.index_select(0, torch.from_numpy(rows).to(source.device)))
+            own = np.array([(found.data_ptr(), target, row_bytes)], dtype=np.uint64)
+            _put(found, own, places, len(rows), copies, below)
+    if on_host:
+        core.copy_rows(np.array(on_host, dtype=np.uint64), rows, places)
+    for device, own_columns in on_devices.items():
+        copies.on(device).add_rows(np.array(own_columns, dtype=np.uint64), rows, places, kept)
+
+
+def _put(
+    found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: HostCopies, below: int | None
+) -> None:
+    """Put rows that are on the host in their places; when those below are there."""
+    in_order = np.arange(count, dtype=np.int64)
+
+    def put() -> None:
+        assert len(found) == count
+        core.copy_rows(columns, in_order, places)
+
+    if below is None:
+        put()
+    else:
+        copies.on(below).add_work(put)
 
 
 def rows_of_cut(cut: TableCut, overlay: Overlay | None, column: str, begin: int, end: int) -> torch.Tensor:
     """Rows [begin, end) of a column of a cut before its fence, `[end - begin, *row_shape]` on the CPU: a copy."""
     storage = cut.column(column)
-    pieces = [storage[first:last] for first, last in window(cut.runs, begin, end).tolist()]
-    rows = torch.cat(pieces) if pieces else storage[:0].clone()
-    rows = rows.detach().cpu().contiguous()
+    pieces = [to_host(storage[first:last]) for first, last in window(cut.runs, begin, end).tolist()]
+    rows = torch.cat(pieces) if pieces else to_host(storage[:0]).clone()
     if overlay is not None:
-        overlay.lay_over(column, rows, begin=begin)
+        copies = HostCopies(runtime())
+        overlay.lay_over(column, rows, copies, begin=begin)
+        copies.launch().settle()
     return rows

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.devices.chosen import device_of
+from asyncckpt.devices.fetch import to_host
 from asyncckpt.model.row_runs import I64, spans, window
 from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import TableCut
@@ -69,21 +71,17 @@ class WindowSource:
         return np.array([[fetched.data_ptr() + begin - first * size, end - begin]], dtype=np.uint64)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor as contiguous CPU memory; the tensor itself when it is that already."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
 def tensor_source(tensor: torch.Tensor) -> ByteSource:
     """The source of one dense tensor."""
     tensor = tensor.detach()
-    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if is_plain and device_of(tensor) is None:
         return SpanSource(tensor.data_ptr(), tensor)
     if tensor.dim() == 0 or tensor.numel() == 0:
-        kept = plain(tensor)
+        kept = to_host(tensor)
         return SpanSource(kept.data_ptr(), kept)
     return WindowSource(
-        lambda begin, end: plain(tensor[begin:end]),
+        lambda begin, end: to_host(tensor[begin:end]),
         rows_count=tensor.shape[0],
         row_bytes=tensor.nbytes // tensor.shape[0],
     )
@@ -93,7 +91,7 @@ def column_source(cut: TableCut, overlay: Overlay | None, column: str, *, begin:
     """The source of rows [begin, end) of a column of a cut before its fence."""
     storage = cut.column(column)
     row_bytes = max(1, storage.nbytes // max(1, len(storage)))
-    if overlay is None and storage.is_cpu and storage.is_contiguous():
+    if overlay is None and storage.is_cpu and storage.is_contiguous() and device_of(storage) is None:
         return RunsSource(storage, window(cut.runs, begin, end), row_bytes=row_bytes)
     return WindowSource(
         lambda first, last: rows_of_cut(cut, overlay, column, begin + first, begin + last),

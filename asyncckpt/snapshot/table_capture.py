@@ -21,15 +21,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.abilities import is_overlaid, tracks_ids, tracks_rows
 from asyncckpt.model.arena_contents import TableContents
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
-from asyncckpt.native import U8, core
+from asyncckpt.native import U8
 from asyncckpt.plan.regions import TableRegion
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.table_rows import CapturedTable, TableRows
+from asyncckpt.snapshot.overlay import lay_rows
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -104,8 +106,8 @@ class TableCapture:
             copied_count=copied_count,
         )
 
-    def segments(self) -> U64:
-        """(source, target, bytes) of the runs of columns that are copied plainly."""
+    def segments(self, copies: HostCopies) -> U64:
+        """(source, target, bytes) of the runs of columns that are copied plainly; those of devices go to `copies`."""
         cut = self._item.cut
         runs = cut.runs[cut.runs[:, 0] < cut.rows_count]
         begins = runs[:, 0]
@@ -114,41 +116,46 @@ class TableCapture:
         for name, column in self._region.columns.items():
             if name not in self._plain:
                 continue
+            storage = cut.column(name)
             segments = np.empty((len(runs), 3), dtype=np.uint64)
-            segments[:, 0] = cut.column(name).data_ptr() + begins * column.row_bytes
+            segments[:, 0] = storage.data_ptr() + begins * column.row_bytes
             segments[:, 1] = self._address + column.offset + begins * column.row_bytes
             segments[:, 2] = counts * column.row_bytes
-            found.append(segments)
+            device = copies.device_of(storage)
+            if device is None:
+                found.append(segments)
+            else:
+                copies.on(device).add(segments, storage)
         return np.concatenate(found)
 
-    def gather(self) -> None:
-        """Copy what is copied by index; after the plain copy."""
+    def gather(self, copies: HostCopies) -> None:
+        """Copy what is copied by index; after the plain copy. Rows on devices go to `copies`."""
         cut = self._item.cut
         plain = {name: cut.column(name) for name in self._region.columns if name in self._plain}
         by_index = {name: cut.column(name) for name in self._region.columns if name not in self._plain}
         if plain:
             assert self.places is not None
-            self._copy(plain, self.places.tails, self.places.holes)
+            self._copy(plain, self.places.tails, self.places.holes, copies)
         if self._id_rows is not self._rows and ID_COLUMN in by_index:
-            self._copy_by_index({ID_COLUMN: by_index.pop(ID_COLUMN)}, self._id_rows)
-        self._copy_by_index(by_index, self._rows)
+            self._copy_by_index({ID_COLUMN: by_index.pop(ID_COLUMN)}, self._id_rows, copies)
+        self._copy_by_index(by_index, self._rows, copies)
         if is_overlaid(cut):
-            self._lay_over(cut, plain, None)
-            self._lay_over(cut, by_index, self._rows)
+            self._lay_over(cut, plain, None, copies)
+            self._lay_over(cut, by_index, self._rows, copies)
         if self._region.removed is not None:
             at = self._region.removed.offset
             self._image[at : at + self._chosen.removed.nbytes] = self._chosen.removed.view(np.uint8)
 
-    def _copy_by_index(self, columns: Mapping[str, torch.Tensor], rows: I64 | None) -> None:
+    def _copy_by_index(self, columns: Mapping[str, torch.Tensor], rows: I64 | None, copies: HostCopies) -> None:
         if columns:
             assert rows is not None
-            self._copy(columns, rows, self._targets(rows))
+            self._copy(columns, rows, self._targets(rows), copies)
 
     def _targets(self, rows: I64) -> I64 | None:
         """Where storage rows go; None: one behind the other."""
         return None if self.places is None else self.places.of_rows(rows)
 
-    def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None) -> None:
+    def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None, copies: HostCopies) -> None:
         """Copy the rows that the cache level holds, as far as they are wanted (storage rows, ascending; None: all)."""
         columns = {name: cut.cached_column(name) for name in names if name != ID_COLUMN}
         cached = {name: column for name, column in columns.items() if column is not None}
@@ -164,22 +171,18 @@ class TableCapture:
         if targets is None:
             assert wanted is not None
             targets = np.searchsorted(wanted, rows)
-        self._copy(cached, cache_rows, targets)
+        by_storage: dict[int | None, list[tuple[torch.Tensor, int, int]]] = {}
+        for name, source in cached.items():
+            by_storage.setdefault(copies.device_of(cut.column(name)), []).append(self._column(name, source))
+        for below, own in by_storage.items():
+            lay_rows(own, cache_rows, targets, copies, below=below)
 
-    def _copy(self, sources: Mapping[str, torch.Tensor], rows: I64, places: I64 | None) -> None:
-        if not len(rows):
-            return
-        columns = []
-        for name, source in sources.items():
-            region = self._region.columns[name]
-            target = self._address + region.offset
-            if source.is_cpu and source.is_contiguous():
-                columns.append((source.data_ptr(), target, region.row_bytes))
-            else:
-                found = source.index_select(0, torch.from_numpy(rows).to(source.device)).cpu().contiguous()
-                one = np.array([(found.data_ptr(), target, region.row_bytes)], dtype=np.uint64)
-                core.copy_rows(one, np.arange(len(rows), dtype=np.int64), places)
-        core.copy_rows(np.array(columns, dtype=np.uint64).reshape(-1, 3), rows, places)
+    def _copy(self, sources: Mapping[str, torch.Tensor], rows: I64, places: I64 | None, copies: HostCopies) -> None:
+        lay_rows([self._column(name, source) for name, source in sources.items()], rows, places, copies)
+
+    def _column(self, name: str, source: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        region = self._region.columns[name]
+        return source, self._address + region.offset, region.row_bytes
 
 
 def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -> tuple[I64 | None, I64 | None]:

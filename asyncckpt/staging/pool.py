@@ -34,6 +34,7 @@ class ArenaPool:
     """Hands out arenas, smallest sufficient first. Thread-safe; memory is touched outside its lock."""
 
     _arenas: list[Arena] = field(default_factory=list)
+    _lost: list[Arena] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -141,6 +142,18 @@ class ArenaPool:
                 self._arenas.remove(arena)
                 arena.close()
             self._changed.notify()
+
+    def discard(self, arena: Arena) -> None:
+        """Never use an arena again, nor give back its memory: a device that has failed may still write to it."""
+        with self._changed:
+            self._arenas.remove(arena)
+            self._lost.append(arena)
+            self._changed.notify()
+
+    def pinned_bytes(self) -> int:
+        """Of all arenas together."""
+        with self._changed:
+            return sum(arena.pinned[1] for arena in self._arenas)
 
     def forget(self, layout: object) -> None:
         """Nobody will bring snapshots of this layout up to date any more."""

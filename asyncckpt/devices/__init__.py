@@ -1,0 +1,1 @@
+"""Copies between devices and the host: queued on a stream of our own, ordered by events, awaited in the background."""

@@ -1,0 +1,253 @@
+"""The kinds of copies that a save queues on a device, and how each goes by way of scratch memory there.
+
+By way of scratch memory a copy has two halves: one within the device, behind which the source may change, and one to
+the host, which goes on beside training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.contract import I64, U64
+from asyncckpt.devices.sizes import LARGE_BYTES, PACK_BYTES, SLOT_BYTES
+from asyncckpt.native import core
+
+Work = Callable[[Batch], None]
+"""Queues copies; the side stream of the batch is current."""
+
+
+class Copy(Protocol):
+    """Copies from one device to host memory."""
+
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def targets(self) -> tuple[int, int]:
+        """The addresses [begin, end) between which all targets lie; (0, 0): there are none."""
+        ...
+
+    def run(self, batch: Batch) -> None:
+        """Queue it, straight to its targets; a Work."""
+        ...
+
+    def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
+        """(a part that goes straight, one that goes by way of at most bytes_max of scratch memory)."""
+        ...
+
+    def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
+        """How much scratch memory all of it takes; and for memory at an address, its two halves."""
+        ...
+
+
+class SegmentCopy:
+    """Segments (source, target, bytes), uint64 [n, 3], that do not overlap."""
+
+    def __init__(self, segments: U64) -> None:
+        self._segments = segments[np.argsort(segments[:, 1], kind="stable")]
+
+    @property
+    def bytes(self) -> int:
+        return int(self._segments[:, 2].sum())
+
+    @property
+    def targets(self) -> tuple[int, int]:
+        if not len(self._segments):
+            return 0, 0
+        return int(self._segments[0, 1]), int(self._segments[-1, 1] + self._segments[-1, 2])
+
+    def run(self, batch: Batch) -> None:
+        begin, end = self.targets
+        if batch.is_reachable(begin, end - begin):
+            batch.kernels.copy(self._segments, batch)
+            return
+        is_small = self._segments[:, 2] < LARGE_BYTES
+        if not is_small.all():
+            batch.kernels.transfer(np.ascontiguousarray(self._segments[~is_small]), batch, to_host=True)
+        if is_small.any():
+            self._pack(np.ascontiguousarray(self._segments[is_small]), batch)
+
+    def _pack(self, small: U64, batch: Batch) -> None:
+        """Small segments to memory that kernels cannot write: put side by side on the device, then in long pieces."""
+        parts = np.cumsum(small[:, 2].astype(np.int64) + 2 * SLOT_BYTES) // PACK_BYTES
+        packs = [SegmentCopy(part).by_scratch() for part in np.split(small, np.flatnonzero(np.diff(parts)) + 1)]
+        address = batch.device_memory(max(bytes for bytes, _ in packs))
+        for _, halves in packs:  # One after the other in the same memory, as the stream goes.
+            for work in halves(address):
+                work(batch)
+
+    def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
+        # Every slot may begin up to one unit behind the end of the one before.
+        taken = np.cumsum(self._segments[::-1, 2].astype(np.int64) + 2 * SLOT_BYTES)
+        count = int(np.searchsorted(taken, bytes_max, side="right"))
+        return _two(SegmentCopy, self._segments, len(self._segments) - count)
+
+    def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
+        targets, sizes = self._segments[:, 1].astype(np.int64), self._segments[:, 2].astype(np.int64)
+        ends = targets + sizes
+        begins_run = np.ones(len(targets), dtype=np.bool_)
+        begins_run[1:] = targets[1:] != ends[:-1]
+        firsts = np.flatnonzero(begins_run)
+        lasts = np.append(firsts[1:], len(targets))[: len(firsts)] - 1
+        run_bytes = ends[lasts] - targets[firsts] if len(firsts) else np.empty(0, dtype=np.int64)
+        shifts = targets[firsts] % SLOT_BYTES
+        room = -(-(shifts + run_bytes) // SLOT_BYTES) * SLOT_BYTES
+        slots = np.cumsum(room) - room + shifts
+        runs = np.cumsum(begins_run) - 1
+        places = slots[runs] + targets - targets[firsts][runs]
+
+        def halves(address: int) -> tuple[Work, Work]:
+            inward = self._segments.copy()
+            inward[:, 1] = (places + address).view(np.uint64)
+            outward = np.stack([slots + address, targets[firsts], run_bytes], axis=1).view(np.uint64)
+            return _within(inward), _outward(outward)
+
+        return int(room.sum()), halves
+
+
+class RowCopy:
+    """Row source_rows[i] of every column (source, target, row bytes) to row target_rows[i]; None: row i."""
+
+    def __init__(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None) -> None:
+        self._columns = columns
+        self._source_rows = source_rows
+        self._target_rows = target_rows
+
+    @property
+    def _count(self) -> int:
+        rows = self._target_rows if self._source_rows is None else self._source_rows
+        assert rows is not None
+        return len(rows)
+
+    @property
+    def bytes(self) -> int:
+        return self._count * int(self._columns[:, 2].sum())
+
+    @property
+    def targets(self) -> tuple[int, int]:
+        if not self.bytes:
+            return 0, 0
+        first, last = 0, self._count
+        if self._target_rows is not None:
+            first, last = int(self._target_rows.min()), int(self._target_rows.max()) + 1
+        begins, sizes = self._columns[:, 1].astype(np.int64), self._columns[:, 2].astype(np.int64)
+        return int((begins + first * sizes).min()), int((begins + last * sizes).max())
+
+    def run(self, batch: Batch) -> None:
+        begin, end = self.targets
+        if batch.is_reachable(begin, end - begin):
+            batch.kernels.copy_rows(self._columns, self._source_rows, self._target_rows, batch)
+        else:
+            self._put_on_host(batch)
+
+    def _put_on_host(self, batch: Batch) -> None:
+        """Rows to memory that kernels cannot write: side by side to other host memory, and from there in the end."""
+        sizes = self._columns[:, 2].astype(np.int64)
+        room = -(-self._count * sizes // SLOT_BYTES) * SLOT_BYTES
+        begins = np.cumsum(room) - room
+        packed, landed = self._columns.copy(), self._columns.copy()
+        packed[:, 1] = (begins + batch.device_memory(int(room.sum()))).view(np.uint64)
+        landed[:, 0] = (begins + batch.new_pinned(int(room.sum()))).view(np.uint64)
+        source_rows = np.arange(self._count, dtype=np.int64) if self._source_rows is None else self._source_rows
+        batch.kernels.copy_rows(packed, source_rows, None, batch)
+        whole = np.stack([packed[:, 1], landed[:, 0], (sizes * self._count).view(np.uint64)], axis=1)
+        batch.kernels.transfer(np.ascontiguousarray(whole), batch, to_host=True)
+        target_rows = np.arange(self._count, dtype=np.int64) if self._target_rows is None else self._target_rows
+        batch.afterwards(lambda: core.copy_rows(landed, None, target_rows))
+
+    def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
+        row_bytes = int(self._columns[:, 2].sum())
+        left = bytes_max - len(self._columns) * SLOT_BYTES
+        count = min(self._count, max(0, left // max(1, row_bytes)))
+        first = self._count - count
+        if self._source_rows is None and count and first:
+            return self, None  # Rows of the source are counted from its begin.
+        return self._part(0, first), self._part(first, self._count)
+
+    def _part(self, begin: int, end: int) -> Copy | None:
+        if begin == end:
+            return None
+        source_rows = None if self._source_rows is None else self._source_rows[begin:end]
+        targets = np.arange(self._count, dtype=np.int64) if self._target_rows is None else self._target_rows
+        return RowCopy(self._columns, source_rows, targets[begin:end])
+
+    def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
+        sizes = self._columns[:, 2].astype(np.int64)
+        room = -(-self._count * sizes // SLOT_BYTES) * SLOT_BYTES
+        begins = np.cumsum(room) - room
+
+        def halves(address: int) -> tuple[Work, Work]:
+            slots = (begins + address).view(np.uint64)
+            rows = np.arange(self._count, dtype=np.int64)
+            inward, outward = self._columns.copy(), self._columns.copy()
+            inward[:, 1] = slots
+            outward[:, 0] = slots
+            first = RowCopy(inward, rows if self._source_rows is None else self._source_rows, None)
+            if self._target_rows is None:
+                outward[:, 2] = (sizes * self._count).view(np.uint64)
+                return first.run, _outward(outward)
+            return first.run, RowCopy(outward, rows, self._target_rows).run
+
+        return int(room.sum()), halves
+
+
+class TensorCopy:
+    """A tensor of the device that is not plain memory (strides, conjugated, negated), to a plain one of the host."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._target, self._source = target, source
+
+    @property
+    def bytes(self) -> int:
+        return self._target.nbytes
+
+    @property
+    def targets(self) -> tuple[int, int]:
+        begin = self._target.data_ptr()
+        return begin, begin + self._target.nbytes
+
+    def run(self, batch: Batch) -> None:
+        batch.keep(self._target, self._source)
+        self._target.copy_(self._source, non_blocking=True)
+
+    def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
+        return (None, self) if self.bytes + SLOT_BYTES <= bytes_max else (self, None)
+
+    def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
+        size = self.bytes
+
+        def halves(address: int) -> tuple[Work, Work]:
+            def inward(batch: Batch) -> None:
+                memory = batch.runtime.view(address, size, batch.device)
+                slot = memory.view(self._target.dtype).view(self._target.shape)
+                TensorCopy(slot, self._source).run(batch)
+
+            outward = np.array([[address, self._target.data_ptr(), size]], dtype=np.uint64)
+            return inward, _outward(outward)
+
+        return -(-size // SLOT_BYTES) * SLOT_BYTES, halves
+
+
+def _within(segments: U64) -> Work:
+    """Segments within the device."""
+    return lambda batch: batch.kernels.copy(segments, batch)
+
+
+def _outward(segments: U64) -> Work:
+    """Segments from scratch memory to the host: short ones by kernels, if they can."""
+
+    def work(batch: Batch) -> None:
+        if all(batch.is_reachable(target, size) for _, target, size in segments.tolist()):
+            batch.kernels.copy(segments, batch)
+        else:
+            batch.kernels.transfer(segments, batch, to_host=True)
+
+    return work
+
+
+def _two(kind: type[SegmentCopy], items: U64, first: int) -> tuple[Copy | None, Copy | None]:
+    return (kind(items[:first]) if first else None), (kind(items[first:]) if first < len(items) else None)

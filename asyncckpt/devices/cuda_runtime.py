@@ -1,0 +1,155 @@
+"""CUDA devices through torch.cuda: its streams, events and allocators, so that torch knows of all that is queued.
+
+Nothing here starts CUDA: it is asked only for tensors that are on a device already. On ROCm the same calls reach HIP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncckpt.devices.batch import failed
+from asyncckpt.devices.choose_kernels import choose_kernels
+from asyncckpt.devices.contract import Event, Kernels, Stream
+from asyncckpt.errors import DeviceError
+
+SIDE_PRIORITY = -1
+"""Of side streams: the trainer waits for their kernels, so these go before its own."""
+
+_PORTABLE, _ALREADY_REGISTERED = 1, 712
+
+
+class CudaEvent:
+    """Implements contract.Event. Waiting blocks in the driver instead of spinning."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        with _failing("recording an event"), torch.cuda.device(stream.device):
+            self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self.event.record(stream)
+
+    def is_done(self) -> bool:
+        with _failing("a copy"):
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        with _failing("a copy"):
+            self.event.synchronize()
+
+
+class CudaRuntime:
+    """Implements contract.Runtime."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._side_streams: dict[int, torch.cuda.Stream] = {}
+        self._kernels: dict[int, Kernels] = {}
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        return tensor.get_device() if tensor.is_cuda else None
+
+    def side_stream(self, device: int) -> Stream:
+        with self._guard, _failing("making a stream"):
+            if device not in self._side_streams:
+                self._side_streams[device] = torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+            return self._side_streams[device]
+
+    def current_stream(self, device: int) -> Stream:
+        return torch.cuda.current_stream(device)
+
+    def device_of_stream(self, stream: Stream) -> int:
+        return int(stream.device_index)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
+        with _failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
+            work()
+
+    def handle(self, stream: Stream) -> int:
+        return int(stream.cuda_stream)
+
+    def record(self, stream: Stream) -> Event:
+        return CudaEvent(stream)
+
+    def hold_back(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        with _failing("ordering a stream"):
+            stream.wait_event(event.event)
+
+    def new_pinned(self, bytes: int) -> torch.Tensor:
+        with _failing("allocating pinned memory"):
+            return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
+
+    def new_memory(self, device: int, bytes: int) -> torch.Tensor:
+        stream = self.side_stream(device)
+        try:
+            with torch.cuda.stream(stream):
+                return torch.empty(bytes, dtype=torch.uint8, device=f"cuda:{device}")
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(f"{bytes} bytes on device {device}: {error}") from error
+        except RuntimeError as error:
+            raise failed(error, "allocating memory") from error
+
+    def view(self, address: int, bytes: int, device: int | None) -> torch.Tensor:
+        if device is None:
+            return host_view(address, bytes)
+        with torch.cuda.device(device):
+            return torch.as_tensor(_OnDevice(address, bytes), device=f"cuda:{device}")
+
+    def register(self, address: int, bytes: int) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE))  # type: ignore[no-untyped-call]
+        if code not in (0, _ALREADY_REGISTERED):
+            raise DeviceError(
+                f"{bytes} bytes of host memory could not be pinned",
+                found=f"CUDA error {code}",
+                hint="set pinned_memory_limit of the Saver lower; copies from the device are slower then",
+            )
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def kernels(self, device: int) -> Kernels:
+        with self._guard:
+            if device not in self._kernels:
+                self._kernels[device] = choose_kernels(self, device)
+            return self._kernels[device]
+
+
+class _OnDevice:
+    """Tells torch of memory on the device by the CUDA array interface."""
+
+    def __init__(self, address: int, bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {**_described(address, bytes), "strides": None}
+
+
+class _OnHost:
+    """Tells NumPy of memory of the host."""
+
+    def __init__(self, address: int, bytes: int) -> None:
+        self.__array_interface__ = _described(address, bytes)
+
+
+def _described(address: int, bytes: int) -> dict[str, Any]:
+    return {"version": 3, "data": (address, False), "shape": (bytes,), "typestr": "|u1"}
+
+
+def host_view(address: int, bytes: int) -> torch.Tensor:
+    """Host memory at an address, uint8 [bytes]; the caller keeps it alive."""
+    return torch.from_numpy(np.asarray(_OnHost(address, bytes)))
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Errors of the runtime become DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise failed(error, what) from error

@@ -1,0 +1,256 @@
+"""The copies of one save from devices to host memory: listed, launched together, awaited in the background.
+
+    side stream   follow the trainer's | direct, to scratch | FENCE | later ones | STEP FENCE | from scratch | END
+    trainer's                                               waits for FENCE ...   step() waits for STEP FENCE
+
+1. Whoever captures lists copies: `on(device).add...`, in their order. What lies over another copy comes after it.
+2. `launch` queues all of them. Scratch memory of the device takes as many as fit, from the last one back; the others
+   go straight to the host first. The trainer's streams wait for the fence, the host for nothing. What only a step of
+   an optimizer changes comes behind the fence; the step waits for it.
+3. `Pending.settle`, in the background: from there on the host may read what was copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.contract import I64, U64, Event, Runtime, Stream
+from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
+from asyncckpt.errors import UsageError
+
+NO_ADDRESSES: U64 = np.empty(0, dtype=np.uint64)
+
+_log = logging.getLogger("asyncckpt")
+
+
+class DeviceCopies:
+    """Copies of one device, in their order."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
+        self.later: list[Copy] = []
+        self.works: list[Callable[[], None]] = []
+        self.kept: list[object] = []
+
+    def add(self, segments: U64, *keep: object) -> None:
+        """Copy segments (source on the device, target on the host, bytes), uint64 [n, 3]; `keep` holds their memory."""
+        segments = segments[segments[:, 2] > 0]
+        if len(segments):
+            self.copies.append(SegmentCopy(segments))
+            self.kept += keep
+
+    def add_later(self, segments: U64, *keep: object) -> None:
+        """The same of memory that only a step of an optimizer changes: only that waits for them."""
+        segments = segments[segments[:, 2] > 0]
+        if len(segments):
+            self.later.append(SegmentCopy(segments))
+            self.kept += keep
+
+    def add_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *keep: object) -> None:
+        """Copy row source_rows[i] of columns (source, target, row bytes) to row target_rows[i]; None: row i."""
+        rows = RowCopy(columns[columns[:, 2] > 0], source_rows, target_rows)
+        if rows.bytes:
+            self.copies.append(rows)
+            self.kept += keep
+
+    def add_tensor(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the values of a tensor to a contiguous one on the host of the same dtype and shape."""
+        if target.numel():
+            self.copies.append(TensorCopy(target, source))
+
+    def add_work(self, work: Callable[[], None]) -> None:
+        """Let the host do something when all copies of the device are done."""
+        self.works.append(work)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The copies of one device on their way. From `fence` on the sources may change, but for those that a step changes:
+    from `step_fence` on. At `end` all is on the host.
+    """
+
+    batch: Batch
+    fence: Event
+    step_fence: Event
+    end: Event
+
+
+class Pending:
+    """Copies on their way, one batch per device."""
+
+    def __init__(self, batches: Sequence[Launched] = ()) -> None:
+        self._batches = list(batches)
+        self._guard = threading.Lock()
+        self._failed: Exception | None = None
+
+    @property
+    def devices(self) -> list[int]:
+        return [item.batch.device for item in self._batches]
+
+    def fence(self, stream: Stream = None) -> None:
+        """Let a stream (None: the current ones of this thread) wait until the sources may change; not the host."""
+        for item in list(self._batches):
+            runtime = item.batch.runtime
+            # An event of one device may be awaited by a stream of another.
+            runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
+
+    def settle(self) -> None:
+        """Wait until all is on the host. DeviceError when a device failed; all of them are awaited nevertheless.
+
+        From any thread. A second call waits for the first one and raises what that one did.
+        """
+        with self._guard:
+            batches, self._batches = self._batches, []
+            for item in batches:
+                try:
+                    item.batch.settle(item.end)
+                except Exception as error:
+                    self._failed = self._failed or error
+        if self._failed is not None:
+            raise self._failed
+
+
+class HostCopies:
+    """The copies of one save. runtime None: there are no devices, and nothing is ever listed.
+
+    stepped: addresses of tensors, uint64 [n], that only a step of an optimizer changes.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime | None,
+        *,
+        scratch_bytes: int = 0,
+        streams: Sequence[Stream] = (),
+        stepped: U64 = NO_ADDRESSES,
+    ) -> None:
+        self.runtime = runtime
+        self._stepped = stepped
+        self._scratch_bytes = scratch_bytes
+        self._streams = streams
+        self._devices: dict[int, DeviceCopies] = {}
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """The device from which a tensor is copied; None: the host reads it itself."""
+        return None if self.runtime is None else self.runtime.device_of(tensor)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the host reads a tensor's memory itself."""
+        return tensor.is_cpu and self.device_of(tensor) is None
+
+    def is_stepped(self, addresses: U64) -> NDArray[np.bool_]:
+        """Which of the tensors at these addresses, uint64 [n], only a step of an optimizer changes: bool [n]."""
+        return np.isin(addresses, self._stepped)
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy the values of any tensor to a contiguous one on the host, now or with the other copies."""
+        device = self.device_of(source)
+        if device is None:
+            target.copy_(source)
+        else:
+            self.on(device).add_tensor(target, source)
+
+    def on(self, device: int) -> DeviceCopies:
+        """The copies of a device, to add to."""
+        return self._devices.setdefault(device, DeviceCopies())
+
+    @property
+    def targets(self) -> tuple[int, int]:
+        """The addresses [begin, end) between which all targets lie; (0, 0): nothing is listed."""
+        ranges = [copy.targets for item in self._devices.values() for copy in [*item.copies, *item.later]]
+        if not ranges:
+            return 0, 0
+        return min(begin for begin, _ in ranges), max(end for _, end in ranges)
+
+    def launch(self, *, reachable: Sequence[tuple[int, int]] = ()) -> Pending:
+        """Queue everything, and hold the trainer's streams back until the fence. reachable: pinned (address, bytes).
+
+        UsageError inside the capture of a graph; DeviceError, when nothing is on its way any more.
+        """
+        listed = {device: item for device, item in self._devices.items() if item.copies or item.later or item.works}
+        if not listed:
+            return Pending()
+        runtime = self.runtime
+        assert runtime is not None
+        if runtime.is_capturing():
+            raise UsageError(
+                "a save was called while a graph is being captured", hint="save between replays of the graph"
+            )
+        launched: list[Launched] = []
+        try:
+            for device, item in listed.items():
+                batch = Batch(runtime, device, reachable=reachable)
+                launched.append(self._queue(batch, item))
+        except BaseException:
+            for device in listed:  # What was queued still writes to its targets.
+                runtime.record(runtime.side_stream(device)).wait()
+            raise
+        return Pending(launched)
+
+    def _queue(self, batch: Batch, item: DeviceCopies) -> Launched:
+        runtime = batch.runtime
+        batch.keep(*item.kept)
+        own = [stream for stream in self._streams if runtime.device_of_stream(stream) == batch.device]
+        batch.follow(own)
+        direct, scratch, left = _divide(item.copies, self._scratch_bytes)
+        outward = _queue_by_scratch(batch, direct, scratch)
+        fence = batch.record()
+        for stream in (runtime.current_stream(batch.device), *own):
+            runtime.hold_back(stream, fence)
+        direct, scratch, _ = _divide(item.later, left)
+        outward += _queue_by_scratch(batch, direct, scratch)
+        step_fence = batch.record() if item.later else fence
+        for work in outward:
+            batch.enqueue(partial(work, batch))
+        for host_work in item.works:
+            batch.enqueue(partial(batch.afterwards, host_work))
+        return Launched(batch=batch, fence=fence, step_fence=step_fence, end=batch.record())
+
+
+def _queue_by_scratch(batch: Batch, direct: Sequence[Copy], scratch: Sequence[Copy]) -> list[Work]:
+    """Queue the direct copies, and those to scratch memory; return what brings these to the host."""
+    found = [copy.by_scratch() for copy in scratch]
+    address = 0
+    try:
+        if found:
+            address = batch.device_memory(sum(bytes for bytes, _ in found))
+    except MemoryError as error:
+        _log.warning("asyncckpt: no scratch memory on the device, the trainer waits for the host: %s", error)
+        found = []
+        direct = [*direct, *scratch]
+    for copy in direct:
+        batch.enqueue(partial(copy.run, batch))
+    outwards: list[Work] = []
+    for bytes, halves in found:
+        inward, outward = halves(address)
+        batch.enqueue(partial(inward, batch))
+        outwards.append(outward)
+        address += bytes
+    return outwards
+
+
+def _divide(copies: Sequence[Copy], scratch_bytes: int) -> tuple[list[Copy], list[Copy], int]:
+    """(copies that go straight to the host, copies that go by scratch memory, what is left of it).
+
+    The latter are a part from the end, so that what lies over another copy comes after it both ways.
+    """
+    direct, scratch = list(copies), list[Copy]()
+    left = scratch_bytes
+    while direct:
+        first, last = direct.pop().split(left)
+        if last is not None:
+            scratch.insert(0, last)
+            left -= last.by_scratch()[0]
+        if first is not None:
+            direct.append(first)
+            break
+    return direct, scratch, left

@@ -1,0 +1,12 @@
+"""Sizes by which copies are divided."""
+
+from __future__ import annotations
+
+LARGE_BYTES = 256 << 10
+"""From this size on a segment is a copy of its own: starting one takes as long as a kernel takes for about so much."""
+
+PACK_BYTES = 64 << 20
+"""Device memory in which short segments are put side by side, where kernels cannot write to the host."""
+
+SLOT_BYTES = 256
+"""Slots in device memory lie to a multiple of this as their targets do, so that both are copied by wide loads."""

@@ -1,0 +1,209 @@
+"""The CUDA library: copies and prints that are ordered on a stream of a device.
+
+It is loaded by whoever knows that this process uses CUDA, never at import. See csrc/include/asyncckpt_cuda.h for what
+each call does and asks for. Memory is named by address (int), as `Tensor.data_ptr()` gives it, a stream by its handle, as
+`torch.cuda.Stream.cuda_stream` does; the caller keeps memory alive until the stream has passed. No call waits for
+the device, and each leaves the current device of its thread as it was. Any number of threads may call at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_int32
+from pathlib import Path
+
+import numpy as np
+
+from asyncckpt.native.arrays import check_count, check_mark, check_table
+from asyncckpt.native.contract import U8, U64
+from asyncckpt.native.cuda_declarations import AS_IS, DEVICE, TO_BFLOAT16, load_functions
+from asyncckpt.native.declarations import OK, AcError
+from asyncckpt.native.native_objects import raise_error
+
+
+class DeviceFailure(Exception):
+    """A call of CUDA failed. Often the device is lost to this process, and all that follow fail alike.
+
+    `name` and `number` are those of the cudaError_t, such as "cudaErrorIllegalAddress" and 700; `item` is the index of
+    the segment that failed, 0 where there are none.
+    """
+
+    def __init__(self, message: str, *, name: str, number: int, item: int) -> None:
+        super().__init__(message)
+        self.name = name
+        self.number = number
+        self.item = item
+
+
+def load_cuda_library(path: Path | None = None) -> CudaLibrary:
+    """Load the CUDA library of this package, or the one at `path`; raises UnusableLibrary with the reason.
+
+    Needs no driver. That it loads does not mean that there is a device: ask `devices_count`.
+    """
+    return CudaLibrary(load_functions(path))
+
+
+class CudaLibrary:
+    """Each method checks its arrays and makes one C call.
+
+    All but `devices_count`, `why_none` and `batch_table_bytes` raise DeviceFailure for what CUDA reports, and ValueError
+    before anything is launched for arguments that break the contract.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    @property
+    def devices_count(self) -> int:
+        """How many devices this process can use; 0 also where there is no driver. Starts the driver, if there is one."""
+        return self._count_devices()[0]
+
+    @property
+    def why_none(self) -> str:
+        """Why there is no device; empty when there is one."""
+        return self._count_devices()[1]
+
+    def check_usable(self, device: int) -> None:
+        """Load all kernels on a device; raises DeviceFailure when this library has no code for it."""
+        error = AcError()
+        self._finish(self._library.ac_cuda_usable(device, byref(error)), error)
+
+    def host_register(self, device: int, address: int, bytes: int) -> None:
+        """Lock pages of host memory and let kernels of all devices use them; `address` begins a page. Takes long."""
+        error = AcError()
+        self._finish(self._library.ac_cuda_host_register(device, address, bytes, byref(error)), error)
+
+    def host_unregister(self, device: int, address: int) -> None:
+        """Undo host_register, before the memory is unmapped or moved."""
+        error = AcError()
+        self._finish(self._library.ac_cuda_host_unregister(device, address, byref(error)), error)
+
+    def copy(self, device: int, segments: U64, stream: int) -> None:
+        """Copy segments, uint64 [n, 3] of (source address, target address, bytes), one by one, in any direction."""
+        check_table(segments, columns_count=3, name="segments")
+        error = AcError()
+        status = self._library.ac_cuda_copy(device, segments.ctypes.data, len(segments), stream, byref(error))
+        self._finish(status, error)
+
+    def batch_table_bytes(self, count: int) -> int:
+        """The bytes of the table for `copy_batch` of `count` segments."""
+        check_count(count, name="count")
+        return int(self._library.ac_cuda_batch_table_bytes(count))
+
+    def copy_batch(self, device: int, segments: U64, table: int, stream: int, *, device_table: int = 0) -> None:
+        """Copy segments, uint64 [n, 3] as in `copy`, in one launch.
+
+        table: address of registered host memory of batch_table_bytes(n), aligned to 8, filled by this call.
+        device_table: address of as much memory of the device; the table is copied there first, which is faster.
+        Both belong to this call until the stream has passed.
+        """
+        check_table(segments, columns_count=3, name="segments")
+        error = AcError()
+        status = self._library.ac_cuda_copy_batch(
+            device, segments.ctypes.data, len(segments), table, device_table, stream, byref(error)
+        )
+        self._finish(status, error)
+
+    def copy_rows(
+        self,
+        device: int,
+        columns: U64,
+        source_rows: int | None,
+        target_rows: int | None,
+        count: int,
+        stream: int,
+        *,
+        to_bfloat16: bool | Sequence[bool] = False,
+    ) -> None:
+        """Copy row source_rows[i] of every column to row target_rows[i], for i below `count`.
+
+        columns: uint64 [c, 3] of (source address, target address, row bytes of the source). The rows are addresses of
+        int64 [count] that kernels can read, None for row i; a pair with a negative row is passed over.
+        to_bfloat16: whether a column, or each one, is float32 and becomes bfloat16.
+        """
+        check_table(columns, columns_count=3, name="columns")
+        check_count(count, name="count")
+        casts, error = _casts(to_bfloat16, len(columns)), AcError()
+        status = self._library.ac_cuda_copy_rows(
+            device,
+            columns.ctypes.data,
+            casts.ctypes.data,
+            len(columns),
+            source_rows,
+            target_rows,
+            count,
+            stream,
+            byref(error),
+        )
+        self._finish(status, error)
+
+    def copy_marked_rows(
+        self,
+        device: int,
+        columns: U64,
+        marks: int,
+        above: int,
+        rows_count: int,
+        stream: int,
+        *,
+        to_bfloat16: bool | Sequence[bool] = False,
+    ) -> None:
+        """Copy row r of every column to row r of its target wherever marks[r] is greater than `above`.
+
+        columns and to_bfloat16: as in copy_rows. marks: address of uint8 [rows_count] on the device.
+        """
+        check_table(columns, columns_count=3, name="columns")
+        check_mark(above, name="above")
+        check_count(rows_count, name="rows_count")
+        casts, error = _casts(to_bfloat16, len(columns)), AcError()
+        status = self._library.ac_cuda_copy_marked_rows(
+            device,
+            columns.ctypes.data,
+            casts.ctypes.data,
+            len(columns),
+            marks,
+            above,
+            rows_count,
+            stream,
+            byref(error),
+        )
+        self._finish(status, error)
+
+    def fingerprints(self, device: int, columns: U64, rows_count: int, prints: int, stream: int) -> None:
+        """Write the prints of Core.fingerprints, bit for bit, to the address `prints` of uint64 [rows_count].
+
+        columns: uint64 [c, 2] of (address, row bytes).
+        """
+        check_table(columns, columns_count=2, name="columns")
+        check_count(rows_count, name="rows_count")
+        row_columns = np.zeros((len(columns), 3), dtype=np.uint64)
+        row_columns[:, [0, 2]] = columns
+        error = AcError()
+        status = self._library.ac_cuda_fingerprint(
+            device, row_columns.ctypes.data, len(columns), rows_count, prints, stream, byref(error)
+        )
+        self._finish(status, error)
+
+    def _count_devices(self) -> tuple[int, str]:
+        count, error = c_int32(), AcError()
+        self._finish(self._library.ac_cuda_devices_count(byref(count), byref(error)), error)
+        return count.value, error.message.decode("utf-8", "replace")
+
+    def _finish(self, status: int, error: AcError) -> None:
+        """Raise what a call reported."""
+        if status == OK:
+            return
+        if status != DEVICE:
+            raise_error(error)
+        name = self._library.ac_cuda_error_name(error.sys_errno).decode()
+        message = error.message.decode("utf-8", "replace")
+        raise DeviceFailure(message, name=name, number=error.sys_errno, item=error.item)
+
+
+def _casts(to_bfloat16: bool | Sequence[bool], columns_count: int) -> U8:
+    """The cast of every column, uint8 [columns_count]."""
+    wishes = [to_bfloat16] * columns_count if isinstance(to_bfloat16, bool) else list(to_bfloat16)
+    if len(wishes) != columns_count:
+        raise ValueError(f"to_bfloat16 must have a value for each of {columns_count} columns, found {len(wishes)}")
+    return np.array([TO_BFLOAT16 if wish else AS_IS for wish in wishes], dtype=np.uint8)
