@@ -9,9 +9,11 @@ import logging
 import os
 
 from asyncckpt.devices.contract import Kernels, Runtime
+from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.native import UnusableLibrary
+from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
 
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_CUDA"
 
@@ -25,9 +27,6 @@ def choose_kernels(runtime: Runtime, device: int) -> Kernels:
         raise UsageError(f"{ENVIRONMENT_VARIABLE} is wrong", found=wish, expected="0, 1 or unset")
     if wish == "0":
         return TorchKernels(runtime, device)
-    from asyncckpt.devices.library_kernels import LibraryKernels
-    from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
-
     try:
         library = load_cuda_library()
         library.check_usable(device)
@@ -36,6 +35,6 @@ def choose_kernels(runtime: Runtime, device: int) -> Kernels:
             raise UnsupportedError(
                 f"{ENVIRONMENT_VARIABLE}=1 but the CUDA library cannot be used on device {device}", found=str(error)
             ) from error
-        _log.info("asyncckpt: torch copies on device %d, slower for small tensors and rows: %s", device, error)
+        _log.warning("asyncckpt: torch copies on device %d, slower for small tensors and rows: %s", device, error)
         return TorchKernels(runtime, device)
     return LibraryKernels(runtime, device, library)

@@ -77,6 +77,10 @@ class Holder(Protocol):
         """Copy an array into pinned memory that the device can read; return its address."""
         ...
 
+    def new_pinned(self, bytes: int) -> int:
+        """Address of fresh pinned memory."""
+        ...
+
     def device_memory(self, bytes: int) -> int:
         """Address of fresh memory on the device, aligned to 256 bytes."""
         ...

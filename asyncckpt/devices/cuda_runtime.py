@@ -21,23 +21,27 @@ from asyncckpt.errors import DeviceError
 SIDE_PRIORITY = -1
 """Of side streams: the trainer waits for their kernels, so these go before its own."""
 
-_PORTABLE, _ALREADY_REGISTERED = 1, 712
+_PORTABLE, _MAPPED, _ALREADY_REGISTERED = 1, 2, 712
 
 
 class CudaEvent:
-    """Implements contract.Event. Waiting blocks in the driver instead of spinning."""
+    """Implements contract.Event. Waiting blocks in the driver instead of spinning.
+
+    Threads of the background have device 0 as their current one, which other ranks may use: no call is made on it.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        with _failing("recording an event"), torch.cuda.device(stream.device):
+        self._device = stream.device
+        with _failing("recording an event"), torch.cuda.device(self._device):
             self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     def is_done(self) -> bool:
-        with _failing("a copy"):
+        with _failing("a copy"), torch.cuda.device(self._device):
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        with _failing("a copy"):
+        with _failing("a copy"), torch.cuda.device(self._device):
             self.event.synchronize()
 
 
@@ -50,9 +54,13 @@ class CudaRuntime:
         self._guard = threading.Lock()
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._kernels: dict[int, Kernels] = {}
+        self._home = 0  # A device that this process uses, for calls that are about none.
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        return tensor.get_device() if tensor.is_cuda else None
+        if not tensor.is_cuda:
+            return None
+        self._home = tensor.get_device()
+        return self._home
 
     def side_stream(self, device: int) -> Stream:
         with self._guard, _failing("making a stream"):
@@ -105,7 +113,8 @@ class CudaRuntime:
             return torch.as_tensor(_OnDevice(address, bytes), device=f"cuda:{device}")
 
     def register(self, address: int, bytes: int) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._home):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
             raise DeviceError(
                 f"{bytes} bytes of host memory could not be pinned",
@@ -114,7 +123,8 @@ class CudaRuntime:
             )
 
     def unregister(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._home):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def kernels(self, device: int) -> Kernels:
         with self._guard:

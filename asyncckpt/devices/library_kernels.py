@@ -30,8 +30,9 @@ class LibraryKernels:
         large, small = np.ascontiguousarray(segments[is_large]), np.ascontiguousarray(segments[~is_large])
         with _failing():
             if len(small):
-                table = np.zeros(self._library.batch_table_bytes(len(small)), dtype=np.uint8)
-                self._library.copy_batch(self._device, small, holder.pinned(table), stream)
+                size = self._library.batch_table_bytes(len(small))
+                table, device_table = holder.new_pinned(size), holder.device_memory(size)
+                self._library.copy_batch(self._device, small, table, stream, device_table=device_table)
             if len(large):
                 self._library.copy(self._device, large, stream)
 
@@ -46,11 +47,20 @@ class LibraryKernels:
             self._library.copy_rows(
                 self._device,
                 columns,
-                None if source_rows is None else holder.pinned(source_rows),
-                None if target_rows is None else holder.pinned(target_rows),
+                self._on_device(source_rows, holder),
+                self._on_device(target_rows, holder),
                 len(rows),
                 self._runtime.handle(holder.stream),
             )
+
+    def _on_device(self, rows: I64 | None, holder: Holder) -> int | None:
+        """The address of row numbers on the device: every row of every column is looked up there."""
+        if rows is None or not len(rows):
+            return None
+        address = holder.device_memory(rows.nbytes)
+        segments = np.array([[holder.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
+        self._library.copy(self._device, segments, self._runtime.handle(holder.stream))
+        return address
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 
 
-def host_copies(options: SaveOptions, stepped: StepFences) -> HostCopies:
+def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> HostCopies:
     """An empty list of copies for one save."""
     found = runtime()
     return HostCopies(
         found,
         scratch_bytes=options.device_scratch_bytes,
         streams=options.streams,
-        stepped=NO_ADDRESSES if found is None else stepped.addresses(),
+        stepped=NO_ADDRESSES if found is None or stepped is None else stepped.addresses(),
     )
 
 

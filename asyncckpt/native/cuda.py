@@ -1,9 +1,9 @@
 """The CUDA library: copies and prints that are ordered on a stream of a device.
 
-It is loaded by whoever knows that this process uses CUDA, never at import. See csrc/include/asyncckpt_cuda.h for what
-each call does and asks for. Memory is named by address (int), as `Tensor.data_ptr()` gives it, a stream by its handle, as
-`torch.cuda.Stream.cuda_stream` does; the caller keeps memory alive until the stream has passed. No call waits for
-the device, and each leaves the current device of its thread as it was. Any number of threads may call at once.
+It is loaded by whoever knows that this process uses CUDA, never at import. csrc/include/asyncckpt_cuda.h says what each
+call does and asks for. Memory is named by address (int), as `Tensor.data_ptr()` gives it, a stream by its handle, as
+`torch.cuda.Stream.cuda_stream` does; the caller keeps memory alive until the stream has passed. No call on a stream
+waits for the device, and each leaves the current device of its thread as it was. Any thread may call at any time.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def load_cuda_library(path: Path | None = None) -> CudaLibrary:
 class CudaLibrary:
     """Each method checks its arrays and makes one C call.
 
-    All but `devices_count`, `why_none` and `batch_table_bytes` raise DeviceFailure for what CUDA reports, and ValueError
-    before anything is launched for arguments that break the contract.
+    All but `devices_count`, `why_none` and `batch_table_bytes` raise DeviceFailure for what CUDA reports, and before
+    anything is launched ValueError for arguments that break the contract.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -56,7 +56,7 @@ class CudaLibrary:
 
     @property
     def devices_count(self) -> int:
-        """How many devices this process can use; 0 also where there is no driver. Starts the driver, if there is one."""
+        """How many devices this process can use, 0 also without a driver. Starts the driver if there is one."""
         return self._count_devices()[0]
 
     @property
