@@ -26,6 +26,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, stored_of
+from asyncckpt.devices.chosen import device_of
 from asyncckpt.errors import ConflictError, NotFoundError, UsageError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
@@ -161,7 +162,8 @@ def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPl
 
 def _fits(target: torch.Tensor, spec: BlockSpec) -> bool:
     """Whether a block's bytes are those of the target."""
-    plain = target.is_cpu and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    on_host = target.is_cpu and device_of(target) is None
+    plain = on_host and target.is_contiguous() and not target.is_conj() and not target.is_neg()
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
     return plain and not spec.encoding and target.dtype is dtype and tuple(target.shape) == spec.shape
 

@@ -1,5 +1,5 @@
 """Plan and stage ahead of the first save: touching fresh memory takes ten times as long as copying into it, and pinning
-it for devices some 0.2 s per GiB more.
+it for devices takes long too.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Arena:
     def pin(self, begin: int, end: int, pinner: Pinner) -> None:
         """Pin the bytes [begin, end), beside what is pinned, in one piece; free when they are.
 
-        Takes some 0.2 s per GiB. What the pinner raises leaves nothing pinned.
+        Takes long. What the pinner raises leaves nothing pinned.
         """
         first, last = self._range_with(begin, end)
         if (first, last) == self._pinned:

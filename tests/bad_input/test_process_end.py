@@ -36,9 +36,9 @@ def at_exit(blocks):
 """
 
 
-def saved_and_usable(root: Path, steps: list[int]) -> None:
-    """Exactly these steps are there and sound, and the next save works."""
-    assert asyncckpt.list_steps(root) == steps
+def saved_and_usable(root: Path, steps: list[int], told: str = "") -> None:
+    """Exactly these steps are there and sound, and the next save works. told: what the process had to say."""
+    assert asyncckpt.list_steps(root) == steps, told
     for step in steps:
         asyncckpt.verify(root, step)
     target = {"x": torch.zeros(5)}
@@ -134,7 +134,7 @@ future.result()
     run = run_script(script, tmp_path)
     assert run.returncode == -signal.SIGINT, run.stderr
     assert "KeyboardInterrupt" in run.stderr
-    saved_and_usable(tmp_path, [0])
+    saved_and_usable(tmp_path, [0], run.stderr)
 
 
 def test_case_109_fork_during_a_save(tmp_path: Path) -> None:

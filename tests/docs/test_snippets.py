@@ -36,6 +36,7 @@ PAGES = [
     "docs/online-export.md",
     "docs/megatron.md",
     "docs/resuming.md",
+    "docs/gpu.md",
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
