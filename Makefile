@@ -22,7 +22,7 @@ TORCHREC_READY := $(TORCHREC_VENV)/.ready
 MEGATRON_VENV := .venv-megatron
 MEGATRON_BIN := $(MEGATRON_VENV)/bin
 MEGATRON_READY := $(MEGATRON_VENV)/.ready
-CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name CMakeLists.txt \))
+CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt \))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -42,7 +42,7 @@ test-suite: $(READY) ## the suite on the compiled core
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not once' $(PARALLEL) $(ARGS)
 
-test-native: $(READY) ## the core's own test program, under sanitizers
+test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/unit/native $(ARGS)
 
 test-slow: $(READY) ## the tests that take long
