@@ -57,8 +57,8 @@ def capture(
     check_storages(plan, flat)
     begins = _begins(plan, flat)
     segments = [_dense_segments(plan, plan.raw, begins, address), *(table.segments(copies) for table in tables)]
+    held = flat.held
     for device, blocks in plan.on_devices.items():
-        held = [flat.held[number] for number in set(blocks.tensor.tolist())]
         found = _dense_segments(plan, blocks, begins, address)
         stepped = copies.is_stepped(begins[blocks.tensor])
         copies.on(device).add(found[~stepped], held)

@@ -107,7 +107,8 @@ class Arena:
         """Let go of what is pinned."""
         pinner, self._pinner = self._pinner, None
         if pinner is not None:
-            pinner.unregister(self.pinned[0])
+            with contextlib.suppress(DeviceError):  # A device that is lost holds on to nothing either.
+                pinner.unregister(self.pinned[0])
         self._pinned = (0, 0)
 
     def _range_with(self, begin: int, end: int) -> tuple[int, int]:
