@@ -3,6 +3,8 @@
 #   PYTHON=python3.12      which Python makes .venv (3.10 or newer)
 #   TORCH='torch>=2.4'     another torch than the one the suite is developed with
 #   WORKERS=2              how many processes run the tests
+#   GPU_PYTHON=python3     for test-gpu and bench-gpu: a Python 3.11 or newer that has torch with CUDA, all that asyncckpt
+#                          imports, pytest, cmake, ninja and scikit-build-core already; nothing is fetched then
 #   ARGS='-k name -x'      more for pytest, the demo or the bench
 
 PYTHON ?= python3
@@ -24,9 +26,21 @@ MEGATRON_BIN := $(MEGATRON_VENV)/bin
 MEGATRON_READY := $(MEGATRON_VENV)/.ready
 CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt \))
 
+GPU_PYTHON ?=
+GPU_FOLDER := build/gpu
+ifeq ($(GPU_PYTHON),)
+GPU_READY := $(READY)
+GPU_RUN := $(BIN)/python
+else
+GPU_READY := gpu-package
+# The package that was built, not its sources in the working folder; these are behind it for tests and bench.
+GPU_RUN := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_FOLDER):$(CURDIR) $(GPU_PYTHON)
+endif
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-slow test-torchrec test-megatron lint bench clean distclean
+.PHONY: help demo test test-suite test-native test-twin test-slow test-torchrec test-megatron test-gpu lint bench \
+	bench-gpu gpu-package clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,12 +69,20 @@ test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both sh
 	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON_VENV)/megatron-$$shape \
 		$(MEGATRON_BIN)/python -m pytest tests/strategies/test_megatron.py $(ARGS) || exit 1; done
 
+test-gpu: $(GPU_READY) ## the suite for GPUs, here and now; fails where there is none (GPU_PYTHON=python3 for another Python)
+	@$(GPU_RUN) -m tests.gpu.device
+	$(GPU_RUN) -m pytest -rs tests/gpu $(ARGS)
+
 lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 bench: $(READY) ## asyncckpt, its peers and the raw floor side by side; takes an hour and some GiB of disk
 	$(BIN)/python -m bench all $(ARGS)
+
+bench-gpu: $(GPU_READY) ## what saves cost on a GPU, beside the copies that they are made of; some minutes
+	@$(GPU_RUN) -m tests.gpu.device
+	$(GPU_RUN) -m bench gpu $(ARGS)
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -81,6 +103,11 @@ $(READY): pyproject.toml $(CORE_SOURCES)
 	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.10' cmake ninja
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
+
+# Into a folder of its own, by what this Python has: the machines with a GPU may be those without a network.
+gpu-package:
+	$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps --upgrade \
+		--config-settings=build-dir=build/gpu-core --target $(GPU_FOLDER) .
 
 # TorchRec would bring FBGEMM for a GPU, and that another torch: what they need is chosen here, and pip's remark that
 # fbgemm-gpu is missing can be passed over. The core is built in a folder of its own, because a build folder belongs to

@@ -11,6 +11,7 @@ import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.devices.caller_streams import CallerStreams
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState, LoadFuture
 from asyncckpt.engine.load import LoadRequest, run_load
@@ -55,7 +56,10 @@ class Loader:
     process_group    the ranks that load together, if not all of torch.distributed
 
     In a job of several ranks each one loads for itself: none waits for another, and each reads only the blocks that it
-    needs. All of them should name the same step. Never writes or deletes. Source of the interface: RecIS `Loader`.
+    needs. All of them should name the same step. Never writes or deletes.
+
+    Targets on devices are written behind what the caller has queued on the current streams, and are complete for every
+    stream when the load returns, or its future is done. Source of the interface: RecIS `Loader`.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Loader:
         """Load now. Until reading begins no target is touched.
 
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
-        SaveInProgressError.
+        SaveInProgressError, DeviceError.
         """
         ticket = self._acquire()
         try:
@@ -116,12 +120,17 @@ class Loader:
 
     def load_async(self) -> LoadFuture:
         """Load on a background thread; the targets must not be used until the future is done."""
+        streams = CallerStreams()
         ticket = self._acquire()
         future = LoadFuture(step=self._step, path=self._path, what="load")
 
         def work() -> None:
             try:
-                report = self._run(future)
+                streams.follow()
+                try:
+                    report = self._run(future)
+                finally:  # Nothing is written behind the end of the future, however it ends.
+                    streams.wait()
             except BaseException as error:
                 save_lock.release(ticket)
                 future.fail(error, FutureState.FAILED)

@@ -65,5 +65,6 @@ class SaveOptions:
     audit: bool = False
     deltas: DeltaPolicy | None = None
     device_scratch_bytes: int = 0
+    device_prints: bool = False
     pinned_memory_limit: int | None = None
     streams: tuple[Any, ...] = ()

@@ -96,6 +96,8 @@ class Saver:
                             life during one; then PeerError
     device_scratch_bytes    memory of each device that a save may use: what fits is copied within the device, so that
                             its streams wait only for that; the rest, and all when 0, goes to the host first
+    device_prints           of tables on devices that have no marks, a full save copies only rows whose print differs
+                            from the one that the arena's row had; takes 8 bytes a row there, for each of two arenas
     pinned_memory_limit     bytes of staging memory that may be pinned in this process for copies from devices; None: as
                             much as is needed. Beyond it, the call and the devices wait for slower copies
     streams                 streams beside the current ones that change the state (torch.cuda.Stream); saves follow
@@ -133,6 +135,7 @@ class Saver:
         process_group: Any = None,
         peer_deadline: float = PEER_DEADLINE_S,
         device_scratch_bytes: int = 0,
+        device_prints: bool = False,
         pinned_memory_limit: int | None = None,
         streams: Sequence[Any] = (),
         optimizers: Sequence[torch.optim.Optimizer] = (),
@@ -191,6 +194,7 @@ class Saver:
                 audit=audit,
                 deltas=deltas,
                 device_scratch_bytes=device_scratch_bytes,
+                device_prints=device_prints,
                 pinned_memory_limit=pinned_memory_limit,
                 streams=tuple(streams),
             ),

@@ -1,10 +1,11 @@
 """The door of the benchmark.
 
-python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | all
+python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | gpu | host-part | all
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Annotated
 import typer
 
 from bench.dcp import run_dcp
+from bench.gpu import run_gpu
+from bench.gpu_device import NoDevice
 from bench.load import LOAD_PEERS, run_load
 from bench.many_tensors import MANY_PEERS, run_many_tensors
 from bench.multi_level import run_multi_level
@@ -182,6 +185,32 @@ def _idmap(arguments: list[str]) -> None:
     # A process of its own: 10 M ids in a dict leave a large heap behind.
     command = [sys.executable, "-m", "bench.idmap", *arguments]
     subprocess.run(command, cwd=REPOSITORY, check=True, timeout=IDMAP_SECONDS_MAX)
+
+
+@application.command()
+def gpu(
+    gib: Annotated[float, typer.Option(help="size of the large states")] = 8.0,
+    rounds: Rounds = 5,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu: to test the bench itself")] = "cuda",
+) -> None:
+    """Saves and loads of tensors on a CUDA device, beside plain copies and other ways to save. Not part of `all`."""
+    path = _out(out, f"{datetime.date.today().isoformat()}-gpu", smoke)
+    try:
+        run_gpu(gib=gib, rounds=rounds, directory=directory, out=path, smoke=smoke, device=device)
+    except NoDevice as error:
+        typer.echo(f"there is no device to measure: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@application.command()
+def host_part(rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False) -> None:
+    """How long save_async keeps the thread for tensors on a simulated device. Not part of `all`."""
+    from bench.host_part import run_host_part  # It needs what the tests need.
+
+    run_host_part(rounds=rounds, directory=directory, out=_out(out, "host-part", smoke), smoke=smoke)
 
 
 @application.command(name="all")

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
+from asyncckpt.adapters.prefetch_stream import follow_prefetch
 from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import IncompatibleError, UnsupportedError
@@ -67,7 +68,7 @@ class DynamicEmbTable(ExportOnlyTable):
         state = self._tiers[-1]
         self._score_columns = _score_columns(self._tiers, module.cache, name)
         self._dim = int(state.table_emb_dims_cpu[table_id])
-        super().__init__(name, self._make_schema(state), shard=shard)
+        super().__init__(name, self._make_schema(state), shard=shard, device=_device_of(self._tiers))
 
     def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) this rank holds: dynamicemb's own rule, by the signed remainder."""
@@ -97,7 +98,7 @@ class DynamicEmbTable(ExportOnlyTable):
     # -- export --------------------------------------------------------------------------------------------------------
 
     def _export(self) -> Rows:
-        self._wait_for_prefetch()
+        follow_prefetch(self._module)
         now = self._clock() if AGE_COLUMN in self._score_columns else 0
         levels = [self._module.cache._state] if self._module.cache is not None else []
         parts: list[dict[str, torch.Tensor]] = []
@@ -139,12 +140,6 @@ class DynamicEmbTable(ExportOnlyTable):
             found[name] = (now - word).clamp_(min=0) if name == AGE_COLUMN else word
         return found
 
-    def _wait_for_prefetch(self) -> None:
-        """Let the current stream wait until a prefetch has moved all its rows."""
-        stream = getattr(self._module, "prefetch_stream", None)
-        if stream is not None:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-
     def _clock(self) -> int:
         library = _library(self._tiers[-1])
         clock = getattr(library, "device_timestamp", None) or import_module("dynamicemb_extensions").device_timestamp
@@ -156,7 +151,7 @@ class DynamicEmbTable(ExportOnlyTable):
         return float(self._tiers[-1].initial_optim_state) if column == OPTIMIZER_COLUMN else 0.0
 
     def _replace(self, rows: Rows) -> None:
-        self._wait_for_prefetch()
+        follow_prefetch(self._module)
         self._drop_cache()
         self._clear()
         try:
@@ -277,6 +272,12 @@ def _tiers(storage: Any, table: str) -> list[Any]:
         return [storage._state]
     what = f"storage of dynamicemb table {table!r} is not known"
     raise UnsupportedError(what, found=type(storage).__name__, expected="DynamicEmbStorage or HybridStorage")
+
+
+def _device_of(tiers: list[Any]) -> torch.device | None:
+    """The GPU of a storage: that of its newest level."""
+    found = getattr(tiers[0], "device", None)
+    return None if found is None else torch.device(found)
 
 
 def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import numpy as np
@@ -35,12 +36,18 @@ Rows: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class ExportOnlyTable:
-    """Base of such tables. Implements `asyncckpt.model.table.Table`; what is below `-- to override --` is theirs."""
+    """Base of such tables. Implements `asyncckpt.model.table.Table`; what is below `-- to override --` is theirs.
 
-    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int] = (0, 1)) -> None:
+    device: where the library has the table; it is the current one while the library is called.
+    """
+
+    def __init__(
+        self, name: str, schema: TableSchema, *, shard: tuple[int, int] = (0, 1), device: torch.device | None = None
+    ) -> None:
         self._name = name
         self._schema = schema
         self._shard = shard
+        self._library_device = device
 
     @property
     def name(self) -> str:
@@ -59,7 +66,7 @@ class ExportOnlyTable:
 
     def begin_cut(self) -> ExportOnlyCut:
         """Copy the table, on the thread and stream that train it. Raises what `_export` raises."""
-        with torch.no_grad():
+        with torch.no_grad(), self.on_device():
             return ExportOnlyCut(self._name, self._export())
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> ExportOnlyLoad:
@@ -67,9 +74,14 @@ class ExportOnlyTable:
 
         Columns outside of `filled` start from the table's first values. Nothing changes before `end`.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.on_device():
             present = None if clear else self._export()
             return ExportOnlyLoad(self, present, rows_count=rows_count, filled=filled)
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Make the table's device the current one: libraries launch there, whatever device their arguments are on."""
+        device = self._library_device
+        return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
     # -- to override --
 
@@ -182,7 +194,7 @@ class ExportOnlyLoad:
             return
         rows = {ID_COLUMN: torch.from_numpy(self._ids.ids_by_row()[: self._rows_count].copy())}
         rows |= {name: tensor[: self._rows_count] for name, tensor in columns.items()}
-        with torch.no_grad():
+        with torch.no_grad(), self._table.on_device():
             self._table._replace(rows)
 
     def _reserve(self, rows_count: int) -> None:

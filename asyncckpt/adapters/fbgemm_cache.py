@@ -6,8 +6,9 @@ rows, and for each cached row its number and its values.
 
 - The cache's slots hold linear row numbers over all tables. A table's begin in them is kept per *feature*, and features
   may share a table: the begin of its first feature counts, and its end is that plus its rows.
-- A prefetch moves weights and slots together, in kernels of its own stream, which a cut waits for. So the cut is that
-  of the step of the weights, however far the prefetch is ahead.
+- A prefetch moves weights and slots together, in kernels of its own stream. A cut comes behind those that are queued,
+  and holds back later ones until it is past its fence, for they write to managed rows. So the cut is that of the step
+  of the weights, however far the prefetch is ahead.
 - Optimizer states are not cached.
 - A cache in another dtype than its table is rounded to the nearest value: such a save is deterministic, but a row that
   was in the cache comes back as the table can hold it. Quantized tables with a cache are refused.
@@ -29,6 +30,7 @@ import torch
 
 from asyncckpt.adapters.fixed_marks import TracksFixedRows
 from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns, LiveMarks
+from asyncckpt.adapters.prefetch_stream import follow_prefetch, hold_prefetch_back
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_lock import TableLock
@@ -67,9 +69,10 @@ class TbeCache:
     def cached_rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (rows, values) of a table: int64 [k] on the CPU and `[k, D]` in its dtype on the cache's device.
 
-        Copies: as much as the cache holds of this table.
+        Copies: as much as the cache holds of this table. The host waits until all is done that the current stream was
+        given: it has to know which rows these are.
         """
-        self._wait_for_prefetch()
+        follow_prefetch(self._tbe)
         table, begin = self._weights[index], self._begins[index]
         linear = self._tbe.lxu_cache_state.reshape(-1)
         slots = torch.nonzero((linear >= begin) & (linear < begin + len(table))).reshape(-1)
@@ -96,10 +99,9 @@ class TbeCache:
         """Empty the cache without writing anything."""
         self._tbe.reset_cache_states()
 
-    def _wait_for_prefetch(self) -> None:
-        stream = getattr(self._tbe, "prefetch_stream", None)
-        if stream is not None:
-            stream.synchronize()
+    def hold_prefetch_back(self) -> None:
+        """Let further prefetches, which move rows, wait for the fence of a cut."""
+        hold_prefetch_back(self._tbe)
 
 
 class CachedTable(FixedTable):
@@ -127,8 +129,8 @@ class CachedTable(FixedTable):
             rows, values = self._cache.cached_rows(self._index)
             columns, marks = self._checked_live(), self._live_marks()
             if marks is None:
-                return CachedCut(self, columns=columns, lock=self._lock, rows=rows, values=values)
-            cut = TrackedCachedCut(self, columns=columns, lock=self._lock, rows=rows, values=values)
+                return CachedCut(self, columns=columns, lock=self._lock, cache=self._cache, rows=rows, values=values)
+            cut = TrackedCachedCut(self, columns=columns, lock=self._lock, cache=self._cache, rows=rows, values=values)
             cut.start_tracking(marks)
             return cut
         except BaseException:
@@ -158,10 +160,12 @@ class CachedCut(FixedCut):
         *,
         columns: dict[str, torch.Tensor],
         lock: TableLock,
+        cache: TbeCache,
         rows: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
         super().__init__(table, columns=columns, lock=lock)
+        self._cache = cache
         self._rows = rows
         self._values: torch.Tensor | None = values
 
@@ -177,6 +181,8 @@ class CachedCut(FixedCut):
 
     def fence(self) -> None:
         """Let the table be used again, and drop the copy of the cached rows. A second call does nothing."""
+        if not self._fenced.done:
+            self._cache.hold_prefetch_back()
         self._values = None
         super().fence()
 

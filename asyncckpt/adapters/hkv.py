@@ -105,7 +105,7 @@ class HkvTable(ExportOnlyTable):
         if not 0 <= reserved_key_start_bit <= RESERVED_BIT_MAX:
             what = f"reserved_key_start_bit of table {name!r} is wrong"
             raise UsageError(what, found=reserved_key_start_bit, expected=f"an int in [0, {RESERVED_BIT_MAX}]")
-        super().__init__(name, _schema(widths, dtype), shard=shard)
+        super().__init__(name, _schema(widths, dtype), shard=shard, device=torch.device(device))
         self._table = table
         self._widths = widths
         self._dtype = dtype

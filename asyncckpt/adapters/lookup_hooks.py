@@ -3,10 +3,12 @@
 A TBE with a fused optimizer writes rows in its backward, and only those that its forward looked up:
 
 1. A hook behind the forward finds the rows of the batch from `indices` and `offsets`, and marks them.
-2. A hook on the gradient of the forward's output marks them once more, just before the backward writes: a save may have
-   come between, where batches are pipelined.
+2. Where a save came between, as it may where batches are pipelined, a hook on the gradient of the forward's output
+   marks them once more, just before the backward writes.
 
-Marks are collected in one mask per TBE, on the device of its indices, without waiting for it; the next cut reads it.
+Marks are collected in one mask per TBE, on the device of its indices, without waiting for it; the next cut reads it
+(row_mask.py). On a GPU that cut makes the host wait until the device has come to the last mark: behind the last forward
+of the TBE, while its backward may still be to come. A save of tables without marks does not wait, but copies all rows.
 
 What else writes to rows is not seen. Loads, by asyncckpt or into the module by load_state_dict, are a change of all
 rows.
@@ -25,7 +27,8 @@ import numpy as np
 import torch
 
 from asyncckpt.adapters.fixed_marks import FixedMarks
-from asyncckpt.native import core
+from asyncckpt.adapters.row_mask import RowMask, row_mask
+from asyncckpt.tables.row_device import sent
 
 BATCH_SIZES = "batch_size_per_feature_per_rank"
 FORWARD_ARGUMENTS = ("indices", "offsets", "per_sample_weights", "feature_requires_grad", BATCH_SIZES)
@@ -58,9 +61,11 @@ class TbeMarks:
         self._by_feature = torch.tensor(
             [[int(self._begins[table]), rows_counts[table]] for table in self._table_of_feature], dtype=torch.int64
         ).reshape(-1, 2)
+        self._by_feature_on: dict[torch.device, torch.Tensor] = {}
         self.tables = {table: FixedMarks(rows_counts[table], before_cut=self.settle) for table in tables}
         self._guard = threading.Lock()
-        self._mask: torch.Tensor | None = None
+        self._mask: RowMask | None = None
+        self._settled_count = 0
         self._handles: list[Any] = []
 
     def start(self, tbe: torch.nn.Module, holder: torch.nn.Module) -> None:
@@ -83,46 +88,67 @@ class TbeMarks:
         indices and offsets are tensors, `[n]` and `[samples + 1]`, feature by feature; batch_sizes tell the samples of
         each feature, rank by rank, where these differ.
         """
-        features_count, samples_count = len(self._table_of_feature), offsets.numel() - 1
-        if batch_sizes is None:
-            begins = [samples_count // features_count * feature for feature in range(features_count)]
-        else:
-            begins = np.cumsum([0, *(sum(sizes) for sizes in batch_sizes)])[:-1].tolist()
         device = indices.device
         # Which feature an index belongs to: the last one that begins at its place or before. All on the device.
-        first_places = offsets.to(device).index_select(0, torch.tensor(begins, device=device))[1:].long()
+        first_places = self._first_places(offsets.to(device), batch_sizes)[1:].long()
         places = torch.arange(indices.numel(), device=device)
         feature = torch.searchsorted(first_places.contiguous(), places, right=True)
-        by_feature = self._by_feature.to(device, non_blocking=True).index_select(0, feature)
+        by_feature = self._features(device).index_select(0, feature)
         index = indices.reshape(-1).long()
         # FBGEMM's bounds check makes row 0 of an index that is out of range.
         in_range = (index >= 0) & (index < by_feature[:, 1])
         return by_feature[:, 0] + torch.where(in_range, index, 0)
 
-    def mark(self, rows: torch.Tensor) -> None:
-        """Mark rows that `rows_of` returned, at the next `settle`."""
-        with self._guard, torch.no_grad():
-            if self._mask is None or self._mask.device != rows.device:
-                self._settle()
-                self._mask = torch.zeros(int(self._begins[-1]), dtype=torch.uint8, device=rows.device)
-            self._mask.index_fill_(0, rows, 1)
+    def mark(self, rows: torch.Tensor) -> int:
+        """Mark rows that `rows_of` returned, at the next `settle`; return how many of these there were before."""
+        with self._guard:
+            self._mark(rows)
+            return self._settled_count
+
+    def mark_again(self, rows: torch.Tensor, *, settled_count: int) -> None:
+        """Mark rows once more, unless their first mark, which gave settled_count, is not settled yet."""
+        with self._guard:
+            if settled_count != self._settled_count:
+                self._mark(rows)
 
     def settle(self) -> None:
-        """Put what was collected into the marks of the tables; waits for the device."""
+        """Put what was collected into the marks of the tables; waits for the device, see RowMask.take."""
         with self._guard:
             self._settle()
 
+    def _mark(self, rows: torch.Tensor) -> None:
+        if self._mask is None or self._mask.device != rows.device:
+            self._settle()
+            self._mask = row_mask(int(self._begins[-1]), rows.device)
+        with torch.no_grad():
+            self._mask.mark(rows)
+
     def _settle(self) -> None:
+        self._settled_count += 1
         if self._mask is None:
             return
-        if self._mask.is_cuda:
-            # Forward and backward may have run on other streams than this thread's.
-            torch.cuda.synchronize(self._mask.device)
-        rows = core.marked(self._mask.cpu().numpy(), 0)
+        with torch.no_grad():
+            rows = self._mask.take()
         self._mask = None
         for table, marks in self.tables.items():
             begin, end = np.searchsorted(rows, self._begins[table : table + 2])
             marks.mark(rows[begin:end] - self._begins[table])
+
+    def _first_places(self, offsets: torch.Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> torch.Tensor:
+        """Where each feature begins among the indices: a value for each on the device of offsets."""
+        features_count, samples_count = len(self._table_of_feature), offsets.numel() - 1
+        if batch_sizes is None:
+            step = samples_count // features_count
+            # A view: nothing has to be told to the device.
+            return offsets[: step * features_count : step] if step else offsets[:1].expand(features_count)
+        begins = np.cumsum([0, *(sum(sizes) for sizes in batch_sizes)])[:-1]
+        return offsets.index_select(0, sent(torch.from_numpy(begins), offsets.device))
+
+    def _features(self, device: torch.device) -> torch.Tensor:
+        """(first row, rows) of the table of each feature, on a device; brought there once, with a wait."""
+        if device not in self._by_feature_on:
+            self._by_feature_on[device] = self._by_feature.to(device)
+        return self._by_feature_on[device]
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -132,19 +158,19 @@ class TbeMarks:
         given = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
         with torch.no_grad():
             rows = self.rows_of(*(given.get(name) for name in ("indices", "offsets", BATCH_SIZES)))
-        self.mark(rows)
+        settled_count = self.mark(rows)
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(_marking(self, rows))  # type: ignore[no-untyped-call]
+                tensor.register_hook(_marking(self, rows, settled_count))  # type: ignore[no-untyped-call]
 
     def _after_load(self, module: torch.nn.Module, incompatible_keys: object) -> None:
         for marks in self.tables.values():
             marks.lose_all()
 
 
-def _marking(marks: TbeMarks, rows: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _marking(marks: TbeMarks, rows: torch.Tensor, settled_count: int) -> Callable[[torch.Tensor], None]:
     def mark(gradient: torch.Tensor) -> None:
-        marks.mark(rows)
+        marks.mark_again(rows, settled_count=settled_count)
 
     return mark
 

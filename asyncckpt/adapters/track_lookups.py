@@ -62,8 +62,9 @@ def track_lookups(module: torch.nn.Module) -> LookupTracking:
 
     Their tables, made by `tables_of` before or after, then know which rows changed between saves. Rows that a
     training forward looked up count as written. Whoever writes rows in another way tells the tables by
-    `FixedTable.touch(ids)`. Costs two bytes per row and two passes over the ids of a batch. CUDA graphs replay no hooks
-    and must not be used beside it. Raises UsageError when the module holds no table that can be tracked.
+    `FixedTable.touch(ids)`. Costs two bytes per row and a pass over the ids of a batch; where the ids are on a GPU, a
+    save waits on the host until the last forward has run there (lookup_hooks.py). CUDA graphs replay no hooks and must
+    not be used beside it. Raises UsageError when the module holds no table that can be tracked.
     """
     started: list[tuple[torch.nn.Module, TbeMarks]] = []
     tables_count = 0

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.chosen import device_of
 from asyncckpt.devices.host_copies import HostCopies, Pending
 from asyncckpt.engine.device_stage import host_copies, launch
@@ -40,6 +41,7 @@ class StagedTensors:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], options: SaveOptions) -> None:
+        check_not_capturing("a save")
         sizes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
         rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
         begins = np.cumsum(rounded) - rounded
@@ -47,10 +49,7 @@ class StagedTensors:
         bytes = int(rounded.sum())
         arena = _arena(bytes, limit_bytes=options.host_memory_limit)
         self._lease: weakref.finalize[[Arena], U8] | None = None
-        if arena is None:
-            memory = torch.empty(bytes, dtype=torch.uint8)
-        else:
-            memory = self._lend(arena, bytes)
+        memory = torch.empty(bytes, dtype=torch.uint8) if arena is None else self._lend(arena, bytes)
         self.tensors = [
             memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
             if size

@@ -1,30 +1,31 @@
-"""Stage a state for dcp.async_save: one native copy of all of it into an arena, touched once and used again.
+"""Stage a state for dcp.async_save: all of its tensors are copied at once (staged_tensors.py), the rest is deep-copied.
 
-Tensors of the staged state are views of the arena. It goes back to the pool when the last of them is gone, so whoever
-keeps one (a planner, another library's writer) keeps it valid. Where no arena is to be had at once, tensors are copied
-one by one into memory of their own.
+Tensors of the staged state are views of an arena. It goes back to the pool when the last of them is gone, so whoever
+keeps one (a planner, another library's writer) keeps it valid.
+
+DCP reads what `stage` returns at once, in its own thread. So copies of devices are waited for, either in `stage`, or
+behind a Future, which newer versions of DCP wait for in that thread.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any, TypeGuard
 
-import numpy as np
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
-from asyncckpt.errors import DeadlineError, UsageError
-from asyncckpt.native import core
-from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
-from asyncckpt.staging.arena import Arena
-from asyncckpt.staging.pool import pool
+from asyncckpt.dcp.staged_tensors import StagedTensors
+from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.options import SaveOptions
 
-_ALIGNMENT = 64
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
 
@@ -37,36 +38,96 @@ class AsyncStager(DcpAsyncStager):
     A StorageWriter of this package is one itself. When `stage` returns, the state may be changed and freed: every
     tensor is copied, also those on the CPU, and other objects are deep copies.
 
-    host_memory_limit  as of a StorageWriter
+    host_memory_limit     as of a StorageWriter
+    pinned_memory_limit   as of a Saver
+    use_async_staging     of tensors on devices, `stage` does not wait for the copies: the streams that are current do,
+                          before they change the state, and other streams must not change it before the staging is
+                          completed. dcp.async_save returns an AsyncSaveResponse then. Needs a torch whose DCP has that
+    device_scratch_bytes  as of a Saver; of use with use_async_staging only
 
     Source of the interface: torch.distributed.checkpoint.staging.AsyncStager.
     """
 
-    # What `stage` returns is complete.
+    # Whoever reads what `stage` returns need not wait for more.
     _synchronize_after_execute = False
 
-    def __init__(self, *, host_memory_limit: int | None = None) -> None:
-        if host_memory_limit is not None and (type(host_memory_limit) is not int or host_memory_limit < 0):
-            raise UsageError("host_memory_limit is wrong", found=host_memory_limit, expected="bytes, or None")
-        self._stage_bytes_max = host_memory_limit
+    def __init__(
+        self,
+        *,
+        host_memory_limit: int | None = None,
+        pinned_memory_limit: int | None = None,
+        use_async_staging: bool = False,
+        device_scratch_bytes: int = 0,
+    ) -> None:
+        for name, limit in (("host_memory_limit", host_memory_limit), ("pinned_memory_limit", pinned_memory_limit)):
+            if limit is not None and (type(limit) is not int or limit < 0):
+                raise UsageError(f"{name} is wrong", found=limit, expected="bytes, or None")
+        if type(device_scratch_bytes) is not int or device_scratch_bytes < 0:
+            raise UsageError("device_scratch_bytes is wrong", found=device_scratch_bytes, expected="bytes")
+        if use_async_staging and not hasattr(state_dict_saver, "AsyncSaveResponse"):
+            raise UnsupportedError(
+                "use_async_staging needs a newer DCP", found=f"torch {torch.__version__}", hint="leave it out"
+            )
+        self._uses_async_staging = use_async_staging
+        self._staging_options = SaveOptions(
+            host_memory_limit=host_memory_limit,
+            pinned_memory_limit=pinned_memory_limit,
+            device_scratch_bytes=device_scratch_bytes,
+        )
+        # Resolved when the newest staged state is complete; without that, which would keep its arena.
+        self._newest: Future[None] | None = None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
         return False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the state on the CPU, of the same structure."""
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """Return a copy of the state on the CPU, of the same structure; with use_async_staging a Future of it.
+
+        UsageError for a tensor without storage, DeviceError.
+        """
         found: dict[int, torch.Tensor] = {}
         _collect(state_dict, found)
-        copies = _copy_all(list(found.values()), limit_bytes=self._stage_bytes_max)
-        staged: dict[str, Any] = _rebuild(state_dict, dict(zip(found, copies, strict=True)))
+        copied = StagedTensors(list(found.values()), self._staging_options)
+        try:
+            staged: dict[str, Any] = _rebuild(state_dict, dict(zip(found, copied.tensors, strict=True)))
+        except BaseException:
+            copied.settle()
+            raise
+        if self._uses_async_staging:
+            self._newest = Future()
+            return _when_settled(copied, staged, self._newest)
+        copied.settle()
         return staged
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Wait until the newest staged state is complete. DeviceError."""
+        if self._newest is not None:
+            self._newest.result()
 
     def close(self) -> None:
         """Nothing to close: arenas belong to the process."""
+
+
+def _when_settled(copied: StagedTensors, staged: dict[str, Any], done: Future[None]) -> Future[dict[str, Any]]:
+    """A Future of a staged state, which a thread of its own resolves, and `done`, when all copies are there."""
+    future: Future[dict[str, Any]] = Future()
+
+    def settle() -> None:
+        try:
+            copied.settle()
+        except BaseException as error:
+            done.set_exception(error)
+            future.set_exception(error)
+        else:
+            done.set_result(None)
+            future.set_result(staged)
+
+    if copied.is_settled:
+        settle()
+    else:
+        threading.Thread(target=settle, name="asyncckpt-staging").start()
+    return future
 
 
 def _collect(value: Any, found: dict[int, torch.Tensor]) -> None:
@@ -128,64 +189,21 @@ def _is_sharded_tensor(value: torch.Tensor) -> TypeGuard[ShardedTensor]:
 
 
 def _rebuilt_sharded_tensor(value: ShardedTensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    if any(not shard.tensor.is_cpu for shard in value.local_shards()):
-        moved: torch.Tensor = value.cpu()  # With its metadata, which names devices.
-        return moved
-    shards = [Shard(_rebuild(shard.tensor, copies), shard.metadata) for shard in value.local_shards()]
+    """With its metadata, which names devices: as ShardedTensor.cpu makes it."""
+    shards = [Shard(_rebuild(shard.tensor, copies), _on_cpu(shard.metadata)) for shard in value.local_shards()]
+    metadata = copy.copy(value.metadata())
+    metadata.shards_metadata = [_on_cpu(shard) for shard in metadata.shards_metadata]
     rebuilt: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, value.metadata(), process_group=value._process_group, init_rrefs=False
+        shards, metadata, process_group=value._process_group, init_rrefs=False
     )
     return rebuilt
 
 
-def _copy_all(tensors: Sequence[torch.Tensor], *, limit_bytes: int | None) -> list[torch.Tensor]:
-    """Contiguous copies on the CPU, one behind the other in one piece of memory."""
-    sizes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
-    rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
-    begins = np.cumsum(rounded) - rounded
-    memory = _memory(int(rounded.sum()), limit_bytes=limit_bytes)
-    copies = [
-        memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
-        if size
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for tensor, begin, size in zip(tensors, begins.tolist(), sizes.tolist(), strict=True)
-    ]
-    raw = [number for number, tensor in enumerate(tensors) if sizes[number] and _has_address(tensor)]
-    held = [tensors[number] for number in raw]
-    itemsizes = np.array([tensor.element_size() for tensor in held], dtype=np.int64)
-    for number in shrunk_storages(held, bytes=sizes[raw], itemsizes=itemsizes):
-        check_extent(held[number], f"tensor {raw[number]} of the state")
-    segments = np.empty((len(raw), 3), dtype=np.uint64)
-    segments[:, 0] = addresses(held)
-    segments[:, 1] = begins[raw].astype(np.uint64) + np.uint64(memory.data_ptr())
-    segments[:, 2] = sizes[raw].astype(np.uint64)
-    core.copy(segments)
-    for number in sorted(set(range(len(tensors))) - set(raw)):
-        copies[number].copy_(tensors[number].detach())
-    return copies
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _memory(bytes: int, *, limit_bytes: int | None) -> torch.Tensor:
-    """Memory for copies: an arena if there is one to be had at once, for as long as anything uses it."""
-    arena = _arena(bytes, limit_bytes=limit_bytes)
-    if arena is None:
-        return torch.empty(bytes, dtype=torch.uint8)
-    arena.seal()
-    pool.lend(arena)
-    lease = arena.view()[:bytes]
-    # torch keeps the array as long as the storage that is made of it, and so as long as any view of that.
-    weakref.finalize(lease, pool.release, arena).atexit = False
-    return torch.from_numpy(lease)
-
-
-def _arena(bytes: int, *, limit_bytes: int | None) -> Arena | None:
-    if not pool.fits(bytes, limit_bytes=limit_bytes):
-        return None
-    try:
-        return pool.acquire(bytes, deadline_s=0, limit_bytes=limit_bytes)
-    except DeadlineError:
-        return None
+def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    """A shard's metadata, with a placement on the CPU."""
+    placement = shard.placement
+    if placement is None or placement.device().type == "cpu":
+        return shard
+    moved = copy.copy(placement)
+    moved._device = torch.device("cpu")
+    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, moved)

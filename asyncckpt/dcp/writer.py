@@ -71,14 +71,17 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         dcp.save(state_dict, storage_writer=asyncckpt.dcp.StorageWriter("ckpt"))
         dcp.async_save(state_dict, storage_writer=asyncckpt.dcp.StorageWriter("ckpt"))
 
-    path               the directory, the same for all ranks, on a file system that they share; missing folders are made
-    step               None: one more than the newest in the directory. A step that exists is a ConflictError: steps are
-                       never overwritten
-    durability         "fsync": the save returns when the checkpoint survives a loss of power. "none": nothing is synced
-    keep_latest        remove all but so many of the newest checkpoints after each save
-    parallel           most shard files of a rank
-    host_memory_limit  bytes that staging may take; None: a share of what is free. Without room, files are written in
-                       chunks, and async_save copies tensor by tensor
+    path                 the directory, the same for all ranks, on a file system that they share; missing folders are
+                         made
+    step                 None: one more than the newest in the directory. A step that exists is a ConflictError: steps
+                         are never overwritten
+    durability           "fsync": the save returns when the checkpoint survives a loss of power. "none": nothing is
+                         synced
+    keep_latest          remove all but so many of the newest checkpoints after each save
+    parallel             most shard files of a rank
+    host_memory_limit    bytes that staging may take; None: a share of what is free. Without room, files are written in
+                         chunks, and async_save copies into memory that is new each time
+    pinned_memory_limit  as of a Saver: how much of the staging memory may be pinned for copies from devices
 
     `dcp.async_save` stages with the writer itself (see AsyncStager) unless another stager is given. The coordinator
     holds the directory's lock from its plan to the commit. A writer may be used for many saves, also at once from
@@ -94,8 +97,9 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         keep_latest: int | None = None,
         parallel: int = 8,
         host_memory_limit: int | None = None,
+        pinned_memory_limit: int | None = None,
     ) -> None:
-        AsyncStager.__init__(self, host_memory_limit=host_memory_limit)
+        AsyncStager.__init__(self, host_memory_limit=host_memory_limit, pinned_memory_limit=pinned_memory_limit)
         if step is not None and (type(step) is not int or step < 0):
             raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the next")
         if durability not in DURABILITIES:
@@ -107,7 +111,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         self._path = check_path(path)
         self._step = step
         self._options = SaveOptions(
-            parallel=parallel, durability=durability, host_memory_limit=host_memory_limit, keep_latest=keep_latest
+            parallel=parallel,
+            durability=durability,
+            host_memory_limit=host_memory_limit,
+            keep_latest=keep_latest,
+            pinned_memory_limit=pinned_memory_limit,
         )
 
     @property

@@ -96,15 +96,24 @@ class Batch:
         self._afterwards.append(work)
 
     def settle(self, event: Event) -> None:
-        """Wait for the last event of the batch, do what the host was left to do, and let everything go."""
+        """Wait for the last event of the batch, do what the host was left to do, and let everything go.
+
+        Interrupted, it lets nothing go, and may be called again.
+        """
         try:
             event.wait()
-            for work in self._afterwards:
-                work()
-        finally:
-            self._afterwards.clear()
-            self._kept.clear()
-            self._pinned = None
+            while self._afterwards:
+                self._afterwards[0]()
+                del self._afterwards[0]
+        except Exception:
+            self._let_go()
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._afterwards.clear()
+        self._kept.clear()
+        self._pinned = None
 
 
 def failed(error: BaseException, what: str) -> DeviceError:

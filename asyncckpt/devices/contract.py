@@ -11,7 +11,7 @@ two streams in any order, unless one waits for an event of the other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -68,6 +68,22 @@ class Kernels(Protocol):
         ...
 
 
+@runtime_checkable
+class ComparesRows(Kernels, Protocol):
+    """Kernels that find out on the device which rows have changed."""
+
+    def print_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
+        """Write a print of each row of all columns (address, row bytes) to uint64 [rows_count] at `target`."""
+        ...
+
+    def copy_marked(self, columns: U64, marks: int, rows_count: int, holder: Holder) -> None:
+        """Copy row r of every column (source, target, row bytes) to row r of its target where marks[r] is not 0.
+
+        marks: address of uint8 [rows_count] on the device. All memory is within reach.
+        """
+        ...
+
+
 class Holder(Protocol):
     """What keeps memory alive until queued work is done; a Batch, as kernels see it."""
 
@@ -93,6 +109,10 @@ class Runtime(Protocol):
     def name(self) -> str: ...
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the device that a tensor's storage is on; None: it is on none of this runtime's."""
+        ...
+
+    def devices_in_use(self) -> list[int]:
+        """The numbers of the devices on which this process may have queued work."""
         ...
 
     def side_stream(self, device: int) -> Stream:

@@ -75,7 +75,11 @@ class SegmentCopy:
         """Small segments to memory that kernels cannot write: put side by side on the device, then in long pieces."""
         parts = np.cumsum(small[:, 2].astype(np.int64) + 2 * SLOT_BYTES) // PACK_BYTES
         packs = [SegmentCopy(part).by_scratch() for part in np.split(small, np.flatnonzero(np.diff(parts)) + 1)]
-        address = batch.device_memory(max(bytes for bytes, _ in packs))
+        try:
+            address = batch.device_memory(max(bytes for bytes, _ in packs))
+        except MemoryError:  # One by one then, which is slower.
+            batch.kernels.transfer(small, batch, to_host=True)
+            return
         for _, halves in packs:  # One after the other in the same memory, as the stream goes.
             for work in halves(address):
                 work(batch)
@@ -212,7 +216,8 @@ class TensorCopy:
 
     def run(self, batch: Batch) -> None:
         batch.keep(self._target, self._source)
-        self._target.copy_(self._source, non_blocking=True)
+        # Torch would conjugate and negate on the host, at once, before the values have come there.
+        self._target.copy_(self._source.resolve_conj().resolve_neg(), non_blocking=True)
 
     def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
         return (None, self) if self.bytes + SLOT_BYTES <= bytes_max else (self, None)

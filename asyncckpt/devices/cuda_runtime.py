@@ -16,6 +16,7 @@ import torch
 from asyncckpt.devices.batch import failed
 from asyncckpt.devices.choose_kernels import choose_kernels
 from asyncckpt.devices.contract import Event, Kernels, Stream
+from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.errors import DeviceError
 
 SIDE_PRIORITY = -1
@@ -62,6 +63,13 @@ class CudaRuntime:
         self._home = tensor.get_device()
         return self._home
 
+    def devices_in_use(self) -> list[int]:
+        # A stream of any other device would make a context there, which takes hundreds of megabytes of its memory.
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+        if has_context is None:
+            return [torch.cuda.current_device()]
+        return [device for device in range(torch.cuda.device_count()) if has_context(device)]
+
     def side_stream(self, device: int) -> Stream:
         with self._guard, _failing("making a stream"):
             if device not in self._side_streams:
@@ -94,7 +102,7 @@ class CudaRuntime:
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
         with _failing("allocating pinned memory"):
-            return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
         stream = self.side_stream(device)
@@ -113,6 +121,10 @@ class CudaRuntime:
             return torch.as_tensor(_OnDevice(address, bytes), device=f"cuda:{device}")
 
     def register(self, address: int, bytes: int) -> None:
+        kernels = self.kernels(self._home)
+        if isinstance(kernels, LibraryKernels):  # It makes sure that kernels find the memory under this address.
+            kernels.register(address, bytes)
+            return
         with torch.cuda.device(self._home):
             code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
@@ -123,6 +135,10 @@ class CudaRuntime:
             )
 
     def unregister(self, address: int) -> None:
+        kernels = self.kernels(self._home)
+        if isinstance(kernels, LibraryKernels):
+            kernels.unregister(address)
+            return
         with torch.cuda.device(self._home):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.contract import Stream
 from asyncckpt.devices.copies import TensorCopy
 
 
@@ -32,11 +33,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def wait_for(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until all that this thread has queued on the devices of these tensors is done. DeviceError."""
+def wait_for(tensors: Iterable[torch.Tensor], *, streams: Sequence[Stream] = ()) -> None:
+    """Wait until all is done that this thread has queued on the devices of these tensors, and all that is on `streams`.
+
+    DeviceError.
+    """
     found = runtime()
     if found is None:
         return
-    for device in {found.device_of(tensor) for tensor in tensors} - {None}:
-        assert device is not None
-        found.record(found.current_stream(device)).wait()
+    devices = {found.device_of(tensor) for tensor in tensors} - {None}
+    current = [found.current_stream(device) for device in devices if device is not None]
+    for event in [found.record(stream) for stream in (*current, *streams)]:
+        event.wait()

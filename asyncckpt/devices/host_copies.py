@@ -23,9 +23,10 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, U64, Event, Runtime, Stream
+from asyncckpt.devices.changed_rows import PrintedCopy, PrintsOnDevice
+from asyncckpt.devices.contract import I64, U64, ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeviceError, UsageError
 
 NO_ADDRESSES: U64 = np.empty(0, dtype=np.uint64)
 
@@ -60,6 +61,16 @@ class DeviceCopies:
         rows = RowCopy(columns[columns[:, 2] > 0], source_rows, target_rows)
         if rows.bytes:
             self.copies.append(rows)
+            self.kept += keep
+
+    def add_printed(self, columns: U64, before: object, now: PrintsOnDevice, *keep: object) -> None:
+        """Copy the rows of columns (source, target, row bytes) that differ from those of the prints `before`, if they
+        fit, else all; and take their prints.
+        """
+        earlier = before if isinstance(before, PrintsOnDevice) and now.fits(before) else None
+        copy = PrintedCopy(columns, before=earlier, now=now)
+        if copy.bytes:
+            self.copies.append(copy)
             self.kept += keep
 
     def add_tensor(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -109,12 +120,12 @@ class Pending:
         From any thread. A second call waits for the first one and raises what that one did.
         """
         with self._guard:
-            batches, self._batches = self._batches, []
-            for item in batches:
+            for item in self._batches:
                 try:
                     item.batch.settle(item.end)
                 except Exception as error:
                     self._failed = self._failed or error
+            self._batches = []  # Not before: `fence` is asked for while another thread waits here.
         if self._failed is not None:
             raise self._failed
 
@@ -146,6 +157,10 @@ class HostCopies:
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether the host reads a tensor's memory itself."""
         return tensor.is_cpu and self.device_of(tensor) is None
+
+    def can_compare(self, device: int) -> bool:
+        """Whether rows can be compared on a device."""
+        return self.runtime is not None and isinstance(self.runtime.kernels(device), ComparesRows)
 
     def is_stepped(self, addresses: U64) -> NDArray[np.bool_]:
         """Which of the tensors at these addresses, uint64 [n], only a step of an optimizer changes: bool [n]."""
@@ -190,9 +205,8 @@ class HostCopies:
             for device, item in listed.items():
                 batch = Batch(runtime, device, reachable=reachable)
                 launched.append(self._queue(batch, item))
-        except BaseException:
-            for device in listed:  # What was queued still writes to its targets.
-                runtime.record(runtime.side_stream(device)).wait()
+        except BaseException as error:
+            _wait_for_side_streams(runtime, list(listed), error)  # What was queued uses memory that goes now.
             raise
         return Pending(launched)
 
@@ -214,6 +228,18 @@ class HostCopies:
         for host_work in item.works:
             batch.enqueue(partial(batch.afterwards, host_work))
         return Launched(batch=batch, fence=fence, step_fence=step_fence, end=batch.record())
+
+
+def _wait_for_side_streams(runtime: Runtime, devices: Sequence[int], error: BaseException) -> None:
+    """Wait for what was queued before an error. DeviceError from it when a device does not come to an end."""
+    lost: DeviceError | None = None
+    for device in devices:
+        try:
+            runtime.record(runtime.side_stream(device)).wait()
+        except DeviceError as found:
+            lost = found
+    if lost is not None:
+        raise lost from error
 
 
 def _queue_by_scratch(batch: Batch, direct: Sequence[Copy], scratch: Sequence[Copy]) -> list[Work]:

@@ -10,11 +10,12 @@ import numpy as np
 from asyncckpt.devices.batch import failed
 from asyncckpt.devices.contract import I64, U64, Holder, Runtime
 from asyncckpt.devices.sizes import LARGE_BYTES
+from asyncckpt.errors import DeviceError
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
 
 class LibraryKernels:
-    """Implements contract.Kernels."""
+    """Implements contract.ComparesRows."""
 
     name = "cuda"
     reaches_host = True
@@ -31,8 +32,8 @@ class LibraryKernels:
         with _failing():
             if len(small):
                 size = self._library.batch_table_bytes(len(small))
-                table, device_table = holder.new_pinned(size), holder.device_memory(size)
-                self._library.copy_batch(self._device, small, table, stream, device_table=device_table)
+                table = holder.new_pinned(size)
+                self._library.copy_batch(self._device, small, table, stream, device_table=_near_table(size, holder))
             if len(large):
                 self._library.copy(self._device, large, stream)
 
@@ -53,14 +54,51 @@ class LibraryKernels:
                 self._runtime.handle(holder.stream),
             )
 
+    def register(self, address: int, bytes: int) -> None:
+        """As Runtime.register."""
+        try:
+            self._library.host_register(self._device, address, bytes)
+        except DeviceFailure as error:
+            raise DeviceError(
+                f"{bytes} bytes of host memory could not be pinned",
+                found=str(error),
+                hint="set pinned_memory_limit of the Saver lower; copies from the device are slower then",
+            ) from error
+
+    def unregister(self, address: int) -> None:
+        """As Runtime.unregister."""
+        with _failing():
+            self._library.host_unregister(self._device, address)
+
+    def print_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
+        with _failing():
+            self._library.fingerprints(self._device, columns, rows_count, target, self._runtime.handle(holder.stream))
+
+    def copy_marked(self, columns: U64, marks: int, rows_count: int, holder: Holder) -> None:
+        with _failing():
+            self._library.copy_marked_rows(
+                self._device, columns, marks, 0, rows_count, self._runtime.handle(holder.stream)
+            )
+
     def _on_device(self, rows: I64 | None, holder: Holder) -> int | None:
         """The address of row numbers on the device: every row of every column is looked up there."""
         if rows is None or not len(rows):
             return None
-        address = holder.device_memory(rows.nbytes)
+        try:
+            address = holder.device_memory(rows.nbytes)
+        except MemoryError:  # Over the bus then, which is slower.
+            return holder.pinned(rows)
         segments = np.array([[holder.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
         self._library.copy(self._device, segments, self._runtime.handle(holder.stream))
         return address
+
+
+def _near_table(bytes: int, holder: Holder) -> int:
+    """Memory of the device for a table of segments; 0 when there is none: it is read over the bus then."""
+    try:
+        return holder.device_memory(bytes)
+    except MemoryError:
+        return 0
 
 
 @contextmanager

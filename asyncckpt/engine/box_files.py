@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.chosen import device_of, runtime
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.engine.background import workers
@@ -138,6 +139,7 @@ def write_boxes(
     On the calling thread; returns when the files are synced. What this thread has queued on devices is waited for.
     UsageError, UnsupportedError before a file is made; IOFailedError, DeviceError.
     """
+    check_not_capturing("a save")
     raw = _check(plan, tensors)
     arena = _arena(plan.image.bytes, options)
     if arena is None:

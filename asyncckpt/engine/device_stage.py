@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from asyncckpt.devices.chosen import runtime
 from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.host_copies import NO_ADDRESSES, HostCopies, Pending
@@ -34,12 +36,17 @@ def launch(copies: HostCopies, arena: Arena, options: SaveOptions) -> Pending:
 
 
 def pin(arena: Arena, begin: int, end: int, runtime: Runtime, *, limit_bytes: int | None) -> None:
-    """Pin bytes [begin, end) of an arena; a warning tells when they are not, and the trainer waits longer."""
+    """Pin bytes [begin, end) of an arena; a warning tells, once, when they are not."""
     total = pool.pinned_bytes() - arena.pinned[1] + arena.pinned_bytes_with(begin, end)
     if limit_bytes is not None and total > limit_bytes:
-        log_warning("the trainer waits for its devices: %d pinned bytes are more than pinned_memory_limit", total)
+        _warn_once(f"{total} pinned bytes are more than pinned_memory_limit, which is {limit_bytes}")
         return
     try:
         arena.pin(begin, end, runtime)
     except DeviceError as error:
-        log_warning("the trainer waits for its devices: %s", error)
+        _warn_once(str(error))
+
+
+@lru_cache(maxsize=100)
+def _warn_once(why: str) -> None:
+    log_warning("copies from devices go to memory that is not pinned, and the trainer waits for them: %s", why)

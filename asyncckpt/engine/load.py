@@ -20,6 +20,7 @@ import torch
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, newest_step
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.engine.messages import log_exception
 from asyncckpt.engine.verify import mark_verified, verify, verify_blocks
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
@@ -144,7 +145,11 @@ def _verify_before(request: LoadRequest, chain: Chain, plan: LoadPlan, reader: C
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Fill all targets of a plan, and end the loads of its tables; returns new tensors, and rows loaded per table."""
+    """Fill all targets of a plan, and end the loads of its tables; returns new tensors, and rows loaded per table.
+
+    Targets on devices are filled when it returns, for every stream. UsageError in the capture of a graph.
+    """
+    check_not_capturing("a load")
     opened = OpenLoads()
     try:
         with torch.no_grad():

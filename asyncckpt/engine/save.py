@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.cut import Cut
@@ -48,6 +49,7 @@ def start_save(
     """
     begun = time.perf_counter()
     target.check_not_in_doubt()
+    check_not_capturing("a save")
     if background.is_current_thread():
         on_busy = _on_background_thread(on_busy, staged)
     encoded = _encode_metadata(metadata)
@@ -118,7 +120,7 @@ def _begin(
             snapshot = _capture(target, stage, choice, cut)
             cut.fence()
         else:  # The background reads what this thread has queued for its devices.
-            wait_for(cut.tensors())
+            wait_for(cut.tensors(), streams=options.streams)
     except BaseException:
         if snapshot is not None:
             snapshot.give_back()
@@ -173,6 +175,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
                 held=held.get(region.name),
                 address=arena.address,
                 image=image,
+                compare=options.device_prints and layout is not None,
             )
             for region in stage.regions.tables
         ]
@@ -197,9 +200,9 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
 def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
     """What a later save can bring up to date."""
     return {
-        table.name: TableContents(version=table.version, places=table.places)
+        table.name: TableContents(version=table.version, places=table.places, prints=table.prints)
         for table in tables
-        if table.version is not None and table.places is not None
+        if table.places is not None and (table.version is not None or table.prints)
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import CutVersion
@@ -11,10 +11,14 @@ from asyncckpt.model.table import CutVersion
 
 @dataclass(frozen=True)
 class TableContents:
-    """All rows of a table as they were at the cut `version`, each at its place."""
+    """All rows of a table as they were at the cut `version` (None: it has no marks), each at its place.
 
-    version: CutVersion
+    prints: by device, those of all rows there, if somebody took them.
+    """
+
+    version: CutVersion | None
     places: RowPlaces
+    prints: Mapping[int, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 blocks.
 
 1. Fill a chunk with the next 64 MiB of the file (header, then blocks) by one native copy; update the blocks' digests
-   from it.
+   from it. What of it lies on devices is brought over before, all together.
 2. Hand it to the writer thread, which has ended the chunk before last by then.
 3. Cut the file to its length, sync it, close it.
 
@@ -14,13 +14,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncckpt.devices.fetch_all import to_host_all
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
+from asyncckpt.model.abilities import is_fetched, is_passing
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import DIGEST_BYTES, Progress, core
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
@@ -81,6 +84,17 @@ def _write_file(
             in_flight.result()
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Bytes [begin, end) of the block at a position of the file, which go to an address."""
+
+    position: int
+    source: ByteSource
+    begin: int
+    end: int
+    address: int
+
+
 class _FileStream:
     """The bytes of one file in order, with a digester for the block that the last chunk ended in."""
 
@@ -106,26 +120,49 @@ class _FileStream:
 
     def fill(self, begin: int, end: int, address: int) -> None:
         """Copy file bytes [begin, end) to `address`, and digest them."""
+        parts = self._next_parts(begin, end, address)
+        _fetch(parts)
         segments: list[NDArray[np.uint64]] = []
-        digested: list[tuple[int, int, int]] = []  # (block position, address, bytes)
         if begin < len(self._header):
             stop = min(end, len(self._header))
             segments.append(_segments(_span(self._header, begin, stop), address))
+        segments += [_segments(part.source.pieces(part.begin, part.end), part.address) for part in parts]
+        core.copy(np.ascontiguousarray(np.concatenate(segments)))
+        for part in parts:
+            if is_passing(part.source):
+                part.source.let_go()
+            self._digester.update(part.address, part.end - part.begin)
+            if part.end == self._lengths[part.position]:
+                digest = self._digester.end()
+                self._digests[self._numbers[part.position]] = np.frombuffer(digest, dtype=np.uint8)
+
+    def _next_parts(self, begin: int, end: int, address: int) -> list[_Part]:
+        """What of blocks lies in the file bytes [begin, end), in its order."""
+        parts: list[_Part] = []
         while self._next < len(self._numbers) and self._begins[self._next] < end:
             at, length = self._begins[self._next], self._lengths[self._next]
             first, last = max(begin, at), min(end, at + length)
-            pieces = self._sources[self._numbers[self._next]].pieces(first - at, last - at)
-            segments.append(_segments(pieces, address + first - begin))
-            digested.append((self._next, address + first - begin, last - first))
+            parts.append(
+                _Part(
+                    position=self._next,
+                    source=self._sources[self._numbers[self._next]],
+                    begin=first - at,
+                    end=last - at,
+                    address=address + first - begin,
+                )
+            )
             if at + length > end:
                 break
             self._next += 1
-        core.copy(np.ascontiguousarray(np.concatenate(segments)))
-        for position, where, size in digested:
-            self._digester.update(where, size)
-            if self._begins[position] + self._lengths[position] <= end:
-                digest = self._digester.end()
-                self._digests[self._numbers[position]] = np.frombuffer(digest, dtype=np.uint8)
+        return parts
+
+
+def _fetch(parts: Sequence[_Part]) -> None:
+    """Bring what lies on devices to the host in one go. DeviceError."""
+    sources = [(part.source, part) for part in parts if is_fetched(part.source)]
+    values = to_host_all([source.lying(part.begin, part.end) for source, part in sources])
+    for (source, _), own in zip(sources, values, strict=True):
+        source.give(own)
 
 
 def _span(raw: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint64]:

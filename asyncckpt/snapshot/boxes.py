@@ -1,6 +1,7 @@
 """Boxes of a block that go to boxes of memory: dense tensors, and columns whose rows lie in one piece.
 
-What is a block of its own both in the file and in memory is read straight into place. Else
+What is a block of its own both in the file and in memory is read straight into place, or goes up as it is to a device
+(whole_blocks.py). Else
 
 1. without verification, runs of bytes that are in one piece in both, where they are long enough, straight into place;
 2. all other blocks by windows: ranges of the block's outermost dimension, or, where one step of that is larger than a
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncckpt.devices.uploads import Uploads
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native.contract import U8
 from asyncckpt.snapshot.block_reader import BlockReader
+from asyncckpt.snapshot.whole_blocks import WholeScatter
+from asyncckpt.snapshot.windows import Scatter
 
 # Shorter runs cost more as reads of their own than what lies between them.
 RUN_BYTES_MIN = 64 << 10
@@ -49,6 +53,10 @@ class BoxScatter:
     number: int
     copies: tuple[BoxCopy, ...]
 
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return tuple(copy.target for copy in self.copies)
+
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Whole | _Slab]:
         if spec.encoding or not spec.shape:
             yield _Whole(begin=0, bytes=spec.bytes, spec=spec, copies=self.copies)
@@ -57,15 +65,21 @@ class BoxScatter:
             yield from cutter.slabs((), self.copies, 0)
 
 
-def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader) -> list[BoxScatter]:
+def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads) -> list[Scatter]:
     """Queue what can be read straight into place; return what cannot, for scatter_all."""
     spec = reader.block(number).placed.spec
     if len(copies) == 1 and not spec.encoding and copies[0].shape == spec.shape and _is_plain(copies[0].target):
-        reader.add(number, copies[0].target.data_ptr(), begin=0, bytes=spec.bytes)
-        return []
+        target = copies[0].target
+        if uploads.is_on_host(target):
+            reader.add(number, target.data_ptr(), begin=0, bytes=spec.bytes)
+            return []
+        if uploads.device_of(target) is not None:
+            return [WholeScatter(number=number, target=target)]
     if reader.verify or spec.encoding:
         return [BoxScatter(number=number, copies=tuple(copies))]
-    left = [copy for copy in copies if not _queue_runs(number, copy, spec, reader)]
+    left = [
+        copy for copy in copies if not (uploads.is_on_host(copy.target) and _queue_runs(number, copy, spec, reader))
+    ]
     return [BoxScatter(number=number, copies=tuple(left))] if left else []
 
 
@@ -75,11 +89,11 @@ def _is_plain(target: torch.Tensor) -> bool:
 
 def _has_bytes(target: torch.Tensor) -> bool:
     """Whether the bytes of a file can stand in its memory."""
-    return target.is_cpu and not target.is_conj() and not target.is_neg()
+    return not target.is_conj() and not target.is_neg()
 
 
 def _queue_runs(number: int, copy: BoxCopy, spec: BlockSpec, reader: BlockReader) -> bool:
-    """Read a box run by run into its place; False where that cannot be, or does not pay."""
+    """Read a box run by run into its place on the host; False where that cannot be, or does not pay."""
     if not _has_bytes(copy.target):
         return False
     itemsize, first = copy.target.element_size(), _run_begins(copy, spec)
@@ -121,10 +135,10 @@ class _Whole:
     spec: BlockSpec
     copies: tuple[BoxCopy, ...]
 
-    def put(self, memory: U8) -> None:
+    def put(self, memory: U8, uploads: Uploads) -> None:
         values = decode(memory, self.spec) if self.spec.encoding else _values(memory, self.spec, self.spec.shape)
         for copy in self.copies:
-            copy.target.copy_(values[_box(copy.begin, copy.shape)])
+            uploads.put(copy.target, values[_box(copy.begin, copy.shape)])
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,7 @@ class _Slab:
     first: int
     end: int
 
-    def put(self, memory: U8) -> None:
+    def put(self, memory: U8, uploads: Uploads) -> None:
         depth = len(self.outer)
         values = _values(memory, self.spec, (self.end - self.first, *self.spec.shape[depth + 1 :]))
         for copy in self.copies:
@@ -152,7 +166,7 @@ class _Slab:
             target = copy.target
             for where, begin in zip(self.outer, copy.begin, strict=False):
                 target = target[where - begin]
-            target[low - at : high - at].copy_(values[box])
+            uploads.put(target[low - at : high - at], values[box])
 
 
 @dataclass(frozen=True)

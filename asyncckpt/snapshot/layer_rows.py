@@ -27,8 +27,8 @@ class LayerRows:
     """One layer of one shard of one source of one table.
 
     rank: that saved it. counted: positions of the rows that count; mine: of those that go to the table. Ascending
-    int64, None: all rows. rows: the rows of the table that they became. first_row: known before the rows are, when all
-    of the layer goes to consecutive ones.
+    int64, None: all rows. rows: the rows of the table that they became, on the CPU. first_row: known before the rows
+    are, when all of the layer goes to consecutive ones.
     """
 
     source: str

@@ -47,10 +47,12 @@ class Overlay:
         inside = (self.positions >= begin) & (self.positions < end)
         return self.positions[inside] - begin, self.cache_rows[inside]
 
-    def lay_over(self, column: str, target: torch.Tensor, copies: HostCopies, *, begin: int) -> None:
+    def lay_over(
+        self, column: str, target: torch.Tensor, copies: HostCopies, *, begin: int, is_filled: bool = False
+    ) -> None:
         """Put the cached rows over target, contiguous `[n, *row_shape]` on the CPU: rows [begin, begin + n).
 
-        Behind what is listed in `copies`, where either level is on a device.
+        Behind what is listed in `copies`, where either level is on a device. is_filled: the storage's rows are there.
         """
         cached = self.cut.cached_column(column)
         if cached is None:
@@ -58,7 +60,8 @@ class Overlay:
         places, cache_rows = self.within(begin, begin + len(target))
         if len(places):
             columns = [(cached, target.data_ptr(), target.nbytes // len(target))]
-            lay_rows(columns, cache_rows, places, copies, below=copies.device_of(self.cut.column(column)))
+            below = None if is_filled else copies.device_of(self.cut.column(column))
+            lay_rows(columns, cache_rows, places, copies, below=below)
 
 
 def lay_rows(
@@ -118,6 +121,6 @@ def rows_of_cut(cut: TableCut, overlay: Overlay | None, column: str, begin: int,
     rows = torch.cat(pieces) if pieces else to_host(storage[:0]).clone()
     if overlay is not None:
         copies = HostCopies(runtime())
-        overlay.lay_over(column, rows, copies, begin=begin)
+        overlay.lay_over(column, rows, copies, begin=begin, is_filled=True)
         copies.launch().settle()
     return rows

@@ -5,8 +5,9 @@
    threads beside step 2.
 2. One batch of reads fills every dense leaf, and every column of a table that knows its rows beforehand.
 3. A second one fills the other columns whose rows lie in one piece.
-4. What does not (deltas over older rows, resharding, merging, encodings, other devices, strides) is read by windows
-   and scattered (windows.py).
+4. What does not (deltas over older rows, resharding, merging, encodings, strides), and what goes to devices, is read by
+   windows and scattered (windows.py).
+5. Wait until everything is on its device. So the caller may tell tables, and any stream may use them.
 
 Blocks of other ranks that hold nothing for a target are not read. Each other block is read once, and each row of a
 table is written once. Digests are taken on the way. The id columns
@@ -23,6 +24,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.fetch import to_host
+from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec
@@ -59,7 +63,18 @@ class OpenLoads:
 
 
 def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> list[torch.Tensor]:
-    """Fill everything; returns one new tensor per dense load without target, in order. The caller ends `opened`."""
+    """Fill everything; returns one new tensor per dense load without target, in order. The caller ends `opened`.
+
+    Targets on devices are filled behind what this thread has queued there. DeviceError. Whatever is raised, nothing is
+    on its way to a device any more.
+    """
+    with Uploads(runtime()) as uploads:
+        return _restore(plan, reader, uploads, clear=clear, opened=opened)
+
+
+def _restore(
+    plan: LoadPlan, reader: BlockReader, uploads: Uploads, *, clear: bool, opened: OpenLoads
+) -> list[torch.Tensor]:
     rebuilt: list[torch.Tensor] = []
     scatters: list[Scatter] = []
     with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
@@ -74,20 +89,20 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
             _begin_load(item, found, clear=clear, opened=opened)
             for item, found in zip(plan.tables, layers, strict=True)
         ]
-        ahead = [_goes_ahead(found, load) for found, load in zip(layers, loads, strict=True)]
+        ahead = [_goes_ahead(found, load, uploads) for found, load in zip(layers, loads, strict=True)]
         for found, load, is_ahead in zip(layers, loads, ahead, strict=True):
             if is_ahead:
-                scatters += _queue_columns(found, load, reader)
+                scatters += _queue_columns(found, load, reader, uploads)
         # No earlier: the storage of columns that were asked for above must not move.
         inserts = threads.map(_insert, plan.tables, layers, loads)
         for dense in plan.dense:
-            scatters += _queue_dense(dense, reader, rebuilt)
+            scatters += _queue_dense(dense, reader, uploads, rebuilt)
         reader.run()
     for _, found, load, is_ahead in zip(inserts, layers, loads, ahead, strict=True):
         if not is_ahead:
-            scatters += _queue_columns(found, load, reader)
+            scatters += _queue_columns(found, load, reader, uploads)
     reader.run()
-    scatter_all(scatters, reader)
+    scatter_all(scatters, reader, uploads)
     return rebuilt
 
 
@@ -100,14 +115,14 @@ def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, ope
     return load
 
 
-def _goes_ahead(found: list[LayerRows], load: TableLoad) -> bool:
+def _goes_ahead(found: list[LayerRows], load: TableLoad, uploads: Uploads) -> bool:
     """Whether the columns can be read before the ids are inserted: one whole layer, for rows that are known."""
     if len(found) != 1 or found[0].mine is not None or not isinstance(load, OrderedLoad):
         return False
     [layer] = found
     layer.first_row = load.first_row()
     columns = [load.column(name) for name in layer.columns if name != ID_COLUMN]
-    if not all(column.is_cpu and column.is_contiguous() for column in columns):
+    if not all(uploads.is_on_host(column) and column.is_contiguous() for column in columns):
         layer.first_row = None
     return layer.first_row is not None
 
@@ -116,7 +131,7 @@ def _insert(item: TableLoadPlan, found: list[LayerRows], load: TableLoad) -> Non
     """Give the ids of every layer their rows; layers of one shard share no id, and shards of one source must not."""
     for layer in found:
         ids = layer.my_ids
-        layer.rows = load.insert(torch.from_numpy(ids))
+        layer.rows = to_host(load.insert(torch.from_numpy(ids)))
         is_one_run = _is_one_run(layer.rows)
         if not is_one_run and len(torch.unique(layer.rows)) != len(layer.rows):
             raise _twice(item, layer.source)
@@ -134,7 +149,7 @@ def _insert(item: TableLoadPlan, found: list[LayerRows], load: TableLoad) -> Non
 
 def _are_apart(layers: list[LayerRows]) -> bool:
     """Whether no row is in two layers."""
-    rows = [layer.rows.cpu() for layer in layers if layer.rows is not None]
+    rows = [layer.rows for layer in layers if layer.rows is not None]
     if all(layer.first_row is not None for layer in layers):
         runs = sorted((int(own[0]), int(own[-1])) for own in rows)
         return all(below[1] < above[0] for below, above in itertools.pairwise(runs))
@@ -156,16 +171,18 @@ def _is_one_run(rows: torch.Tensor) -> bool:
     return last - first == count - 1 and bool((rows[1:] - rows[:-1] == 1).all())
 
 
-def _queue_columns(found: list[LayerRows], load: TableLoad, reader: BlockReader) -> list[Scatter]:
+def _queue_columns(found: list[LayerRows], load: TableLoad, reader: BlockReader, uploads: Uploads) -> list[Scatter]:
     scatters = []
     for layer in found:
         for column in layer.columns:
             if column != ID_COLUMN:
-                scatters += _queue_column(layer, column, load.column(column), reader)
+                scatters += _queue_column(layer, column, load.column(column), reader, uploads)
     return scatters
 
 
-def _queue_column(layer: LayerRows, column: str, target: torch.Tensor, reader: BlockReader) -> list[Scatter]:
+def _queue_column(
+    layer: LayerRows, column: str, target: torch.Tensor, reader: BlockReader, uploads: Uploads
+) -> list[Scatter]:
     """Queue what can be read straight into place; return the blocks that cannot."""
     scatters: list[Scatter] = []
     for number in layer.layer.columns[column]:
@@ -173,7 +190,7 @@ def _queue_column(layer: LayerRows, column: str, target: torch.Tensor, reader: B
         begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
         if layer.mine is None and layer.first_row is not None:
             rows = target[layer.first_row + begin : layer.first_row + end]
-            scatters += queue_boxes(number, [BoxCopy(begin=(0,) * rows.dim(), target=rows)], reader)
+            scatters += queue_boxes(number, [BoxCopy(begin=(0,) * rows.dim(), target=rows)], reader, uploads)
             continue
         low, high = (begin, end) if layer.mine is None else map(int, np.searchsorted(layer.mine, [begin, end]))
         if low == high:
@@ -185,11 +202,11 @@ def _queue_column(layer: LayerRows, column: str, target: torch.Tensor, reader: B
     return scatters
 
 
-def _queue_dense(dense: DenseLoad, reader: BlockReader, rebuilt: list[torch.Tensor]) -> list[Scatter]:
+def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: list[torch.Tensor]) -> list[Scatter]:
     stored = dense.source
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        whole = torch.empty(stored.shape, dtype=dtype)
+        whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         rebuilt.append(whole)
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
     else:
@@ -198,7 +215,7 @@ def _queue_dense(dense: DenseLoad, reader: BlockReader, rebuilt: list[torch.Tens
     for number in stored.blocks:
         copies = list(_copies(reader.block(number).placed.spec, pieces))
         if copies:
-            scatters += queue_boxes(number, copies, reader)
+            scatters += queue_boxes(number, copies, reader, uploads)
         else:
             reader.pass_over(number)
     return scatters

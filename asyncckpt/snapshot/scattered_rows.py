@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncckpt.devices.uploads import Uploads
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec
@@ -19,7 +20,7 @@ from asyncckpt.native.contract import I64, U8
 class RowScatter:
     """A block of a column and where its rows go.
 
-    target: of the block's true dtype, `[..., *row shape]`. rows: the target's row for every wanted row, int64 [n].
+    target: of the block's true dtype, `[..., *row shape]`. rows: the target's row for every wanted row, int64 [n], CPU.
     mine: positions of the wanted rows in the block, ascending int64 [n]; None: all.
     """
 
@@ -27,6 +28,10 @@ class RowScatter:
     target: torch.Tensor
     rows: torch.Tensor
     mine: I64 | None
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return (self.target,)
 
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Rows]:
         """Ranges of rows. Without `whole`, those that hold none of the wanted rows are left out."""
@@ -58,7 +63,7 @@ class _Rows:
     first_row: int
     end_row: int
 
-    def put(self, memory: U8) -> None:
+    def put(self, memory: U8, uploads: Uploads) -> None:
         item = self.scatter
         if item.mine is None:
             positions, rows = None, item.rows[self.first_row : self.end_row]
@@ -68,6 +73,9 @@ class _Rows:
         if not len(rows):
             return
         values = self._values(memory)
+        if uploads.device_of(item.target) is not None:
+            uploads.put_rows(item.target, np.ascontiguousarray(rows.numpy()), values.contiguous(), positions)
+            return
         if item.target.is_cpu and item.target.is_contiguous():
             row_bytes = item.target[:1].nbytes
             columns = np.array([[values.data_ptr(), item.target.data_ptr(), row_bytes]], dtype=np.uint64)

@@ -51,7 +51,7 @@ class RunsSource:
 
 
 class WindowSource:
-    """A tensor that is not plain CPU memory: rows are brought over a window at a time.
+    """A tensor that is not plain CPU memory: rows are brought over a window at a time. Implements PassingSource.
 
     `fetch(begin, end)` returns rows [begin, end) as a contiguous CPU tensor.
     """
@@ -60,22 +60,53 @@ class WindowSource:
         self._fetch = fetch
         self._rows_count = rows_count
         self._row_bytes = row_bytes
-        self._kept: list[torch.Tensor] = []
+        self._kept: torch.Tensor | None = None
 
     def pieces(self, begin: int, end: int) -> U64:
-        size = self._row_bytes
-        first, last = begin // size, min(self._rows_count, -(-end // size))
-        fetched = self._fetch(first, last)
+        first, last = self._rows(begin, end)
         # Chunks fill while others drain, but every copy out of a window ends before the next window is asked for.
-        self._kept = [fetched]
-        return np.array([[fetched.data_ptr() + begin - first * size, end - begin]], dtype=np.uint64)
+        self._kept = self._fetch(first, last)
+        return np.array([[self._kept.data_ptr() + begin - first * self._row_bytes, end - begin]], dtype=np.uint64)
+
+    def let_go(self) -> None:
+        self._kept = None
+
+    def _rows(self, begin: int, end: int) -> tuple[int, int]:
+        return begin // self._row_bytes, min(self._rows_count, -(-end // self._row_bytes))
+
+
+class DeviceSource(WindowSource):
+    """A tensor on a device, of at least one dimension, rows of which can be brought over with others'.
+
+    Implements FetchedSource.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        row_bytes = tensor.numel() * tensor.element_size() // len(tensor)
+        super().__init__(self._given, rows_count=len(tensor), row_bytes=row_bytes)
+        self._tensor = tensor
+        self._values: torch.Tensor | None = None
+
+    def lying(self, begin: int, end: int) -> torch.Tensor:
+        first, last = self._rows(begin, end)
+        return self._tensor[first:last]
+
+    def give(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def _given(self, first: int, last: int) -> torch.Tensor:
+        values, self._values = self._values, None
+        return to_host(self._tensor[first:last]) if values is None else values
 
 
 def tensor_source(tensor: torch.Tensor) -> ByteSource:
     """The source of one dense tensor."""
     tensor = tensor.detach()
-    is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if is_plain and device_of(tensor) is None:
+    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if device_of(tensor) is not None and tensor.numel() and (is_plain or tensor.dim()):
+        # Of plain memory, just the bytes that are asked for: a single row may be all of it.
+        return DeviceSource(tensor.reshape(-1).view(torch.uint8) if is_plain else tensor)
+    if is_plain and tensor.is_cpu:
         return SpanSource(tensor.data_ptr(), tensor)
     if tensor.dim() == 0 or tensor.numel() == 0:
         kept = to_host(tensor)

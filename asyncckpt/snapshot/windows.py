@@ -1,18 +1,24 @@
 """Bring blocks to where they belong, by way of windows in memory.
 
 For what cannot be read straight into place: rows that are scattered over a table, boxes of other form, blocks of which
-only some is wanted; encoded blocks; other devices; strides. Many small blocks share one window, and a large one takes
+only some is wanted; encoded blocks; strides; devices. Many small blocks share one window, and a large one takes
 several; each block is read once, and its digest is taken over all of it. An encoded block is read whole, verified, then
-decoded. What a window's bytes are for is told by scattered_rows.py and boxes.py.
+decoded. What a window's bytes are for is told by whole_blocks.py, scattered_rows.py and boxes.py.
+
+Windows for devices are pinned, and there are two: one is read while what was in the other goes up
+(devices/uploads.py). So a load takes as long as the slower of disk and bus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Protocol
 
 import numpy as np
+import torch
 
+from asyncckpt.devices.uploads import Uploads
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import PAGE_BYTES, core
 from asyncckpt.native.contract import U8, Digester
@@ -28,8 +34,8 @@ class Window(Protocol):
     def begin(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-    def put(self, memory: U8) -> None:
-        """Bring what is wanted of these bytes to its place."""
+    def put(self, memory: U8, uploads: Uploads) -> None:
+        """Bring what is wanted of these bytes to its place on the host, and list what goes to devices."""
         ...
 
 
@@ -38,6 +44,8 @@ class Scatter(Protocol):
 
     @property
     def number(self) -> int: ...
+    @property
+    def targets(self) -> Iterable[torch.Tensor]: ...
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterable[Window]:
         """The windows of the block, ascending, of about bytes_max at most; a single element may be larger.
 
@@ -47,10 +55,26 @@ class Scatter(Protocol):
         ...
 
 
-def scatter_all(items: Sequence[Scatter], reader: BlockReader) -> None:
-    """Read every block and put its parts in place; CorruptError naming a damaged one."""
+def scatter_all(items: Sequence[Scatter], reader: BlockReader, uploads: Uploads) -> None:
+    """Read every block and put its parts in place; CorruptError naming a damaged one, DeviceError.
+
+    What goes to devices is launched, but may be on its way still when this returns.
+    """
+    to_devices: list[Scatter] = []
+    to_host: list[Scatter] = []
+    for item in items:
+        is_up = any(uploads.device_of(target) is not None for target in item.targets)
+        (to_devices if is_up else to_host).append(item)
+    _scatter(to_devices, reader, uploads, new_window=uploads.window)
+    # The same memory for every window.
+    _scatter(to_host, reader, uploads, new_window=cache(lambda bytes: np.empty(bytes, dtype=np.uint8)))
+
+
+def _scatter(
+    items: Sequence[Scatter], reader: BlockReader, uploads: Uploads, *, new_window: Callable[[int], U8]
+) -> None:
     digesters: dict[int, Digester] = {}
-    for batch in _batches(items, reader):
+    for batch in _batches(items, reader, new_window):
         for item, window, memory in batch:
             reader.add(item.number, memory.ctypes.data, begin=window.begin, bytes=window.bytes)
         reader.run()  # Verifies the blocks that are read in one piece.
@@ -61,14 +85,18 @@ def scatter_all(items: Sequence[Scatter], reader: BlockReader) -> None:
                 digester.update(memory.ctypes.data, window.bytes)
                 if window.begin + window.bytes == size:
                     reader.check(item.number, digester.end())
-            window.put(memory)
+            window.put(memory, uploads)
+        uploads.launch()
 
 
-def _batches(items: Sequence[Scatter], reader: BlockReader) -> Iterator[list[tuple[Scatter, Window, U8]]]:
-    """Windows of the blocks, in their order, as many as fit the memory, which is used again for the next batch."""
+def _batches(
+    items: Sequence[Scatter], reader: BlockReader, new_window: Callable[[int], U8]
+) -> Iterator[list[tuple[Scatter, Window, U8]]]:
+    """Windows of the blocks, in their order, as many as fit the memory, which is asked for anew for every batch."""
     specs = [reader.block(item.number).placed.spec for item in items]
     wanted = sum(_paged(spec.bytes) for spec in specs)
-    memory = np.empty(min(WINDOW_BYTES, wanted), dtype=np.uint8)
+    memory_bytes = min(WINDOW_BYTES, wanted)
+    memory = np.empty(0, dtype=np.uint8)
     batch: list[tuple[Scatter, Window, U8]] = []
     used = 0
     for item, spec in zip(items, specs, strict=True):
@@ -77,6 +105,8 @@ def _batches(items: Sequence[Scatter], reader: BlockReader) -> Iterator[list[tup
             if batch and used + size > len(memory):
                 yield batch
                 batch, used = [], 0
+            if not batch:
+                memory = new_window(memory_bytes)
             # One element, or one encoded block, may be larger than all of it.
             own = memory[used : used + size] if size <= len(memory) else np.empty(size, dtype=np.uint8)
             batch.append((item, window, own))

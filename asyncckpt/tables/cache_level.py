@@ -1,6 +1,6 @@
 """The cache level of a multi-level table: which ids are cached where, and their rows in every column but `id`.
 
-Callers hold the table's lock. The invariants:
+Callers hold the table's lock, and have called `follow` of its place. The invariants:
 1. The directory's rows are the cache rows: it gives out the row freed last, else the next one, and callers make room
    first. So a used row is always below `rows_count`.
 2. A cache row holds the host row `host_rows[row]`, or nothing where that is -1; no host row is in two cache rows.
@@ -18,20 +18,19 @@ from numpy.typing import NDArray
 from asyncckpt.model.table import ID_COLUMN, TableSchema
 from asyncckpt.native import core
 from asyncckpt.tables.cache_use import CacheUse
-from asyncckpt.tables.row_copy import move_rows
-from asyncckpt.tables.row_store import new_column
+from asyncckpt.tables.row_device import Landing, RowDevice, move_rows
 
 I64 = NDArray[np.int64]
 
 
 class CacheLevel:
-    """`rows` rows of every column but `id`, on one device; fully associative."""
+    """`rows` rows of every column but `id`, at one place; fully associative."""
 
-    def __init__(self, schema: TableSchema, *, rows: int, device: torch.device, policy: str) -> None:
-        self._device = device
+    def __init__(self, schema: TableSchema, *, rows: int, place: RowDevice, policy: str) -> None:
+        self.place = place
         self._ids = core.id_map(rows)
         self._tensors = {
-            column.name: new_column((rows, *column.row_shape), dtype=column.dtype, device=device)
+            column.name: place.new_column((rows, *column.row_shape), dtype=column.dtype)
             for column in schema.columns
             if column.name != ID_COLUMN
         }
@@ -47,10 +46,6 @@ class CacheLevel:
     def free_count(self) -> int:
         """How many of them are free."""
         return len(self.host_rows) - len(self._ids)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live tensor of a column, `[rows_count, *row_shape]`."""
@@ -78,25 +73,26 @@ class CacheLevel:
         rows, new_rows = self._ids.insert(ids)
         assert new_rows.size == ids.size
         try:
-            move_rows(host, host_rows, self._tensors, rows)
+            move_rows(host, host_rows, self._tensors, rows, place=self.place)
         except BaseException:  # A device without memory.
             self._ids.remove(ids)
             raise
         self.host_rows[rows] = host_rows
         self.use.begin_rows(rows, awaited=awaited)
 
-    def read(self, rows: I64) -> dict[str, torch.Tensor]:
-        """Return rows of every column, each a new tensor `[n, *row_shape]` on the cache's device."""
-        index = torch.from_numpy(rows).to(self._device)
+    def begin_to_host(self, rows: I64, *, only: str | None = None) -> Landing:
+        """Begin to bring copies of rows of every column, or of one only, to the host: the rows may change at once."""
+        index = self.place.index(rows)
+        names = self._tensors if only is None else [only]
         with torch.no_grad():
-            return {name: column.index_select(0, index) for name, column in self._tensors.items()}
+            return self.place.begin_to_host({name: self._tensors[name].index_select(0, index) for name in names})
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set used rows (distinct) of the columns named to their values, `[n, *row_shape]` on any device."""
-        index = torch.from_numpy(rows).to(self._device)
+        index = self.place.index(rows)
         with torch.no_grad():
             for name, value in values.items():
-                self._tensors[name].index_copy_(0, index, value.to(self._device))
+                self._tensors[name].index_copy_(0, index, self.place.to_device(value))
 
     def drop(self, rows: I64) -> None:
         """Free used rows (distinct)."""
@@ -118,8 +114,9 @@ class CacheLevel:
         grown = {}
         with torch.no_grad():
             for name, old in self._tensors.items():
-                grown[name] = new_column((rows, *old.shape[1:]), dtype=old.dtype, device=self._device)
+                grown[name] = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
                 grown[name][:old_count].copy_(old)
+                self.place.let_go(old)
         self._tensors = grown
         self.host_rows = np.concatenate([self.host_rows, np.full(rows - old_count, -1, dtype=np.int64)])
         self.use.grow(rows)

@@ -44,7 +44,7 @@ class CandidateTable:
         self._shard = shard
         self._lock = TableLock(name)
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
-        self._store = RowStore(layout, device=torch.device("cpu"), capacity=FIRST_ROWS, initializer=None)
+        self._store = RowStore(layout, capacity=FIRST_ROWS, initializer=None)
 
     @property
     def name(self) -> str:

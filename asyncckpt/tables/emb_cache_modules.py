@@ -25,6 +25,7 @@ from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.jagged_batch import feature_of, joined_offsets, joined_weights
 from asyncckpt.tables.multi_level import MultiLevelTable
+from asyncckpt.tables.row_device import sent
 from asyncckpt.tables.slots import SlotSpec
 
 POOLINGS = ("sum", "mean")
@@ -51,6 +52,7 @@ class EmbCacheTableConfig:
     admit_after: int = 1
     capacity: int = 1024
     undo_bytes_max: int = 256 << 20
+    pin_host_memory: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "@" in self.name:
@@ -79,6 +81,7 @@ class EmbCacheTableConfig:
             policy=self.policy,
             admit_after=self.admit_after,
             undo_bytes_max=self.undo_bytes_max,
+            pin_host_memory=self.pin_host_memory,
         )
 
 
@@ -177,9 +180,8 @@ class EmbCacheEmbeddingBagCollection(EmbCacheCollection):
         for config, module in zip(self.configs, self._modules_in_order(), strict=True):
             parts = [feature_of(batch, name, weighted=self.is_weighted) for name in config.feature_names]
             weights = joined_weights(parts) if self.is_weighted else None
-            rows = module(
-                torch.cat([part.values for part in parts]), joined_offsets(parts).to(module.table.device), weights
-            )
+            offsets = sent(joined_offsets(parts), module.table.device)
+            rows = module(torch.cat([part.values for part in parts]), offsets, weights)
             pooled.update(zip(config.feature_names, rows.split([len(part.offsets) - 1 for part in parts]), strict=True))
         return pooled
 
@@ -200,7 +202,7 @@ class EmbCacheEmbeddingCollection(EmbCacheCollection):
             parts = [feature_of(batch, name, weighted=False) for name in config.feature_names]
             rows = module(torch.cat([part.values for part in parts])).split([len(part.values) for part in parts])
             for name, part, own in zip(config.feature_names, parts, rows, strict=True):
-                found[name] = JaggedRows(values=own, offsets=part.offsets.to(own.device))
+                found[name] = JaggedRows(values=own, offsets=sent(part.offsets, own.device))
         return found
 
     def _new_embedding(self, config: EmbCacheTableConfig, table: MultiLevelTable) -> HashEmbedding:

@@ -22,8 +22,9 @@ from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import flat_ids
 from asyncckpt.tables.initializer import Initializer
+from asyncckpt.tables.row_device import sent
 from asyncckpt.tables.slots import SlotSpec
-from asyncckpt.tables.trainable import TrainableTable
+from asyncckpt.tables.trainable import TrainableTable, rows_on_host
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"
@@ -86,20 +87,21 @@ class HashEmbedding(nn.Module):
             raise UsageError(f"ids for table {self.table.name!r} are wrong", found=type(ids), expected=torch.Tensor)
         flat = flat_ids(ids, table=self.table.name)
         distinct, inverse, mentions = np.unique(flat, return_inverse=True, return_counts=True)
-        index = self.table.lookup(distinct, insert=self.training)
-        places = torch.from_numpy(inverse).view(ids.shape).to(self.table.device)
+        rows = rows_on_host(self.table, distinct, insert=self.training)
+        device = self.table.device
+        index = sent(torch.from_numpy(rows), device)
+        places = sent(torch.from_numpy(inverse).view(ids.shape), device)
         if not self.training:
             with torch.no_grad():
                 return places, _rows_or_zeros(self.table.embedding, index)
-        found = (index >= 0).cpu()
-        if bool(found.all()):
+        found = rows >= 0
+        if found.all():
             return places, self._trained_rows(index, distinct, mentions)
         # Ids that the table does not admit yet: they are left out of what gets a gradient, and zeros stand for them.
-        kept = torch.nonzero(found).flatten()
-        device, mask = index.device, found.numpy()
-        rows = self._trained_rows(index[kept.to(device)], distinct[mask], mentions[mask])
-        zeros = torch.zeros((distinct.size, *rows.shape[1:]), dtype=rows.dtype, device=device)
-        return places, zeros.index_copy(0, kept.to(device), rows)
+        kept = sent(torch.from_numpy(np.flatnonzero(found)), device)
+        trained = self._trained_rows(index[kept], distinct[found], mentions[found])
+        zeros = torch.zeros((distinct.size, *trained.shape[1:]), dtype=trained.dtype, device=device)
+        return places, zeros.index_copy(0, kept, trained)
 
     def _trained_rows(self, index: torch.Tensor, ids: NDArray[np.int64], mentions: NDArray[np.int64]) -> torch.Tensor:
         """Return rows, `[n, dim]`, of ids (distinct, in the table's rows index), stamped, counted and watched."""
@@ -107,7 +109,7 @@ class HashEmbedding(nn.Module):
             if self._step_column is not None:
                 self.table.slot(self._step_column).index_fill_(0, index, self.step)
             if self._count_column is not None:
-                self.table.slot(self._count_column).index_add_(0, index, torch.from_numpy(mentions).to(index.device))
+                self.table.slot(self._count_column).index_add_(0, index, sent(torch.from_numpy(mentions), index.device))
             rows = self.table.embedding.index_select(0, index)
         if torch.is_grad_enabled():
             self.pending.watch(rows, ids)

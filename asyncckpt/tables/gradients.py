@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.tables.row_device import sent
 
 # Far above any gradient accumulation; a training loop without an optimizer step must not eat all memory.
 PENDING_FORWARDS_MAX = 4096
@@ -89,6 +90,6 @@ def sum_per_id(
     first = gradients[0][1]
     total = torch.zeros((all_ids.size, *first.shape[1:]), dtype=first.dtype, device=first.device)
     for ids, gradient in gradients:
-        places = torch.from_numpy(np.searchsorted(all_ids, ids)).to(total.device)
+        places = sent(torch.from_numpy(np.searchsorted(all_ids, ids)), total.device)
         total.index_copy_(0, places, total.index_select(0, places) + gradient)
     return all_ids, total

@@ -8,6 +8,9 @@ Threads: any method may be called from any thread; one lock is held during a cal
 load until its end (see table_lock.py). In-place updates of columns are the caller's to keep apart from a cut: the
 training thread makes the cut, or stands still while another does.
 
+On a device a call queues its work on the current stream, behind that of the call before on whichever stream that was,
+and waits for nothing but ids that are on a device.
+
 Marks: a cut knows which rows were written since an earlier one (`TracksRows`). A lookup with insert marks the rows that
 it returns, `insert` those that it sets, and the optimizers of this package those that they update. Code that changes
 rows in place otherwise, behind a cut or a lookup without insert, tells the table by `touch`.
@@ -17,13 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.model.table import TableSchema
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
+from asyncckpt.tables.row_device import row_device, sent
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
 from asyncckpt.tables.table_arguments import (
@@ -68,7 +74,8 @@ class HashTable:
         self._shard = checked_shard(name, shard)
         self._schema = layout.schema
         self._lock = TableLock(name)
-        self._store = RowStore(layout, device=checked_device(name, device), capacity=capacity, initializer=initializer)
+        place = row_device(checked_device(name, device))
+        self._store = RowStore(layout, capacity=capacity, initializer=initializer, place=place)
 
     @property
     def name(self) -> str:
@@ -84,7 +91,7 @@ class HashTable:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self._store.place.device
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -131,12 +138,16 @@ class HashTable:
         Raises UsageError, before any insert, when ids are not int64 or one that would be inserted belongs to another
         shard.
         """
+        rows = self.lookup_rows(ids, insert)
+        return sent(torch.from_numpy(rows).view(ids.shape), self.device)
+
+    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
+        """As `lookup`, for who needs the rows on the host: int64 [n], without a wait for the table's device."""
         flat = flat_ids(ids, table=self._name)
         if insert:
             check_owned(flat, shard=self._shard, table=self._name)
         with self._lock.hold("lookup"):
-            rows = self._store.insert(flat, touch=True) if insert else self._store.find(flat)
-        return torch.from_numpy(rows).view(ids.shape).to(self.device)
+            return self._store.insert(flat, touch=True) if insert else self._store.find(flat)
 
     def touch(self, rows: RowsLike) -> None:
         """Mark rows (int64, any shape, as `lookup` returns them) as written, before or after they are.
@@ -162,7 +173,7 @@ class HashTable:
             found = self._store.insert(flat)
             order = last_mentions(found)
             source = torch.from_numpy(order)
-            self._store.write(found[order], {name: value[source.to(value.device)] for name, value in values.items()})
+            self._store.write(found[order], {name: value[sent(source, value.device)] for name, value in values.items()})
 
     def remove(self, ids: IdsLike) -> int:
         """Forget ids (int64, any shape) and return how many of them were there; their rows are free for others."""
@@ -179,7 +190,8 @@ class HashTable:
         check_eviction(self._schema, column, below, table=self._name)
         with self._lock.hold("eviction"):
             rows = self._store.rows()
-            values = self._store.column(column)[torch.from_numpy(rows).to(self.device)]
+            self._store.place.follow()
+            values = self._store.column(column)[self._store.place.index(rows)]
             return self._store.remove(self._store.ids_of(rows[is_below(values, below)]))
 
     def clear(self) -> None:
@@ -195,7 +207,7 @@ class HashTable:
     def rows(self) -> torch.Tensor:
         """Return the rows in use, int64 [n] on the table's device, ascending: the order of `ids()`."""
         with self._lock.hold("listing"):
-            return torch.from_numpy(self._store.rows()).to(self.device)
+            return sent(torch.from_numpy(self._store.rows()), self.device)
 
     def owns(self, ids: IdsLike) -> torch.Tensor:
         """Return which of ids (int64, any shape) belong to this shard: bool, in the shape and on the device of ids."""
@@ -207,6 +219,7 @@ class HashTable:
         """Hold the table still until the cut's fence. Raises DeadlineError when another use of it does not end."""
         self._lock.acquire("cut")
         try:
+            self._store.place.follow()
             return HashTableCut(self._name, store=self._store, lock=self._lock)
         except BaseException:
             self._lock.release()
@@ -220,6 +233,7 @@ class HashTable:
         checked_count("rows_count of a load", rows_count, table=self._name, at_least=0)
         self._lock.acquire("load")
         try:
+            self._store.place.follow()
             if clear:
                 self._store.clear()
             self._store.reserve(len(self._store) + rows_count)

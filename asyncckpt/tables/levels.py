@@ -4,6 +4,10 @@
     cache   CacheLevel on any device: the newest values of the ids that are in it; their host rows are out of date
 
 Training writes cache rows in place and tells nobody, so every row that leaves the cache is written back, all columns.
+From a device that takes until the device has come there; so rows that a use of the table evicted land at the begin of
+the next one, and nobody waits for the rows that he evicts himself. Between uses the lock is free and they may be on
+their way, so a cut and a load begin with `begin` like every other use.
+
 Marks are those of host rows: a row is marked when it is looked up to be written or is written, in whatever level, and
 not when it moves between them.
 """
@@ -19,6 +23,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.expiry import is_below
+from asyncckpt.tables.row_device import Landing, sent
 from asyncckpt.tables.row_store import RowStore
 
 I64 = NDArray[np.int64]
@@ -47,12 +52,22 @@ class Levels:
         self.store = store
         self.cache = cache
         self.counts = LevelCounts()
+        self._landings: list[tuple[I64, Landing]] = []  # Host rows, and the evicted values that are to be theirs.
+
+    def begin(self) -> None:
+        """Begin a use of the levels: it comes behind the work of earlier ones, and finds evicted rows in their place.
+
+        Waits for the device where a use before has evicted rows, until it has come to that use.
+        """
+        self.cache.place.follow()
+        self._land()
 
     def lookup(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
         """Bring ids into the cache and return their cache rows, -1 for absent ids that get no row.
 
         insert: absent ids get a row; with admitted, distinct ids, only these. All that are returned are marked.
         """
+        self.begin()
         cache = self.cache
         cache.use.begin_lookup()
         rows = cache.find(ids)
@@ -79,6 +94,7 @@ class Levels:
 
     def prefetch(self, ids: I64) -> int:
         """Bring known ids into the cache, as far as there is room, and return how many came."""
+        self.begin()
         rows = self.cache.find(ids)
         cached = rows >= 0
         self.cache.use.awaited[rows[cached]] = True
@@ -93,6 +109,7 @@ class Levels:
 
     def insert(self, ids: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set columns of ids (distinct), wherever each of them is; absent ids get a host row."""
+        self.begin()
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
         if outside.size:
@@ -103,6 +120,7 @@ class Levels:
 
     def remove(self, ids: I64) -> int:
         """Forget ids and return how many of them were there."""
+        self.begin()
         rows = self.cache.find(ids)
         removed_count = self.store.remove(ids)
         self.cache.drop(np.unique(rows[rows >= 0]))
@@ -110,12 +128,13 @@ class Levels:
 
     def read(self, ids: I64) -> dict[str, torch.Tensor]:
         """Return the newest rows, on the CPU, of known ids; nothing moves."""
+        self.begin()
         values = self.store.read(self.store.find(ids))
         rows = self.cache.find(ids)
         inside = np.flatnonzero(rows >= 0)
         if inside.size:
-            for name, cached in self.cache.read(rows[inside]).items():
-                values[name].index_copy_(0, torch.from_numpy(inside), cached.cpu())
+            for name, cached in self.cache.begin_to_host(rows[inside]).wait().items():
+                values[name].index_copy_(0, torch.from_numpy(inside), cached)
         return values
 
     def known(self, ids: I64) -> Mask:
@@ -127,19 +146,22 @@ class Levels:
 
     def expired(self, column: str, below: float) -> I64:
         """Return the ids whose newest number in a column is below a bound."""
+        self.begin()
         rows = self.store.rows()
         values = self.store.column(column)[torch.from_numpy(rows)]
         cached = self.cache.used_rows()
         if cached.size:
-            newest = self.cache.column(column)[torch.from_numpy(cached).to(self.cache.device)].cpu()
+            newest = self.cache.begin_to_host(cached, only=column).wait()[column]
             # Every cached id has a host row, so it is found among them.
             values[torch.from_numpy(np.searchsorted(rows, self.cache.host_rows[cached]))] = newest
         return self.store.ids_of(rows[is_below(values, below)])
 
     def empty_cache(self, *, write_back: bool) -> None:
         """Free all cache rows, written back to their host rows or forgotten."""
+        self.begin()
         if write_back:
             self._write_back(self.cache.used_rows())
+            self._land()
         self.cache.clear()
 
     def _bring_missed(self, missing: I64, hits: I64, *, insert: bool, admitted: I64 | None) -> None:
@@ -190,10 +212,22 @@ class Levels:
         return victims
 
     def _write_back(self, rows: I64) -> None:
-        self.store.take_over(self.cache.host_rows[rows], self.cache.columns(), rows)
+        """Bring rows to their host rows: now, or where the cache is on a device at the next `begin`."""
+        host_rows = self.cache.host_rows[rows]
+        if self.cache.place.is_host:
+            self.store.take_over(host_rows, self.cache.columns(), rows)
+        elif rows.size:
+            self._landings.append((host_rows, self.cache.begin_to_host(rows)))
         self.counts.written_back += rows.size
+
+    def _land(self) -> None:
+        while self._landings:
+            host_rows, landing = self._landings[0]
+            self.store.take_over(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
+            # Not before: what fails here must not lose the rows.
+            del self._landings[0]
 
 
 def _part(values: Mapping[str, torch.Tensor], positions: I64) -> dict[str, torch.Tensor]:
     index = torch.from_numpy(positions)
-    return {name: value.index_select(0, index.to(value.device)) for name, value in values.items()}
+    return {name: value.index_select(0, sent(index, value.device)) for name, value in values.items()}

@@ -18,6 +18,11 @@ whose map runs ahead of the weights). In-place updates of rows are the caller's 
 thread makes the cut, or stands still while another does. While a cut is open behind its fence, growth of the host
 level, `clear` and loads wait until its rows are exported.
 
+With the cache on a CUDA device, calls queue their work on the current stream, behind that of the call before, on
+whichever stream that was: a prefetch may have a stream of its own. Rows come by way of pinned memory, and rows that
+have to go land at the begin of the next call. So a call waits for ids that are on a device, and until the device has
+come to the call before, where that evicted rows.
+
 Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admission), HierarchicalKV (policies).
 """
 
@@ -42,6 +47,8 @@ from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
+from asyncckpt.tables.pinned_host import pinned_levels
+from asyncckpt.tables.row_device import row_device, sent
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
 from asyncckpt.tables.table_arguments import (
@@ -81,9 +88,12 @@ class MultiLevelTable:
     admit_after     an id gets a row at its n-th lookup; until then lookups give -1 (see `companions`)
     capacity        rows of the host level to begin with; it grows
     undo_bytes_max  bound of the memory that one open cut takes for old values of rows; training waits beyond it
+    pin_host_memory the host level lies in pinned memory, from which a CUDA device takes rows by itself; else the host
+                    gathers them for it. All of `capacity` is backed by memory at once then, each column rounded up to
+                    a power of two bytes, and growing waits for the device: give it room from the beginning
 
     The rest is as in HashTable. Raises UsageError for wrong arguments and UnsupportedError for a dtype that tables
-    cannot hold.
+    cannot hold, or where there is no CUDA for what is to be on it.
     """
 
     def __init__(
@@ -102,6 +112,7 @@ class MultiLevelTable:
         policy: Literal["lru", "lfu"] = "lru",
         admit_after: int = 1,
         undo_bytes_max: int = 256 << 20,
+        pin_host_memory: bool = False,
     ) -> None:
         self._name = checked_name(name)
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
@@ -114,11 +125,12 @@ class MultiLevelTable:
         self._undo_bytes_max = checked_count("undo_bytes_max", undo_bytes_max, table=name)
         self._shard = checked_shard(name, shard)
         self._device = checked_device(name, device)
+        place, host = pinned_levels(name, self._device) if pin_host_memory else (row_device(self._device), None)
         self._dim, self._dtype = dim, dtype
         self._schema = layout.schema
         self._lock = TableLock(name)
-        self._store = RowStore(layout, device=torch.device("cpu"), capacity=capacity, initializer=initializer)
-        self._cache = CacheLevel(layout.schema, rows=cache_rows, device=self._device, policy=policy)
+        self._store = RowStore(layout, capacity=capacity, initializer=initializer, place=host)
+        self._cache = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
         self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
         self._cache_rows_wished = cache_rows
@@ -201,14 +213,15 @@ class MultiLevelTable:
         are not int64 or one that would be inserted belongs to another shard. Warns once per table when the cache had to
         grow.
         """
-        flat = flat_ids(ids, table=self._name)
-        if insert:
-            check_owned(flat, shard=self._shard, table=self._name)
-        admitted = self._admitted(flat) if insert and self._candidates is not None else None
-        with self._lock.hold("lookup"):
-            rows = self._levels.lookup(flat, insert=insert, admitted=admitted)
+        rows = self._lookup(ids, insert)
         self._warn_of_growth()
-        return torch.from_numpy(rows).view(ids.shape).to(self._device)
+        return sent(torch.from_numpy(rows).view(ids.shape), self._device)
+
+    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
+        """As `lookup`, for who needs the rows on the host: int64 [n], without a wait for the cache's device."""
+        rows = self._lookup(ids, insert)
+        self._warn_of_growth()
+        return rows
 
     def touch(self, rows: RowsLike) -> None:
         """Mark cache rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they
@@ -243,7 +256,7 @@ class MultiLevelTable:
         values = checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name)
         order = last_mentions(flat)
         source = torch.from_numpy(order)
-        distinct = {name: value[source.to(value.device)] for name, value in values.items()}
+        distinct = {name: value[sent(source, value.device)] for name, value in values.items()}
         with self._lock.hold("insert"):
             self._levels.insert(flat[order], distinct)
         if self._candidates is not None:
@@ -267,6 +280,7 @@ class MultiLevelTable:
     def clear(self) -> None:
         """Forget all ids, also those on trial; the room of both levels stays."""
         with self._lock.hold("clear"):
+            self._levels.begin()
             self._store.clear()
             self._levels.empty_cache(write_back=False)
         if self._candidates is not None:
@@ -276,6 +290,7 @@ class MultiLevelTable:
         """Make room in the host level for rows in all: inserts up to there do not grow it. Raises UsageError."""
         checked_count("rows of a reservation", rows, table=self._name, at_least=0)
         with self._lock.hold("reservation"):
+            self._levels.begin()
             self._store.reserve(rows)
 
     def read(self, ids: IdsLike) -> dict[str, torch.Tensor]:
@@ -320,9 +335,14 @@ class MultiLevelTable:
             )
 
     def begin_cut(self) -> MultiLevelCut:
-        """Hold the table still until the cut's fence. Raises DeadlineError when another use of it does not end."""
+        """Hold the table still until the cut's fence. Raises DeadlineError when another use of it does not end.
+
+        Where the cache is on a device, rows that were evicted last are waited for. What a lookup or prefetch on another
+        stream has queued comes before what this thread's current stream does next: copies of the cache among it.
+        """
         self._lock.acquire("cut")
         try:
+            self._levels.begin()
             return MultiLevelCut(
                 self._name,
                 store=self._store,
@@ -344,6 +364,7 @@ class MultiLevelTable:
         checked_count("rows_count of a load", rows_count, table=self._name, at_least=0)
         self._lock.acquire("load")
         try:
+            self._levels.begin()
             # The load writes host rows without a word to watchers.
             self._store.watchers.storage_moves()
             self._levels.empty_cache(write_back=not clear)
@@ -354,6 +375,14 @@ class MultiLevelTable:
         except BaseException:
             self._lock.release()
             raise
+
+    def _lookup(self, ids: IdsLike, insert: bool) -> NDArray[np.int64]:
+        flat = flat_ids(ids, table=self._name)
+        if insert:
+            check_owned(flat, shard=self._shard, table=self._name)
+        admitted = self._admitted(flat) if insert and self._candidates is not None else None
+        with self._lock.hold("lookup"):
+            return self._levels.lookup(flat, insert=insert, admitted=admitted)
 
     def _admitted(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Count a lookup of the absent ones of ids and return those that get a row now, distinct.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +18,8 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
 from asyncckpt.tables.embedding import HashEmbedding
 from asyncckpt.tables.gradients import sum_per_id
-from asyncckpt.tables.trainable import TrainableTable
+from asyncckpt.tables.row_device import sent
+from asyncckpt.tables.trainable import TrainableTable, rows_on_host
 
 
 class _SparseOptimizer:
@@ -39,13 +41,13 @@ class _SparseOptimizer:
                 if not gradients:
                     continue
                 ids, summed = sum_per_id(gradients)
-                rows = table.lookup(ids, insert=False)
+                rows = rows_on_host(table, ids, insert=False)
                 alive = rows >= 0
-                if not bool(alive.all()):
-                    rows, summed = rows[alive], summed[alive]
+                if not alive.all():
+                    rows, summed = rows[alive], summed[sent(torch.from_numpy(np.flatnonzero(alive)), summed.device)]
                 # The forward marked them too, but a cut may have come between.
                 table.touch(rows)
-                self._update(table, rows, summed)
+                self._update(table, sent(torch.from_numpy(rows), table.device), summed)
 
     def zero_grad(self) -> None:
         """Forget all pending gradients."""

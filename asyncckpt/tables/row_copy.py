@@ -7,7 +7,6 @@ loader each of them then waits for a core, which costs far more than the copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,29 +46,6 @@ def copy_rows(source: RowMemory, source_rows: I64, *, target: int, target_rows: 
     core.copy(segments, threads=COPY_THREADS)
 
 
-def move_rows(
-    sources: Mapping[str, torch.Tensor],
-    source_rows: I64,
-    targets: Mapping[str, torch.Tensor],
-    target_rows: I64,
-) -> None:
-    """Copy source_rows (int64 [n]) of every column to target_rows (distinct) of the column of the same name.
-
-    Columns are contiguous `[rows, *row_shape]`; each side may be on any device.
-    """
-    if not source_rows.size:
-        return
-    for name, source in sources.items():
-        target = targets[name]
-        if _have_addresses(source, target):
-            place = RowMemory.of(target).address
-            copy_rows(RowMemory.of(source), source_rows, target=place, target_rows=target_rows)
-        else:
-            with torch.no_grad():
-                rows = source.index_select(0, torch.from_numpy(source_rows).to(source.device))
-                target.index_copy_(0, torch.from_numpy(target_rows).to(target.device), rows.to(target.device))
-
-
 def copy_runs(source: RowMemory, runs: I64, *, target: int) -> None:
     """Copy the rows of runs, int64 [k, 2] of (begin, end), one behind the other to the address target."""
     counts = runs[:, 1] - runs[:, 0]
@@ -78,7 +54,3 @@ def copy_runs(source: RowMemory, runs: I64, *, target: int) -> None:
     segments[:, 1] = target + (np.cumsum(counts) - counts) * source.row_bytes
     segments[:, 2] = counts * source.row_bytes
     core.copy(segments, threads=COPY_THREADS)
-
-
-def _have_addresses(*columns: torch.Tensor) -> bool:
-    return all(column.is_cpu for column in columns)

@@ -22,7 +22,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import core
 from asyncckpt.tables.initializer import Initializer, Uniform
-from asyncckpt.tables.row_copy import move_rows
+from asyncckpt.tables.row_device import RowDevice, move_rows
 from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.touched_rows import TouchedRows
@@ -35,20 +35,22 @@ INITIALIZER_ROWS_MAX = 1 << 16
 
 
 class RowStore:
-    """Ids and columns of one table on one device."""
+    """Ids and columns of one table at one place, the host by default."""
 
-    def __init__(self, layout: Layout, *, device: torch.device, capacity: int, initializer: Initializer) -> None:
+    def __init__(
+        self, layout: Layout, *, capacity: int, initializer: Initializer, place: RowDevice | None = None
+    ) -> None:
         self.watchers = RowWatchers()
         self.marks = TouchedRows(capacity)
         self._layout = layout
-        self._device = device
+        self.place = RowDevice(torch.device("cpu")) if place is None else place
         self._initializer = initializer
         self._ids = core.id_map(capacity)
         # Beside the map, which must not be asked by a second thread while it works.
         self._rows_count = 0
         self._capacity = capacity
         self._tensors = {
-            column.name: new_column((capacity, *column.row_shape), dtype=column.dtype, device=device)
+            column.name: self.place.new_column((capacity, *column.row_shape), dtype=column.dtype)
             for column in layout.schema.columns
             if column.name != ID_COLUMN
         }
@@ -76,6 +78,7 @@ class RowStore:
 
     def find(self, ids: I64) -> I64:
         """Return the row of every id, -1 for an absent one."""
+        self.place.follow()
         return self._ids.find(ids)
 
     def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
@@ -83,6 +86,7 @@ class RowStore:
 
         touch: mark them all, not only the new ones, for a caller who is about to write to them.
         """
+        self.place.follow()
         rows, new_rows = self._ids.insert(ids) if not self.watchers else self._insert_watched(ids)
         if new_rows.size:
             self._begin_rows(new_rows, filled)
@@ -93,24 +97,27 @@ class RowStore:
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set rows (distinct) of the columns named to their values, `[n, *row_shape]` on any device."""
+        self.place.follow()
         self.watchers.rows_change(rows)
         self.marks.mark(rows)
-        index = torch.from_numpy(rows).to(self._device)
+        index = self.place.index(rows)
         with torch.no_grad():
             for name, value in values.items():
-                self._tensors[name].index_copy_(0, index, value.to(self._device))
+                self._tensors[name].index_copy_(0, index, self.place.to_device(value))
 
     def take_over(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
-        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on any device.
+        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on the host.
 
         Marks nothing: the table holds what it held, in another place. A row was marked when its newest values came.
         """
+        self.place.follow()
         self.watchers.rows_change(rows)
-        move_rows(columns, source_rows, self._tensors, rows)
+        move_rows(columns, source_rows, self._tensors, rows, place=self.place)
 
     def read(self, rows: I64) -> dict[str, torch.Tensor]:
         """Return rows of every column but `id`, each a new tensor `[n, *row_shape]`."""
-        index = torch.from_numpy(rows).to(self._device)
+        self.place.follow()
+        index = self.place.index(rows)
         with torch.no_grad():
             return {name: column.index_select(0, index) for name, column in self._tensors.items()}
 
@@ -137,6 +144,7 @@ class RowStore:
     def reserve(self, rows_count: int) -> None:
         """Make room for rows_count rows in all, so that inserts up to there do not grow."""
         if rows_count > self._capacity:
+            self.place.follow()
             self.watchers.storage_moves()
             self._grow(rows_count)
 
@@ -198,7 +206,7 @@ class RowStore:
         self._rows_count += new_rows.size
 
     def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
-        index = _fill_index(rows, device=self._device)
+        index = _fill_index(rows, place=self.place)
         with torch.no_grad():
             for name, fill in self._layout.fills.items():
                 if name not in filled:
@@ -223,8 +231,7 @@ class RowStore:
         else:
             # Its own copy: a function that sorts or edits its ids must not reach ours.
             values = _call(self._initializer, torch.from_numpy(ids.copy()), shape=shape)
-        index = torch.from_numpy(rows).to(self._device)
-        embedding.index_copy_(0, index, values.to(device=self._device, dtype=embedding.dtype))
+        embedding.index_copy_(0, self.place.index(rows), self.place.to_device(values.to(embedding.dtype)))
 
     def _grow(self, capacity: int) -> None:
         if capacity <= self._capacity:
@@ -236,25 +243,12 @@ class RowStore:
             # One column after the other, so that old and new storage of only one of them are alive at once. Should
             # memory end halfway, some columns are longer than the capacity says, which breaks no invariant.
             for name, old in self._tensors.items():
-                new = new_column((capacity, *old.shape[1:]), dtype=old.dtype, device=self._device)
+                new = self.place.new_column((capacity, *old.shape[1:]), dtype=old.dtype)
                 new[:rows_used_count].copy_(old[:rows_used_count])
+                self.place.let_go(old)
                 self._tensors[name] = new
         self.marks.grow(capacity)
         self._capacity = capacity
-
-
-def new_column(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a column.
-
-    Not zeroed: pages that no row has reached yet cost nothing. Never an inference tensor, also when a lookup under
-    torch.inference_mode() makes the table grow: the optimizer could not update that later.
-    """
-    with torch.inference_mode(mode=False):
-        column = torch.empty(shape, dtype=dtype, device=device)
-    if column.is_cpu:
-        # Rows are read and written at random: with small pages most of that is looking up where the page is.
-        core.advise_huge(column.data_ptr(), column.nbytes)
-    return column
 
 
 def _first_mentions(ids: I64) -> I64:
@@ -263,10 +257,10 @@ def _first_mentions(ids: I64) -> I64:
     return distinct[np.argsort(first)]
 
 
-def _fill_index(rows: I64, *, device: torch.device) -> slice | torch.Tensor:
+def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:
     """Return how to name rows (distinct) to a fill: a slice when they are one run, in whatever order."""
     begin, end = int(rows.min()), int(rows.max()) + 1
-    return slice(begin, end) if end - begin == rows.size else torch.from_numpy(rows).to(device)
+    return slice(begin, end) if end - begin == rows.size else place.index(rows)
 
 
 def _fill_rows(tensor: torch.Tensor, index: slice | torch.Tensor, value: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
@@ -38,14 +38,22 @@ def checked_shard(name: str, shard: object) -> tuple[int, int]:
 
 
 def checked_device(name: str, device: torch.device | str) -> torch.device:
-    """Return the device of a table's rows."""
+    """Return the device of a table's rows; of CUDA devices with its number, for the current one may change.
+
+    UnsupportedError for a CUDA device that is not there.
+    """
     try:
         checked = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device of table {name!r} is wrong", found=device) from error
     if checked.type == "meta":
         raise UsageError(f"device of table {name!r} is wrong", found=device, hint="rows need memory")
-    return checked
+    if checked.type != "cuda":
+        return checked
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or (checked.index or 0) >= count:
+        raise UnsupportedError(f"device of table {name!r} is not there", found=device, expected=f"{count} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if checked.index is None else checked.index)
 
 
 def check_slot(schema: TableSchema, name: object, *, table: str) -> None:

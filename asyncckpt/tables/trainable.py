@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.model.table import TableSchema
 from asyncckpt.tables.ids import IdsLike, RowsLike
@@ -43,3 +45,19 @@ class TrainableTable(Protocol):
         rows are what `lookup` returned, -1 is passed over. A table without marks may do nothing.
         """
         ...
+
+
+class FindsOnHost(Protocol):
+    """A TrainableTable that says on the host where rows are: nobody has to wait for its device to look at them."""
+
+    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
+        """As TrainableTable.lookup: int64 [n] in the order of the flat ids."""
+        ...
+
+
+def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> NDArray[np.int64]:
+    """Look ids up, int64 [n]; the rows on the host. Waits for the device of a table that is no FindsOnHost."""
+    if hasattr(table, "lookup_rows"):  # An isinstance with a Protocol takes 50 microseconds.
+        return cast(FindsOnHost, table).lookup_rows(ids, insert)
+    found: NDArray[np.int64] = table.lookup(ids, insert=insert).cpu().numpy()
+    return found

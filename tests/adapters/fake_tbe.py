@@ -45,10 +45,22 @@ class Stream:
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], None]] = []
+        self.waits_for: list[Stream] = []
 
     def synchronize(self) -> None:
         while self.queue:
             self.queue.pop(0)()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits_for.append(other)
+
+
+class CurrentStream(Stream):
+    """The stream of training: the host does what is queued there at once."""
+
+    def wait_stream(self, other: Stream) -> None:
+        super().wait_stream(other)
+        other.synchronize()
 
 
 class FakeTbe(nn.Module):

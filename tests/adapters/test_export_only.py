@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -125,3 +128,32 @@ def test_value_rows_are_split_in_the_order_of_the_schema() -> None:
     values.zero_()
     assert found["embedding"].tolist() == [[0, 1], [3, 4]]
     assert found["embedding"].is_contiguous()
+
+
+def test_a_library_is_called_with_its_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[object] = []
+
+    @contextmanager
+    def make_current(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class OnDevice(Plain):
+        def _export(self) -> Rows:
+            assert current == [torch.device("cuda", 1)]
+            return super()._export()
+
+        def _replace(self, rows: Rows) -> None:
+            assert current == [torch.device("cuda", 1)]
+            super()._replace(rows)
+
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    table = OnDevice()
+    table._library_device = torch.device("cuda", 1)
+    table.begin_cut().end(True)
+    load = table.begin_load(clear=False, rows_count=1, filled=())
+    load.insert(torch.tensor([7]))
+    load.end(True)
+    assert len(table.rows["id"]) == 3
+    assert current == []

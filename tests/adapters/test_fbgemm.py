@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import asyncckpt
-from asyncckpt.adapters import FixedTable, dense_state_of, tables_of
+from asyncckpt.adapters import FixedTable, dense_state_of, prefetch_stream, tables_of
 from asyncckpt.adapters.fbgemm import KEY_VALUE_TBE
 from asyncckpt.adapters.fbgemm_cache import CachedTable
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import OverlaidCut, Role
-from tests.adapters.fake_tbe import FakeTbe, OptimType, Spec, Stream
+from tests.adapters.fake_tbe import CurrentStream, FakeTbe, OptimType, Spec, Stream
 from tests.main_job.state import bits
 
 HOST = [Spec(6, 4), Spec(9, 2)]
@@ -194,7 +194,15 @@ def test_a_save_leaves_table_cache_and_random_numbers_alone(tmp_path: Path, stag
     assert bits(fresh.rows_of(1)) == bits(tbe.rows_of(1))
 
 
-def test_a_cut_waits_for_the_prefetch(tmp_path: Path) -> None:
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> CurrentStream:
+    """What stands for torch.cuda.current_stream() of a prefetch stream's device."""
+    stream = CurrentStream()
+    monkeypatch.setattr(prefetch_stream, "_current", lambda other: stream)
+    return stream
+
+
+def test_a_cut_comes_behind_the_prefetch(tmp_path: Path, current: CurrentStream) -> None:
     tbe = trained(cached_tbe())
     expected = image(tbe)
     tbe.prefetch_stream = Stream()
@@ -204,9 +212,35 @@ def test_a_cut_waits_for_the_prefetch(tmp_path: Path) -> None:
     assert tbe.prefetch_stream.queue
     assert image(tbe) != expected  # Slots without their weights: what a cut must not see.
     save(tbe, tmp_path)
+    assert tbe.prefetch_stream in current.waits_for
     fresh = cached_tbe(seed=5)
     load(fresh, tmp_path)
     assert image(fresh) == expected
+
+
+def test_prefetches_behind_a_cut_wait_for_its_fence(current: CurrentStream) -> None:
+    tbe = trained(cached_tbe())
+    tbe.prefetch_stream = Stream()
+    cut = tables_of(tbe)["table_1"].begin_cut()
+    assert current not in tbe.prefetch_stream.waits_for
+    cut.fence()
+    assert tbe.prefetch_stream.waits_for == [current]
+    cut.end(True)
+    assert tbe.prefetch_stream.waits_for == [current]
+
+
+def test_a_lost_device_does_not_keep_the_table(current: CurrentStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(stream: Stream, other: Stream) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    tbe = trained(cached_tbe())
+    tbe.prefetch_stream = Stream()
+    table = tables_of(tbe)["table_1"]
+    cut = table.begin_cut()
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "wait_stream", lost)
+        cut.fence()
+    table.begin_cut().end(True)
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, True), (torch.float16, False), (torch.bfloat16, False)])

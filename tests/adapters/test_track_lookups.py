@@ -14,6 +14,7 @@ from torch import nn
 import asyncckpt
 from asyncckpt.adapters import FixedTable, tables_of, track_lookups
 from asyncckpt.adapters.lookup_hooks import TbeMarks
+from asyncckpt.adapters.row_mask import RowMask
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CutVersion, OverlaidCut, Table, TracksRows
 from asyncckpt.testing import Contents
@@ -305,3 +306,21 @@ def test_saves_and_loads_of_a_tracked_module(tmp_path: Any) -> None:
         fresh = FakeTbe(SPECS, feature_table_map=FEATURES, seed=9)
         asyncckpt.Loader(tmp_path, fresh, step=step).load()
         assert [fresh.rows_of(t).tolist() for t in range(3)] == image
+
+
+def test_a_backward_marks_again_only_what_was_settled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[list[int]] = []
+    mark = RowMask.mark
+
+    def noting(mask: RowMask, rows: torch.Tensor) -> None:
+        marked.append(rows.tolist())
+        mark(mask, rows)
+
+    monkeypatch.setattr(RowMask, "mark", noting)
+    tbe, tables = tracked()
+    tbe(*batch([1], [], [], [])).backward()
+    assert marked == [[7]]  # Row 1 of table 1, behind the six of table 0.
+    output = tbe(*batch([2], [], [], []))
+    versions(tables)
+    output.backward()
+    assert marked == [[7], [8], [8]]

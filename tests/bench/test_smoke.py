@@ -103,3 +103,18 @@ def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
     for one in result["saves"]:
         for name in ("save_seconds", "call_seconds", "durable_seconds", "lost_seconds"):
             assert_is_figure(one[name])
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path: Path) -> None:
+    result = run_bench("gpu", tmp_path / "gpu", "--device", "cpu")
+    assert {(one["case"], one["way"]) for one in result["loops"]} == {
+        (case["name"], way) for case in result["cases"] for way in ("straight", "scratch")
+    }
+    assert {"asyncckpt", "dcp, our stager and writer", "dcp, pinned stager"} < {one["way"] for one in result["peers"]}
+    for one in [*result["loops"], *result["peers"]]:
+        for name in ("host_seconds", "fence_seconds", "lost_seconds", "done_seconds"):
+            assert_is_figure(one[name])
+    assert {one["way"] for one in result["gathers"]} == {"index_select"}
+    assert [one["exact"] for one in result["loads"]] == [True]
+    assert "targets" in (tmp_path / "gpu.txt").read_text()

@@ -19,6 +19,7 @@ class EmbeddingSuite(TableSuite):
     cut_kind = "caller"
     failed_load = "undefined"
     fixed_ids = True
+    device = "cpu"
     kind: Any = torch.nn.Embedding
     dtype = torch.float32
 
@@ -27,7 +28,7 @@ class EmbeddingSuite(TableSuite):
         self.modules: dict[int, Any] = {}
 
     def make_table(self) -> Table:
-        module = self.kind(ROWS, 3, dtype=self.dtype)
+        module = self.kind(ROWS, 3, dtype=self.dtype, device=self.device)
         torch.nn.init.constant_(module.weight, 0.5)
         (table,) = tables_of(torch.nn.Sequential(module)).values()
         self.modules[id(table)] = (module, table)
@@ -36,7 +37,7 @@ class EmbeddingSuite(TableSuite):
     def train(self, table: Any, step: int, seed: int) -> None:
         random = np.random.default_rng([seed, step])
         rows = torch.from_numpy(np.unique(random.integers(0, ROWS, size=10)))
-        values = torch.from_numpy(random.standard_normal((len(rows), 3))).to(self.dtype)
+        values = torch.from_numpy(random.standard_normal((len(rows), 3))).to(self.device, self.dtype)
         with torch.no_grad():
             self.modules[id(table)][0].weight[rows] = values
 

@@ -13,14 +13,14 @@ from asyncckpt.testing import Contents, TableSuite
 
 
 def random_values(random: np.random.Generator, like: torch.Tensor, rows_count: int) -> torch.Tensor:
-    """Random bits for floats (NaNs among them), random numbers for the rest."""
+    """Random bits for floats (NaNs among them), random numbers for the rest, on the device of `like`."""
     shape = (rows_count, *like.shape[1:])
     if like.dtype is torch.bool:
-        return torch.from_numpy(random.integers(0, 2, size=shape)).to(torch.bool)
+        return torch.from_numpy(random.integers(0, 2, size=shape)).to(torch.bool).to(like.device)
     if not rows_count:
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
     raw = random.integers(0, 256, size=(*shape, like.element_size()), dtype=np.uint8)
-    return torch.from_numpy(raw).view(like.dtype).reshape(shape)
+    return torch.from_numpy(raw).view(like.dtype).reshape(shape).to(like.device)
 
 
 def ids_of(random: np.random.Generator, count: int, *, distinct: int = 60) -> torch.Tensor:
@@ -32,6 +32,8 @@ def ids_of(random: np.random.Generator, count: int, *, distinct: int = 60) -> to
 class HashTableSuite(TableSuite):
     """Inserts, updates in place and by insert, and removes."""
 
+    device = "cpu"
+
     def make_table(self, shard: tuple[int, int] = (0, 1)) -> asyncckpt.HashTable:
         return asyncckpt.HashTable(
             "user",
@@ -41,6 +43,7 @@ class HashTableSuite(TableSuite):
             initializer=asyncckpt.Uniform(0.1, seed=3),
             capacity=16,
             shard=shard,
+            device=self.device,
         )
 
     def make_shard(self, index: int, count: int) -> asyncckpt.HashTable:
@@ -75,7 +78,7 @@ class TestHashTable(HashTableSuite):
 
 class TestHashTableWithoutSlots(HashTableSuite):
     def make_table(self, shard: tuple[int, int] = (0, 1)) -> asyncckpt.HashTable:
-        return asyncckpt.HashTable("plain", 1, shard=shard, initializer=0.5)
+        return asyncckpt.HashTable("plain", 1, shard=shard, initializer=0.5, device=self.device)
 
 
 class TestHashTableOfBytes(HashTableSuite):
@@ -90,6 +93,7 @@ class TestHashTableOfBytes(HashTableSuite):
             metadata={"flag": torch.bool, "small": asyncckpt.Slot(torch.int16, (2, 2), 3), "int": torch.int32},
             initializer=lambda ids: ids.remainder(7).unsqueeze(1).expand(-1, 3).half(),
             shard=shard,
+            device=self.device,
         )
 
 
@@ -102,4 +106,5 @@ class TestHashTableDtypes(HashTableSuite):
         self.dtype = dtype
 
     def make_table(self, shard: tuple[int, int] = (0, 1)) -> asyncckpt.HashTable:
-        return asyncckpt.HashTable("wide", 5, dtype=self.dtype, optimizer_slots={"v": self.dtype}, shard=shard)
+        slots = {"v": self.dtype}
+        return asyncckpt.HashTable("wide", 5, dtype=self.dtype, optimizer_slots=slots, shard=shard, device=self.device)

@@ -23,6 +23,7 @@ LEVELS = [(1, 256, "lru"), (7, 16, "lru"), (7, 256, "lfu"), (64, 256, "lfu")]
 class MultiLevelSuite(TableSuite):
     """Lookups that insert and evict, prefetches, updates of cached and of uncached rows, removals."""
 
+    device = "cpu"
     cache_rows = 8
     capacity = 256
     policy: Any = "lru"
@@ -40,6 +41,7 @@ class MultiLevelSuite(TableSuite):
             policy=self.policy,
             admit_after=self.admit_after,
             shard=shard,
+            device=self.device,
         )
 
     def make_shard(self, index: int, count: int) -> MultiLevelTable:

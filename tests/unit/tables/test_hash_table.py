@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
-from asyncckpt.tables import HashTable, Slot, Uniform, row_store
+from asyncckpt.tables import HashTable, Slot, Uniform
+from asyncckpt.tables.row_device import RowDevice
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -254,16 +255,16 @@ def test_failed_growth_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatc
     table = new_table(capacity=2)
     rows = table.lookup(batch([1, 2]))
     table.embedding[rows] = 5.0
-    allocate, calls = row_store.new_column, []
+    allocate, calls = RowDevice.new_column, []
 
-    def allocate_twice(shape: tuple[int, ...], **where: Any) -> torch.Tensor:
+    def allocate_twice(place: RowDevice, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
         calls.append(shape)
         if len(calls) > 2:
             raise MemoryError
-        return allocate(shape, **where)
+        return allocate(place, shape, dtype=dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(row_store, "new_column", allocate_twice)
+        patch.setattr(RowDevice, "new_column", allocate_twice)
         with pytest.raises(MemoryError):
             table.lookup(batch([2, 3, 4]))
     assert table.ids().tolist() == [1, 2]

@@ -23,8 +23,9 @@ from asyncckpt.tables import (
     SparseSGD,
     Uniform,
     cache_level,
-    row_copy,
+    multi_level,
 )
+from asyncckpt.tables.row_device import RowDevice
 from tests.unit.tables.multi_level_world import (
     BATCHES,
     CACHE_ROWS,
@@ -68,8 +69,8 @@ def test_prefetch_of_any_depth_changes_nothing(cache_rows: int, policy: str, dep
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_cache_without_addresses_does_the_same(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The way of other devices: rows are gathered, brought over and scattered by torch."""
-    monkeypatch.setattr(row_copy, "_have_addresses", lambda *_: False)
+    """The way of devices other than CUDA's: rows are gathered, brought over and scattered by torch."""
+    monkeypatch.setattr(multi_level, "row_device", _Elsewhere)
     random = np.random.default_rng(seed)
     world = World(cache_rows=int(random.integers(1, 8)))
     for _ in range(20):
@@ -79,8 +80,12 @@ def test_a_cache_without_addresses_does_the_same(monkeypatch: pytest.MonkeyPatch
         world.check()
 
 
+class _Elsewhere(RowDevice):
+    is_host = False
+
+
 def test_a_device_without_memory_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> None:
+    def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
     world = World(cache_rows=2)

@@ -1,0 +1,166 @@
+"""The kinds of copies that a load queues on a device, from host memory to targets there.
+
+Each may need scratch memory of the device, which all copies of a batch share: they come one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.contract import I64, U64
+from asyncckpt.devices.sizes import LARGE_BYTES, SLOT_BYTES
+
+GAP_BYTES_MAX = 64 << 10
+"""A smaller gap between two segments is brought over with them: starting a transfer takes longer."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Upload(Protocol):
+    """Copies from host memory to one device."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """How much scratch memory of the device it takes."""
+        ...
+
+    def run(self, batch: Batch, scratch: int) -> None:
+        """Queue it; the side stream of the batch is current. scratch: the address of the memory, aligned to 256."""
+        ...
+
+
+def run_uploads(uploads: list[Upload], batch: Batch) -> None:
+    """Queue all of them, in their order; the side stream is current. MemoryError when the device has no memory left."""
+    needed = max((upload.scratch_bytes for upload in uploads), default=0)
+    scratch = batch.device_memory(needed) if needed else 0
+    for upload in uploads:
+        upload.run(batch, scratch)
+
+
+class SegmentUpload:
+    """Segments (source, target, bytes), uint64 [n, 3], of which no two overlap.
+
+    window: (address, bytes) of host memory that may be read between segments too. Short segments out of it go by
+    kernels, which read registered memory, or else a copy of that in scratch memory; all others go one by one.
+    """
+
+    def __init__(self, segments: U64, batch: Batch, *, window: tuple[int, int]) -> None:
+        sources, sizes = segments[:, 0].astype(np.int64), segments[:, 2].astype(np.int64)
+        begin, size = window
+        is_inside = (sources >= begin) & (sources + sizes <= begin + size)
+        by_kernels = is_inside if size and batch.is_reachable(begin, size) else np.zeros(len(segments), dtype=np.bool_)
+        is_packed = is_inside & ~by_kernels & (sizes < LARGE_BYTES)
+        self._by_kernels = np.ascontiguousarray(segments[by_kernels])
+        self._alone = np.ascontiguousarray(segments[~by_kernels & ~is_packed])
+        self._packed = segments[is_packed][np.argsort(sources[is_packed], kind="stable")]
+        self._begins, self._ends = _runs(self._packed)
+        shifts = self._begins % SLOT_BYTES  # Slots lie to a multiple as their sources do, for wide loads.
+        room = -(-(shifts + self._ends - self._begins) // SLOT_BYTES) * SLOT_BYTES
+        self._slots = np.cumsum(room) - room + shifts
+        self.scratch_bytes = int(room.sum())
+
+    def run(self, batch: Batch, scratch: int) -> None:
+        if len(self._by_kernels):
+            batch.kernels.copy(self._by_kernels, batch)
+        if len(self._alone):
+            batch.kernels.transfer(self._alone, batch, to_host=False)
+        if len(self._packed):
+            inward = np.stack([self._begins, self._slots + scratch, self._ends - self._begins], axis=1).view(np.uint64)
+            batch.kernels.transfer(np.ascontiguousarray(inward), batch, to_host=False)
+            sources = self._packed[:, 0].astype(np.int64)
+            runs = np.searchsorted(self._begins, sources, side="right") - 1
+            within = self._packed.copy()
+            within[:, 0] = (sources - self._begins[runs] + self._slots[runs] + scratch).view(np.uint64)
+            batch.kernels.copy(within, batch)
+
+
+class TensorUpload:
+    """The values of a tensor on the host, of any strides, to one on the device that is not plain memory, or neither is.
+
+    The bytes between the first and the last of the values are brought over, and taken apart on the device.
+    """
+
+    def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        self._target, self._values = target, values
+        self.scratch_bytes = _span_bytes(values)
+
+    def run(self, batch: Batch, scratch: int) -> None:
+        _bring(self._values.data_ptr(), scratch, self.scratch_bytes, batch)
+        memory = batch.runtime.view(scratch, self.scratch_bytes, batch.device).view(self._values.dtype)
+        values = memory.as_strided(self._values.shape, self._values.stride(), 0)
+        target, values = _as_bits(self._target, values)
+        target.copy_(values, non_blocking=True)
+
+
+class RowUpload:
+    """Row positions[i] (None: row i) of values, contiguous on the host, to row rows[i] of a target on the device.
+
+    positions, rows: int64 [n]; rows are distinct.
+    """
+
+    def __init__(
+        self, target: torch.Tensor, rows: I64, values: torch.Tensor, positions: I64 | None, batch: Batch
+    ) -> None:
+        self._target, self._rows, self._values, self._positions = target, rows, values, positions
+        self._is_plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        is_read_in_place = self._is_plain and batch.is_reachable(values.data_ptr(), values.nbytes)
+        self.scratch_bytes = 0 if is_read_in_place else values.nbytes
+
+    def run(self, batch: Batch, scratch: int) -> None:
+        source = self._values.data_ptr()
+        if self.scratch_bytes:
+            _bring(source, scratch, self.scratch_bytes, batch)
+            source = scratch
+        if self._is_plain:
+            row_bytes = self._values.nbytes // len(self._values)
+            columns = np.array([[source, self._target.data_ptr(), row_bytes]], dtype=np.uint64)
+            batch.kernels.copy_rows(columns, self._positions, self._rows, batch)
+            return
+        memory = batch.runtime.view(source, self.scratch_bytes, batch.device)
+        target, values = _as_bits(self._target, memory.view(self._values.dtype).view(self._values.shape))
+        if self._positions is not None:
+            values = values.index_select(0, _on_device(self._positions, batch))
+        target.index_copy_(0, _on_device(self._rows, batch), values)
+
+
+def _runs(segments: U64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(begins, ends) of the host memory that segments, ascending, are read from, small gaps within."""
+    begins = segments[:, 0].astype(np.int64)
+    ends = begins + segments[:, 2].astype(np.int64)
+    is_first = np.ones(len(begins), dtype=np.bool_)
+    is_first[1:] = begins[1:] - ends[:-1] > GAP_BYTES_MAX
+    firsts = np.flatnonzero(is_first)
+    lasts = np.append(firsts[1:], len(begins))[: len(firsts)] - 1
+    return begins[firsts], ends[lasts]
+
+
+def _span_bytes(values: torch.Tensor) -> int:
+    """From the first byte of a tensor that is not empty to its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    assert math.prod(values.shape) > 0
+    return (steps + 1) * values.element_size()
+
+
+def _bring(source: int, target: int, bytes: int, batch: Batch) -> None:
+    batch.kernels.transfer(np.array([[source, target, bytes]], dtype=np.uint64), batch, to_host=False)
+
+
+def _on_device(rows: I64, batch: Batch) -> torch.Tensor:
+    """Row numbers on the device, int64 [n]."""
+    address = batch.device_memory(rows.nbytes)
+    _bring(batch.pinned(rows), address, rows.nbytes, batch)
+    return batch.runtime.view(address, rows.nbytes, batch.device).view(torch.int64)
+
+
+def _as_bits(target: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as integers of their size, where that means the same: not every dtype has all operations on a device."""
+    bits = _BITS.get(target.element_size())
+    if bits is None or target.is_conj() or target.is_neg():
+        return target, values
+    return target.view(bits), values.view(bits)

@@ -1,0 +1,156 @@
+"""`python -m bench gpu`: saves and loads of tensors on a CUDA device, beside the copies that they are made of.
+
+1. Floors: one big copy to pinned memory, within the device, and back. Every figure has those of its round and size.
+2. A training loop that saves: what the call takes of the host, what the save takes of the device; a few large tensors,
+   and 10,000 small ones; straight to the host, and by way of scratch memory.
+3. The same for other ways to save, which write to the disk.
+4. Rows of a table, gathered on the device and to the host.
+5. Cold loads into the device.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench.gpu_copies import measure_floors, measure_gathers, usable_library
+from bench.gpu_device import GIB, BenchDevice
+from bench.gpu_loads import measure_loads
+from bench.gpu_peers import PEERS
+from bench.gpu_report import SCRATCH, STRAIGHT, CaseFloors, GpuFigures, print_figures, targets_of
+from bench.gpu_saves import OurSaves, SaveCase, Saves, TrainingLoop, make_state, measure
+from bench.report import machine, make_console, write_json
+from bench.rounds import scratch_folder
+from bench.targets import print_targets
+
+SMALL_BYTES = 64 << 10
+
+
+def run_gpu(
+    *,
+    gib: float = 8.0,
+    rounds: int = 5,
+    directory: Path | None = None,
+    out: Path,
+    smoke: bool = False,
+    device: str = "cuda",
+) -> dict[str, Any]:
+    """Run it, print the tables, write `out`.json and .txt; return what is in the former. NoDevice without one."""
+    console, bench = make_console(), BenchDevice(device)
+    facts = {**bench.facts(), "date": datetime.date.today().isoformat(), **machine()}
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
+    large = 8 << 20 if smoke else int(gib * GIB)
+    rounds = 1 if smoke else rounds
+    cases = _cases(large, smoke=smoke)
+    written = SaveCase("written", 100, min(large, 2 * GIB) // 100 // 4 * 4)
+    source, pinned = bench.empty(2 * large).fill_(1), bench.pinned(large)
+    loop = _loop(bench, smoke=smoke)
+    library, why_not = usable_library() if bench.is_cuda else (None, "the host stands in for the device")
+    if library is None:
+        console.print(f"the CUDA library is left out: {why_not}", highlight=False)
+    figures = GpuFigures(cases=tuple(cases))
+    with scratch_folder(directory) as folder:
+        _add_loops(figures, bench, loop, source, pinned, folder, rounds=rounds)
+        console.print(f"{len(figures.loops)} saves in the loop", highlight=False)
+        _add_peers(figures, bench, loop, written, folder, rounds=min(rounds, 3), console=console)
+        for index in range(rounds):
+            figures.gathers += measure_gathers(
+                bench, library, source, pinned, table_bytes=large // 2, round_index=index
+            )
+        figures.loads += measure_loads(bench, written, source, pinned, folder, rounds=min(rounds, 3))
+    print_figures(console, figures)
+    targets = targets_of(figures)
+    print_targets(console, targets)
+    content = {
+        "facts": facts,
+        **asdict(figures),
+        "targets": [{"what": one.what, "measured": one.measured, "verdict": one.verdict} for one in targets],
+    }
+    write_json(Path(f"{out}.json"), content)
+    console.save_text(f"{out}.txt")
+    return content
+
+
+def _cases(large: int, *, smoke: bool) -> list[SaveCase]:
+    count, part = (50, 64) if smoke else (10_000, 1)
+    return [
+        SaveCase("1 tensor", 1, large),
+        SaveCase("100 tensors", 100, large // 100 // 4 * 4),
+        SaveCase("10,000 of 64 KiB", count, SMALL_BYTES // part),
+        SaveCase("10,000 of 512 KiB", count, 8 * SMALL_BYTES // part),
+    ]
+
+
+def _loop(bench: BenchDevice, *, smoke: bool) -> TrainingLoop:
+    """Some 6 ms a step on an H200; enough steps behind the save that all copies beside training are among them."""
+    if smoke:
+        return TrainingLoop(bench, size=64, products=1, steps_before=2, steps_after=2)
+    return TrainingLoop(bench, size=8192, products=4, steps_before=15, steps_after=50)
+
+
+def _add_loops(
+    figures: GpuFigures,
+    bench: BenchDevice,
+    loop: TrainingLoop,
+    source: torch.Tensor,
+    pinned: torch.Tensor,
+    folder: Path,
+    *,
+    rounds: int,
+) -> None:
+    """All cases and ways in every round; a save of each beforehand makes what later ones use."""
+    states = {case.name: make_state(bench, case) for case in figures.cases}
+    ways: list[tuple[SaveCase, str, Saves]] = []
+    for case in figures.cases:
+        for way, scratch in ((STRAIGHT, 0), (SCRATCH, 2 * case.bytes)):
+            path = folder / f"{len(ways)}"
+            ways.append((case, way, OurSaves(states[case.name], path, scratch_bytes=scratch, is_written=False)))
+    for index in range(-1, rounds):
+        for case in figures.cases if index >= 0 else ():
+            floors = measure_floors(bench, case.bytes, source, pinned)
+            figures.floors.append(CaseFloors(case=case.name, round_index=index, floors=floors))
+        for case, way, saves in ways:
+            one = measure(bench, loop, case, states[case.name], way, saves, round_index=index)
+            if index >= 0:
+                figures.loops.append(one)
+    for _, _, saves in ways:
+        saves.close()
+
+
+def _add_peers(
+    figures: GpuFigures,
+    bench: BenchDevice,
+    loop: TrainingLoop,
+    case: SaveCase,
+    folder: Path,
+    *,
+    rounds: int,
+    console: Console,
+) -> None:
+    state = make_state(bench, case)
+    peers: dict[str, Saves] = {}
+    for index, (name, make) in enumerate(PEERS.items()):
+        try:
+            saves = make(bench, state, folder / f"peer{index}")
+            measure(bench, loop, case, state, name, saves, round_index=-1)
+        except ImportError as error:
+            console.print(f"{name} is left out: {error}", highlight=False)
+        else:
+            peers[name] = saves
+    for index in range(rounds):
+        for name in _rotated(list(peers), index):
+            figures.peers.append(measure(bench, loop, case, state, name, peers[name], round_index=index))
+    for saves in peers.values():
+        saves.close()
+
+
+def _rotated(names: Sequence[str], index: int) -> list[str]:
+    """Each round in another order."""
+    shift = index % max(1, len(names))
+    return [*names[shift:], *names[:shift]]

@@ -1,0 +1,215 @@
+"""AsyncStager and dcp.save with tensors on simulated devices: copies are listed, launched together, and waited for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import asyncckpt
+from asyncckpt.dcp import AsyncStager, StorageReader, StorageWriter
+from asyncckpt.staging.arena import ArenaState
+from asyncckpt.staging.pool import pool
+from tests.dcp.model import differences, image_of
+from tests.simulated_device import SimulatedRuntime
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+HAS_ASYNC_STAGING = hasattr(dcp.state_dict_saver, "AsyncSaveResponse")
+needs_async_staging = pytest.mark.skipif(not HAS_ASYNC_STAGING, reason="DCP has no asynchronous staging")
+LIMITS = [{}, {"host_memory_limit": 0}, {"pinned_memory_limit": 0}]
+SEEDS = range(3)
+WAIT_S = 60
+
+
+@pytest.fixture(params=SEEDS)
+def runtime(request: pytest.FixtureRequest) -> Iterator[SimulatedRuntime]:
+    kernels: Any = ("plain", "torch")[request.param % 2]
+    runtime = SimulatedRuntime(2, seed=request.param, kernels=kernels)
+    with runtime.installed():
+        yield runtime
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Live:
+    """A state on two devices and the host, with views that are not plain memory; `train` changes all of it."""
+
+    def __init__(self, runtime: SimulatedRuntime) -> None:
+        self._values = {
+            "large": numbers(0, 70_000),
+            "matrix": numbers(1, 17, 9),
+            "scalar": torch.tensor(3.0),
+            "empty": torch.empty(0, 3),
+            "other": numbers(2, 501),
+            "complex": torch.complex(numbers(3, 30), numbers(4, 30)),
+            **{f"small.{index}": numbers(index, 1 + 13 * index) for index in range(20)},
+        }
+        self.live = {
+            name: runtime.new_tensor(value.shape, value.dtype, device=index % 2, values=value)
+            for index, (name, value) in enumerate(self._values.items())
+        }
+        self.on_host = torch.arange(10.0)
+        self.steps = 0
+
+    def train(self) -> None:
+        for tensor in [*self.live.values(), self.on_host]:
+            tensor.add_(1)
+        self.steps += 1
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return nested(self.live, self.on_host)
+
+    def expected(self) -> dict[str, Any]:
+        """What the state is now, on the host."""
+        moved = {name: value + self.steps for name, value in self._values.items()}
+        return nested(moved, self.on_host.clone())
+
+
+def nested(live: dict[str, torch.Tensor], on_host: torch.Tensor) -> dict[str, Any]:
+    views = {"turned": live["matrix"].t(), "conjugated": live["complex"].conj(), "tied": live["large"]}
+    return {"live": dict(live), "views": views, "list": [on_host, {"epoch": 3}]}
+
+
+def blank(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [blank(value) for value in state]
+    return torch.zeros(state.shape, dtype=state.dtype) if isinstance(state, torch.Tensor) else state
+
+
+def assert_loads(path: Path, expected: dict[str, Any], *, step: int | None = None) -> None:
+    found = blank(expected)
+    dcp.load(found, storage_reader=StorageReader(path, step=step))
+    assert differences(image_of(found), image_of(expected)) == []
+
+
+def arenas_are_free() -> bool:
+    gc.collect()
+    return all(arena.state is ArenaState.FREE for arena in pool._arenas)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_a_staged_state_is_complete(runtime: SimulatedRuntime, limits: dict[str, int]) -> None:
+    live = Live(runtime)
+    live.train()
+    expected = image_of(live.expected())
+    staged = AsyncStager(**limits).stage(live.state)
+    live.train()
+    assert isinstance(staged, dict)
+    assert differences(image_of(staged), expected) == []
+    assert staged["live"]["large"] is staged["views"]["tied"]
+    del staged
+    assert arenas_are_free()
+
+
+@needs_async_staging
+@pytest.mark.parametrize("scratch", [0, 100_000, 1 << 20])
+def test_async_staging_leaves_the_waiting_to_the_future(runtime: SimulatedRuntime, scratch: int) -> None:
+    live, stager = Live(runtime), AsyncStager(use_async_staging=True, device_scratch_bytes=scratch)
+    for _ in range(2):
+        live.train()
+        expected = image_of(live.expected())
+        staging = stager.stage(live.state)
+        live.train()
+        assert isinstance(staging, Future)
+        stager.synchronize_staging()
+        assert staging.done()
+        assert differences(image_of(staging.result(WAIT_S)), expected) == []
+        del staging
+        assert arenas_are_free(), "the stager keeps what it has staged"
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+def test_saves_of_devices(runtime: SimulatedRuntime, tmp_path: Path, limits: dict[str, int]) -> None:
+    """Blocking, from the live state; then in the background, from a staged one."""
+    live, expected = Live(runtime), []
+    live.train()
+    expected.append(live.expected())
+    dcp.save(live.state, storage_writer=StorageWriter(tmp_path, **limits))
+    live.train()
+    expected.append(live.expected())
+    saved = dcp.async_save(live.state, storage_writer=StorageWriter(tmp_path, **limits))
+    live.train()
+    getattr(saved, "upload_completion", saved).result(WAIT_S)
+    if HAS_ASYNC_STAGING:
+        expected.append(live.expected())
+        stager = AsyncStager(use_async_staging=True, **limits)
+        saved = dcp.async_save(live.state, storage_writer=StorageWriter(tmp_path, **limits), async_stager=stager)
+        live.train()
+        saved.staging_completion.result(WAIT_S)
+        saved.upload_completion.result(WAIT_S)
+    for step, state in enumerate(expected):
+        assert_loads(tmp_path, state, step=step)
+
+
+def test_without_following_the_trainer_this_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched off: no stream waits for another one. Some order of things then gives other values."""
+    monkeypatch.setattr(SimulatedRuntime, "hold_back", lambda self, stream, event: None)
+    wrong = 0
+    for seed in SEEDS:
+        runtime = SimulatedRuntime(2, seed=seed)
+        with runtime.installed():
+            live = Live(runtime)
+            live.train()
+            expected = image_of(live.expected())
+            staged = AsyncStager().stage(live.state)
+            wrong += bool(differences(image_of(staged), expected))
+            del staged
+    assert wrong
+
+
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=needs_async_staging)])
+@pytest.mark.parametrize("at", range(0, 60, 10))
+def test_a_lost_device_is_an_error_and_its_arena_is_never_used_again(at: int, is_async: bool) -> None:
+    runtime = SimulatedRuntime(2, seed=at)
+    with runtime.installed():
+        live, stager = Live(runtime), AsyncStager(use_async_staging=is_async)
+        state, lost_before = live.state, len(pool._lost)
+        runtime.fail_at(at)
+        try:
+            staged: Any = stager.stage(state)
+            if is_async:
+                staged = staged.result(WAIT_S)
+        except asyncckpt.DeviceError:
+            has_failed = True
+        else:
+            has_failed = False
+        runtime.recover()
+        assert not has_failed or len(pool._lost) == lost_before + 1
+        staged = None
+        assert AsyncStager().stage({"host": torch.arange(3.0)})["host"].tolist() == [0, 1, 2]
+        assert arenas_are_free()
+
+
+def test_a_capture_is_refused_and_nothing_is_held() -> None:
+    runtime = SimulatedRuntime(1, seed=1)
+    with runtime.installed():
+        tensor = runtime.new_tensor((4,), torch.float32, values=torch.ones(4))
+        with runtime.capturing(), pytest.raises(asyncckpt.UsageError):
+            AsyncStager().stage({"x": tensor})
+        assert arenas_are_free()
+        assert AsyncStager().stage({"x": tensor})["x"].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"host_memory_limit": -1}, {"pinned_memory_limit": 1.5}, {"device_scratch_bytes": None}], ids=str
+)
+def test_wrong_options_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(asyncckpt.UsageError, match=next(iter(wrong))):
+        AsyncStager(**wrong)
+
+
+def test_async_staging_needs_a_dcp_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dcp.state_dict_saver, "AsyncSaveResponse", raising=False)
+    with pytest.raises(asyncckpt.UnsupportedError):
+        AsyncStager(use_async_staging=True)

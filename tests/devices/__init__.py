@@ -1,0 +1,1 @@
+"""Saves of states on simulated devices, through the public interface."""
