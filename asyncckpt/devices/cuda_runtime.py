@@ -83,7 +83,10 @@ class CudaRuntime:
         return int(stream.device_index)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # Of a device that is lost. What is on the host can still be saved.
+            return False
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
         with _failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
@@ -125,7 +128,7 @@ class CudaRuntime:
         if isinstance(kernels, LibraryKernels):  # It makes sure that kernels find the memory under this address.
             kernels.register(address, bytes)
             return
-        with torch.cuda.device(self._home):
+        with _failing("pinning host memory"), torch.cuda.device(self._home):
             code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
             raise DeviceError(
@@ -139,7 +142,7 @@ class CudaRuntime:
         if isinstance(kernels, LibraryKernels):
             kernels.unregister(address)
             return
-        with torch.cuda.device(self._home):
+        with _failing("letting go of pinned memory"), torch.cuda.device(self._home):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def kernels(self, device: int) -> Kernels:

@@ -154,10 +154,6 @@ class HostCopies:
         """The device from which a tensor is copied; None: the host reads it itself."""
         return None if self.runtime is None else self.runtime.device_of(tensor)
 
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether the host reads a tensor's memory itself."""
-        return tensor.is_cpu and self.device_of(tensor) is None
-
     def can_compare(self, device: int) -> bool:
         """Whether rows can be compared on a device."""
         return self.runtime is not None and isinstance(self.runtime.kernels(device), ComparesRows)

@@ -45,11 +45,12 @@ class LibraryKernels:
         rows = target_rows if source_rows is None else source_rows
         assert rows is not None
         with _failing():
+            sources = self._on_device(source_rows, holder)
             self._library.copy_rows(
                 self._device,
                 columns,
-                self._on_device(source_rows, holder),
-                self._on_device(target_rows, holder),
+                sources,
+                sources if target_rows is source_rows else self._on_device(target_rows, holder),
                 len(rows),
                 self._runtime.handle(holder.stream),
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-LARGE_BYTES = 256 << 10
-"""From this size on a segment is a copy of its own: starting one takes as long as a kernel takes for about so much."""
+LARGE_BYTES = 1 << 20
+"""From this size on a segment is a copy of its own, which the host has to start: that takes it some microseconds."""
 
 PACK_BYTES = 64 << 20
 """Device memory in which short segments are put side by side, where kernels cannot write to the host."""

@@ -39,7 +39,7 @@ def pin(arena: Arena, begin: int, end: int, runtime: Runtime, *, limit_bytes: in
     """Pin bytes [begin, end) of an arena; a warning tells, once, when they are not."""
     total = pool.pinned_bytes() - arena.pinned[1] + arena.pinned_bytes_with(begin, end)
     if limit_bytes is not None and total > limit_bytes:
-        _warn_once(f"{total} pinned bytes are more than pinned_memory_limit, which is {limit_bytes}")
+        _warn_once(f"more than the pinned_memory_limit of {limit_bytes} bytes would be pinned")
         return
     try:
         arena.pin(begin, end, runtime)

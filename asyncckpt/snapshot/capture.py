@@ -205,10 +205,14 @@ def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segme
     for name, target in copy.columns.items():
         cached = cut.cached_column(name)
         assert cached is not None
-        if copies.is_on_host(cached) and cached.is_contiguous():
-            segments.append((cached.data_ptr(), target.data_ptr(), target.nbytes))
-        else:
+        segment = (cached.data_ptr(), target.data_ptr(), target.nbytes)
+        device = copies.device_of(cached)
+        if not cached.is_contiguous() or (device is None and not cached.is_cpu):
             copies.put(target, cached)
+        elif device is None:
+            segments.append(segment)
+        else:
+            copies.on(device).add(np.array([segment], dtype=np.uint64), cached)
     return np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
 
 
