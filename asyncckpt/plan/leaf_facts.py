@@ -8,7 +8,7 @@ each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, eq, is_
@@ -21,7 +21,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.plan.tensor_guards import guards_of
 
 BLOW_UP_BYTES_MAX = 16 << 20
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -39,7 +38,6 @@ class LeafFacts:
     negated: list[bool]
     conjugated: list[bool]
     devices: list[int]
-    guards: Callable[..., bool] | None = None
 
     @cached_property
     def has_devices(self) -> bool:
@@ -63,7 +61,6 @@ class LeafFacts:
                 negated=list(map(torch.Tensor.is_neg, tensors)),
                 conjugated=list(map(torch.Tensor.is_conj, tensors)),
                 devices=list(map(torch.Tensor.get_device, tensors)),
-                guards=guards_of(tensors),
             )
         except (
             RuntimeError,
@@ -76,13 +73,9 @@ class LeafFacts:
 
         Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
         """
-        if len(tensors) != len(self.shapes):
+        if len(tensors) != len(self.shapes) or not all(map(is_, map(type, tensors), self.types)):
             return False
         try:
-            if self.guards is not None and self.guards(*tensors):
-                return True
-            if not all(map(is_, map(type, tensors), self.types)):
-                return False
             return (
                 all(map(eq, map(torch.Tensor.size, tensors), self.shapes))
                 and all(map(eq, map(_kind, tensors), self.kinds))

@@ -155,10 +155,16 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
             raise RuntimeError("its keys are others now")
     except RuntimeError as error:
         raise UsageError(f"state {_shown(path)} was changed by another thread while it was read: {error}") from error
-    keys = tuple([name if type(name) is str else _key(name, path) for name in names])
+    if set(map(type, names)) == {str}:
+        keys: tuple[Key, ...] = tuple(names)
+    else:
+        keys = tuple([name if type(name) is str else _key(name, path) for name in names])
+    if _PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
+        flat.tensors += values
+        return ("dict", keys, (TENSOR,) * len(values))
     children = []
     for key, child in zip(names, values, strict=True):
-        if type(child) in _PLAIN_TENSORS:  # By far the most frequent leaf: no path, no call.
+        if type(child) in _PLAIN_TENSORS:
             flat.tensors.append(child)
             children.append(TENSOR)
         else:

@@ -54,8 +54,7 @@ def capture(
 
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
-    check_storages(plan, flat)
-    begins = _begins(plan, flat)
+    begins = check_storages(plan, flat)
     segments = [_dense_segments(plan, plan.raw, begins, address), *(table.segments(copies) for table in tables)]
     held = flat.held
     for device, blocks in plan.on_devices.items():
@@ -81,10 +80,14 @@ def capture(
         cut.stay_open(cache, window_rows=item.window_rows)
 
 
-def check_storages(plan: SavePlan, flat: FlatState) -> None:
-    """UsageError naming a tensor whose storage was freed or shrunk since the plan was made."""
+def check_storages(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
+    """The addresses of all tensors that are copied by address, 0 for others: uint64, as FlatState.held.
+
+    UsageError naming a tensor whose storage was freed or shrunk since the plan was made.
+    """
     held = flat.held
-    tensors = [held[number] for number in plan.raw_tensors]
+    numbers = np.array(plan.raw_tensors, dtype=np.int64)
+    tensors = held if len(numbers) == len(held) else [held[number] for number in plan.raw_tensors]
     shrunk = shrunk_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
     suspects = {plan.raw_tensors[index] for index in shrunk}
     named = list(plan.foreign)
@@ -92,6 +95,9 @@ def check_storages(plan: SavePlan, flat: FlatState) -> None:
         named += [number for number, source in plan.sources.items() if source.tensor in suspects]
     for number in named:
         check_extent(held[plan.sources[number].tensor], plan.image.blocks[number].spec.name)
+    begins = np.zeros(len(held), dtype=np.uint64)
+    begins[numbers] = addresses(tensors)
+    return begins
 
 
 def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[ByteSource]:
@@ -132,14 +138,6 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
     if raw.size == 0:
         return torch.empty(spec.shape, dtype=dtype)
     return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
-
-
-def _begins(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
-    """Addresses of the tensors of a state that are copied by address; 0 for others."""
-    held = flat.held
-    begins = np.zeros(len(held), dtype=np.uint64)
-    begins[list(plan.raw_tensors)] = addresses([held[number] for number in plan.raw_tensors])
-    return begins
 
 
 def _dense_segments(plan: SavePlan, raw: DenseCopies, begins: NDArray[np.uint64], address: int) -> Segments:
