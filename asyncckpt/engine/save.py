@@ -9,6 +9,7 @@ from typing import Any
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
+from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.device_stage import host_copies, launch
@@ -163,6 +164,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
         limit_bytes=options.host_memory_limit,
         layout=layout,
     )
+    pending = Pending()
     try:
         held = {} if arena.contents is None else arena.contents.tables
         arena.contents = None  # Until all of it is there.
@@ -191,8 +193,8 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
     except DeviceError:
         pool.discard(arena)
         raise
-    except BaseException:
-        pool.release(arena)
+    except BaseException:  # An interrupt may come when devices write to the arena already.
+        Staged(arena=arena, base=0, tables=(), pending=pending).give_back()
         raise
     return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
 

@@ -86,7 +86,8 @@ class RowDevice:
 
     def bring(self, source: torch.Tensor, rows: I64) -> torch.Tensor:
         """Rows, int64 [n], of a column of the host on the device: `[n, *row_shape]`."""
-        return self.to_device(gathered(source, rows, torch.empty((rows.size, *source.shape[1:]), dtype=source.dtype)))
+        staged = torch.empty((rows.size, *source.shape[1:]), dtype=source.dtype, device="cpu")
+        return self.to_device(gathered(source, rows, staged))
 
     def begin_to_host(self, values: Values) -> Landing:
         """Begin to bring values of the device to the host."""
@@ -168,7 +169,7 @@ def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Ten
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Fresh pinned memory. torch rounds its bytes up to a power of two, and keeps what is freed for the next one."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 class _Landed:

@@ -31,7 +31,10 @@ Columns = dict[str, torch.Tensor]
 
 
 class DeviceTable:
-    """Implements Table; all columns of a row hold one number. device None: of the host. cache_rows 0: there is none."""
+    """Implements Table; all columns of a row hold one number. device None: of the host. cache_rows 0: there is none.
+
+    has_marks: whether cuts know which rows were written.
+    """
 
     name = "table"
     shard = (0, 1)
@@ -44,6 +47,7 @@ class DeviceTable:
         storage: int | None,
         cache: int | None = None,
         cache_rows: int = 0,
+        has_marks: bool = True,
     ) -> None:
         self._runtime = runtime
         self._storage = self._new_columns(capacity, storage)
@@ -51,6 +55,12 @@ class DeviceTable:
         self.cache_map = torch.full((cache_rows,), -1, dtype=torch.int64)
         self.ids = torch.full((capacity,), -1, dtype=torch.int64)
         self.marks = TouchedRows(capacity)
+        self._kind_of_cut = {
+            (False, False): DeviceCut,
+            (True, False): MarkedCut,
+            (False, True): CachedCut,
+            (True, True): CachedMarkedCut,
+        }[has_marks, cache_rows > 0]
         self.rows: Rows = {}  # What it must hold.
         self._number = 0
 
@@ -58,7 +68,7 @@ class DeviceTable:
         return SCHEMA
 
     def begin_cut(self) -> DeviceCut:
-        return (CachedCut if len(self.cache_map) else DeviceCut)(self)
+        return self._kind_of_cut(self)
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str]) -> Any:
         raise NotImplementedError("is loaded into a table of the host")
@@ -120,11 +130,10 @@ class DeviceTable:
 
 
 class DeviceCut:
-    """Implements TracksRows."""
+    """Implements TableCut."""
 
     def __init__(self, table: DeviceTable) -> None:
         self._table = table
-        self.version: CutVersion = table.marks.end_epoch()
         used = np.flatnonzero(table.ids.numpy() >= 0)
         breaks = np.flatnonzero(np.diff(used) > 1) + 1
         parts = [part for part in np.split(used, breaks) if len(part)]
@@ -134,6 +143,20 @@ class DeviceCut:
     def column(self, name: str) -> torch.Tensor:
         return self._table.ids if name == "id" else self._table._storage[name]
 
+    def fence(self) -> None:
+        pass
+
+    def end(self, ok: bool) -> None:
+        pass
+
+
+class MarkedCut(DeviceCut):
+    """Implements TracksIds too."""
+
+    def __init__(self, table: DeviceTable) -> None:
+        super().__init__(table)
+        self.version: CutVersion = table.marks.end_epoch()
+
     def touched_since(self, version: CutVersion) -> NDArray[np.int64] | None:
         return self._table.marks.touched_since(version)
 
@@ -142,12 +165,6 @@ class DeviceCut:
 
     def begun_since(self, version: CutVersion) -> NDArray[np.int64] | None:
         return self._table.marks.begun_since(version)
-
-    def fence(self) -> None:
-        pass
-
-    def end(self, ok: bool) -> None:
-        pass
 
 
 class CachedCut(DeviceCut):
@@ -159,6 +176,10 @@ class CachedCut(DeviceCut):
 
     def cached_column(self, name: str) -> torch.Tensor | None:
         return None if name == "id" else self._table._cached[name]
+
+
+class CachedMarkedCut(CachedCut, MarkedCut):
+    """All of it."""
 
 
 def new_target() -> HashTable:

@@ -18,6 +18,8 @@ from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
+pytestmark = pytest.mark.once
+
 POINTS_MAX = 400
 Tensors = dict[str, torch.Tensor]
 
@@ -86,8 +88,10 @@ def check_all_else_goes_on(
     assert not {id(arena) for arena in discarded} & {id(arena) for arena in pool._arenas}
 
 
-@every_way
-@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(
+    ("blocking", "kernels", "scratch_bytes"),
+    [(False, "plain", 1 << 20), (False, "torch", 0), (True, "plain", 0), (True, "torch", 0)],
+)
 def test_a_call_that_fails(blocking: bool, kernels: KernelsChoice, scratch_bytes: int, tmp_path: Path) -> None:
     with saving(tmp_path / "all", kernels, scratch_bytes) as (runtime, saver, values):
         for n in range(POINTS_MAX):
@@ -101,7 +105,7 @@ def test_a_call_that_fails(blocking: bool, kernels: KernelsChoice, scratch_bytes
         assert 5 < n < POINTS_MAX - 1
 
 
-@every_way
+@pytest.mark.parametrize(("kernels", "scratch_bytes"), [("plain", 0), ("torch", 1 << 20)])
 def test_an_operation_that_fails(kernels: KernelsChoice, scratch_bytes: int, tmp_path: Path) -> None:
     with saving(tmp_path / "all", kernels, scratch_bytes) as (runtime, saver, values):
         for n in range(POINTS_MAX):

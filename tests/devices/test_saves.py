@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.engine.step_fences import StepFences
+from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.pool import pool
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
+
+pytestmark = pytest.mark.once
 
 Tensors = dict[str, torch.Tensor]
 
@@ -107,11 +111,11 @@ def test_fence_holds_a_stream_back_while_the_background_waits(runtime: Simulated
     state, values = new_state(runtime)
     strange = runtime.new_stream(0)
     strange.weight = 1e6
+    runtime.schedule.pace = runtime.schedule.needed_share = 0.0
     with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
         with runtime.schedule.busy():
             future = saver.save_async(1)
-            while not runtime.schedule.waits:  # The background is at it.
-                pass
+            runtime.schedule.await_waiter()
             future.fence(strange)
             with runtime.on(strange):
                 overwrite({"first": state["first"]})
@@ -183,3 +187,80 @@ def test_pinned_memory_limit_is_kept(runtime: SimulatedRuntime, tmp_path: Path) 
         assert runtime.registered == {}
         future.result(30)
     assert differing(loaded(tmp_path, 1, values), values) == []
+
+
+def stepped_state(runtime: SimulatedRuntime) -> tuple[Tensors, torch.optim.Optimizer, Tensors]:
+    """A parameter with momentum, and a buffer that any forward may change; and their values after one step."""
+    parameter = torch.nn.Parameter(runtime.new_tensor((64, 3), torch.float32, values=torch.arange(192)))
+    buffer = runtime.new_tensor((8,), torch.float32, values=torch.arange(8))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9, foreach=False)
+    parameter.grad = runtime.new_tensor((64, 3), torch.float32, values=torch.ones(192))
+    optimizer.step()
+    state = {"parameter": parameter, "momentum": optimizer.state[parameter]["momentum_buffer"], "buffer": buffer}
+    return state, optimizer, {name: runtime.read(tensor) for name, tensor in state.items()}
+
+
+def saved_before_a_step(seed: int, path: Path) -> list[str]:
+    """Save, go forward, step; returns what is not as it was at the save."""
+    runtime = SimulatedRuntime(1, seed=seed)
+    with runtime.installed():
+        state, optimizer, values = stepped_state(runtime)
+        with asyncckpt.Saver(
+            path=path, tensors=state, optimizers=[optimizer], device_scratch_bytes=[0, 500, 5000][seed % 3]
+        ) as saver:
+            with runtime.schedule.busy():
+                future = saver.save_async(1)
+                state["buffer"].fill_(99)
+                optimizer.step()
+            future.result(30)
+        return differing(loaded(path, 1, values), values)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_step_waits_for_what_only_steps_change(seed: int, tmp_path: Path) -> None:
+    assert saved_before_a_step(seed, tmp_path) == []
+
+
+def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepFences, "wait", lambda self: None)
+    assert any(saved_before_a_step(seed, tmp_path / str(seed)) for seed in range(60))
+
+
+def test_forward_does_not_wait_for_what_only_steps_change(tmp_path: Path) -> None:
+    runtime = SimulatedRuntime(1)
+    runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0
+    with runtime.installed():
+        state, optimizer, _ = stepped_state(runtime)
+        saver = asyncckpt.Saver(path=tmp_path, tensors=state, optimizers=[optimizer])
+        with saver, runtime.schedule.busy():
+            saver.save_async(1)
+            main, side = runtime.current_stream(0), runtime.side_stream(0)
+            state["buffer"].fill_(99)
+            runtime.record(main).wait()
+            assert any(operation.work for operation in side.queue)
+            optimizer.step()
+            runtime.record(main).wait()
+            assert not any(operation.work for operation in side.queue)
+
+
+def test_an_interrupt_behind_the_launch_waits_for_the_devices(
+    runtime: SimulatedRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, values = new_state(runtime)
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        saver.save_async(1).result(30)
+        runtime.schedule.run_all()
+        runtime.schedule.pace = 0.0
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "seal", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save_async(2)
+        assert not any(operation.work for stream in runtime.schedule.streams for operation in stream.queue)
+        assert [arena.state for arena in pool._arenas] == [ArenaState.FREE]
+        saver.save_async(3).result(30)
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]
+    assert differing(loaded(tmp_path, 3, values), values) == []
+
+
+def interrupt(arena: Arena) -> None:
+    raise KeyboardInterrupt

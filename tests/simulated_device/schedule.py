@@ -95,6 +95,8 @@ class Schedule:
         self._is_running = False
         self._busy_for: int | None = None
         self._is_free = threading.Condition(self.lock)
+        self._is_held = threading.Condition(self.lock)
+        self._held_count = 0
 
     def new_stream(self, device: int, name: str) -> Stream:
         with self.lock:
@@ -124,6 +126,8 @@ class Schedule:
                 raise self.fault("an operation of a device waits for a device")
             self.waits.append(threading.get_ident())
             while self._busy_for not in (None, threading.get_ident()):
+                self._held_count += 1
+                self._is_held.notify_all()
                 if not self._is_free.wait(BUSY_S_MAX):
                     raise self.fault("the devices were kept busy for too long")
             while not point.is_passed:
@@ -136,13 +140,19 @@ class Schedule:
     def busy(self) -> Iterator[None]:
         """Let the devices be busy with something else: waits of other threads last until this one is through."""
         with self.lock:
-            self._busy_for = threading.get_ident()
+            self._busy_for, self._held_count = threading.get_ident(), 0
         try:
             yield
         finally:
             with self.lock:
                 self._busy_for = None
                 self._is_free.notify_all()
+
+    def await_waiter(self) -> None:
+        """While the devices are busy: return when another thread waits for them."""
+        with self.lock:
+            if not self._is_held.wait_for(lambda: self._held_count > 0, BUSY_S_MAX):
+                raise self.fault("nobody waits for the devices")
 
     def run_all(self) -> None:
         with self.lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -20,9 +21,9 @@ from tests.simulated_device.runtime import KernelsChoice
 
 pytestmark = pytest.mark.once
 
-TARGET_BYTES = 1 << 20
+TARGET_BYTES = 256 << 10
 GUARD = 0xA5
-SEEDS = range(12)
+SEEDS = range(5)
 
 every_kernels = pytest.mark.parametrize("kernels", ["plain", "library", "torch"])
 is_pinned = pytest.mark.parametrize("pinned", [True, False])
@@ -95,6 +96,15 @@ class World:
         self.runtime.check()
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: threads of torch would only wait."""
+    threads_count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads_count)
+
+
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which copies are divided, as small as the copies of these tests."""
@@ -119,7 +129,7 @@ def test_segments(kernels: KernelsChoice, pinned: bool, by_scratch: bool, seed: 
 @is_pinned
 @pytest.mark.parametrize("by_scratch", [False, True])
 @pytest.mark.parametrize(("has_sources", "has_targets"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_rows(
     kernels: KernelsChoice, pinned: bool, by_scratch: bool, has_sources: bool, has_targets: bool, seed: int
 ) -> None:
@@ -130,7 +140,7 @@ def test_rows(
 
 @is_pinned
 @pytest.mark.parametrize("by_scratch", [False, True])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["strided", "conjugated", "negated", "expanded", "number"])
 def test_tensors(pinned: bool, by_scratch: bool, seed: int, kind: str) -> None:
     world = World("plain", seed, pinned=pinned)
