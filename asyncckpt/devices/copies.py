@@ -7,6 +7,7 @@ the host, which goes on beside training.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -151,17 +152,23 @@ class RowCopy:
     def _put_on_host(self, batch: Batch) -> None:
         """Rows to memory that kernels cannot write: side by side to other host memory, and from there in the end."""
         sizes = self._columns[:, 2].astype(np.int64)
-        room = -(-self._count * sizes // SLOT_BYTES) * SLOT_BYTES
+        rows_max = max(1, PACK_BYTES // int(sizes.sum()))
+        room = -(-min(rows_max, self._count) * sizes // SLOT_BYTES) * SLOT_BYTES
         begins = np.cumsum(room) - room
-        packed, landed = self._columns.copy(), self._columns.copy()
-        packed[:, 1] = (begins + batch.device_memory(int(room.sum()))).view(np.uint64)
-        landed[:, 0] = (begins + batch.new_pinned(int(room.sum()))).view(np.uint64)
-        source_rows = np.arange(self._count, dtype=np.int64) if self._source_rows is None else self._source_rows
-        batch.kernels.copy_rows(packed, source_rows, None, batch)
-        whole = np.stack([packed[:, 1], landed[:, 0], (sizes * self._count).view(np.uint64)], axis=1)
-        batch.kernels.transfer(np.ascontiguousarray(whole), batch, to_host=True)
-        target_rows = np.arange(self._count, dtype=np.int64) if self._target_rows is None else self._target_rows
-        batch.afterwards(lambda: core.copy_rows(landed, None, target_rows))
+        slots = begins + batch.device_memory(int(room.sum()))
+        rows = np.arange(self._count, dtype=np.int64)
+        source_rows = rows if self._source_rows is None else self._source_rows
+        target_rows = rows if self._target_rows is None else self._target_rows
+        for first in range(0, self._count, rows_max):  # One after the other in the same memory of the device.
+            part = slice(first, first + rows_max)
+            packed, landed = self._columns.copy(), self._columns.copy()
+            packed[:, 1] = slots.view(np.uint64)
+            landed[:, 0] = (begins + batch.new_pinned(int(room.sum()))).view(np.uint64)
+            batch.kernels.copy_rows(packed, source_rows[part], None, batch)
+            bytes = (sizes * len(source_rows[part])).view(np.uint64)
+            whole = np.stack([packed[:, 1], landed[:, 0], bytes], axis=1)
+            batch.kernels.transfer(np.ascontiguousarray(whole), batch, to_host=True)
+            batch.afterwards(partial(core.copy_rows, landed, None, target_rows[part]))
 
     def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
         row_bytes = int(self._columns[:, 2].sum())

@@ -26,9 +26,9 @@ from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.changed_rows import PrintedCopy, PrintsOnDevice
 from asyncckpt.devices.contract import I64, U64, ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
-from asyncckpt.errors import DeviceError, UsageError
+from asyncckpt.errors import DeviceError, IOFailedError, UsageError
 
-NO_ADDRESSES: U64 = np.empty(0, dtype=np.uint64)
+NO_MEMORY: U64 = np.empty((0, 2), dtype=np.uint64)
 
 _log = logging.getLogger("asyncckpt")
 
@@ -133,7 +133,7 @@ class Pending:
 class HostCopies:
     """The copies of one save. runtime None: there are no devices, and nothing is ever listed.
 
-    stepped: addresses of tensors, uint64 [n], that only a step of an optimizer changes.
+    stepped: (address, bytes) of tensors, uint64 [n, 2], that only a step of an optimizer changes.
     """
 
     def __init__(
@@ -142,10 +142,10 @@ class HostCopies:
         *,
         scratch_bytes: int = 0,
         streams: Sequence[Stream] = (),
-        stepped: U64 = NO_ADDRESSES,
+        stepped: U64 = NO_MEMORY,
     ) -> None:
         self.runtime = runtime
-        self._stepped = stepped
+        self._stepped = stepped[np.lexsort((stepped[:, 1], stepped[:, 0]))]
         self._scratch_bytes = scratch_bytes
         self._streams = streams
         self._devices: dict[int, DeviceCopies] = {}
@@ -158,9 +158,18 @@ class HostCopies:
         """Whether rows can be compared on a device."""
         return self.runtime is not None and isinstance(self.runtime.kernels(device), ComparesRows)
 
-    def is_stepped(self, addresses: U64) -> NDArray[np.bool_]:
-        """Which of the tensors at these addresses, uint64 [n], only a step of an optimizer changes: bool [n]."""
-        return np.isin(addresses, self._stepped)
+    def is_stepped(self, addresses: U64, bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which memory, from each address (uint64 [n]) on for so many bytes, only a step of an optimizer changes.
+
+        That is known of memory that begins as such a tensor does and is not longer: bool [n].
+        """
+        if not len(self._stepped):
+            return np.zeros(len(addresses), dtype=np.bool_)
+        # The last, and so the longest, of those that begin there.
+        found = np.maximum(np.searchsorted(self._stepped[:, 0], addresses, side="right") - 1, 0)
+        begins, lengths = self._stepped[found, 0], self._stepped[found, 1].astype(np.int64)
+        stepped: NDArray[np.bool_] = (begins == addresses) & (bytes <= lengths)
+        return stepped
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the values of any tensor to a contiguous one on the host, now or with the other copies."""
@@ -203,6 +212,11 @@ class HostCopies:
                 launched.append(self._queue(batch, item))
         except BaseException as error:
             _wait_for_side_streams(runtime, list(listed), error)  # What was queued uses memory that goes now.
+            if isinstance(error, MemoryError):
+                raise IOFailedError(
+                    f"there is no memory for what a save copies by way of a device: {error}",
+                    hint="let more host memory be pinned (pinned_memory_limit), or free memory of the device",
+                ) from error
             raise
         return Pending(launched)
 

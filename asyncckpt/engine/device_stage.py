@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from asyncckpt.devices.chosen import runtime
 from asyncckpt.devices.contract import Runtime
-from asyncckpt.devices.host_copies import NO_ADDRESSES, HostCopies, Pending
+from asyncckpt.devices.host_copies import NO_MEMORY, HostCopies, Pending
 from asyncckpt.engine.messages import log_warning
 from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.errors import DeviceError
@@ -22,7 +22,7 @@ def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> Host
         found,
         scratch_bytes=options.device_scratch_bytes,
         streams=options.streams,
-        stepped=NO_ADDRESSES if found is None or stepped is None else stepped.addresses(),
+        stepped=NO_MEMORY if found is None or stepped is None else stepped.memory(),
     )
 
 

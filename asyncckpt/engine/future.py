@@ -102,8 +102,8 @@ class CheckpointFuture(Generic[T]):
             return error
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Block this thread until the state is captured, and may be changed by anybody. DeadlineError after `timeout`
-        seconds.
+        """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
+        after `timeout` seconds.
 
         With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
         be on their way then: the streams that save_async knows of wait for them, others can be told to by `fence`.

@@ -34,10 +34,11 @@ class StepFences:
             handle = optimizer.register_step_pre_hook(before_step)
             weakref.finalize(self, handle.remove).atexit = False
 
-    def addresses(self) -> U64:
-        """Of all tensors on devices that only steps change, uint64 [n]."""
-        found = [tensor.data_ptr() for item in self._optimizers for tensor in _tensors(item) if not tensor.is_meta]
-        return np.array(found, dtype=np.uint64)
+    def memory(self) -> U64:
+        """(address, bytes) of all tensors that only steps change, uint64 [n, 2]."""
+        tensors = [tensor for item in self._optimizers for tensor in _tensors(item) if not tensor.is_meta]
+        found = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        return np.array(found, dtype=np.uint64).reshape(-1, 2)
 
     def expect(self, pending: Pending) -> None:
         """The next step waits for these copies, on the device."""

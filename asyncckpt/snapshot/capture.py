@@ -57,9 +57,11 @@ def capture(
     begins = check_storages(plan, flat)
     segments = [_dense_segments(plan, plan.raw, begins, address), *(table.segments(copies) for table in tables)]
     held = flat.held
+    sizes = np.zeros(len(held), dtype=np.int64)
+    sizes[list(plan.raw_tensors)] = plan.raw_bytes
     for device, blocks in plan.on_devices.items():
         found = _dense_segments(plan, blocks, begins, address)
-        stepped = copies.is_stepped(begins[blocks.tensor])
+        stepped = copies.is_stepped(begins[blocks.tensor], sizes[blocks.tensor])
         copies.on(device).add(found[~stepped], held)
         copies.on(device).add_later(found[stepped], held)
     for number, (index, column) in plan.columns.items():

@@ -226,6 +226,25 @@ def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.
     assert any(saved_before_a_step(seed, tmp_path / str(seed)) for seed in range(60))
 
 
+def test_more_than_a_stepped_tensor_is_waited_for_at_once(tmp_path: Path) -> None:
+    """A buffer that begins where a parameter does, and goes on behind it."""
+    runtime = SimulatedRuntime(1)
+    with runtime.installed():
+        flat = runtime.new_tensor((300,), torch.float32, values=torch.arange(300))
+        parameter = torch.nn.Parameter(flat[:192])
+        state = {"flat": flat, "parameter": parameter}
+        values = {name: runtime.read(tensor) for name, tensor in state.items()}
+        runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0
+        optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=False)
+        with asyncckpt.Saver(path=tmp_path, tensors=state, optimizers=[optimizer]) as saver:
+            with runtime.schedule.busy():
+                future = saver.save_async(1)
+                flat[192:].fill_(99)
+                runtime.record(runtime.current_stream(0)).wait()
+            future.result(30)
+    assert differing(loaded(tmp_path, 1, values), values) == []
+
+
 def test_forward_does_not_wait_for_what_only_steps_change(tmp_path: Path) -> None:
     runtime = SimulatedRuntime(1)
     runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0

@@ -130,6 +130,7 @@ def test_segments(kernels: KernelsChoice, pinned: bool, by_scratch: bool, seed: 
 @pytest.mark.parametrize("by_scratch", [False, True])
 @pytest.mark.parametrize(("has_sources", "has_targets"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("small_limits")
 def test_rows(
     kernels: KernelsChoice, pinned: bool, by_scratch: bool, has_sources: bool, has_targets: bool, seed: int
 ) -> None:
