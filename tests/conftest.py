@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(TESTS)
         if any(path.is_relative_to(once) for once in ONCE):
             item.add_marker(pytest.mark.once)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a failed test held on a simulated device may be shown."""
+    memory = sys.modules.get("tests.simulated_device.memory")
+    if call.excinfo is not None and memory is not None:
+        memory.open_all_for_good()
+    return (yield)
 
 
 # A shell without job control starts background commands with SIGINT ignored, and children inherit that; the tests of
