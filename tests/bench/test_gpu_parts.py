@@ -45,6 +45,7 @@ def test_without_a_device_nothing_is_measured() -> None:
         BenchDevice("cuda")
 
 
+@pytest.mark.slow
 def test_host_part_gives_figures(tmp_path: Path) -> None:
     figures = run_host_part(directory=tmp_path, out=tmp_path / "host-part", smoke=True)
     assert {(one["tensors"], bool(one["scratch_bytes"])) for one in figures} == {

@@ -1,4 +1,7 @@
-"""The benches run, at sizes of a few megabytes: the figures are there, the images are exact. No timing is asserted."""
+"""The benches run, at sizes of a few megabytes: the figures are there, the images are exact. No timing is asserted.
+
+Those that take ten seconds and more go with the slow tests.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,7 @@ def test_many_tensors_bench_gives_figures_and_exact_images(tmp_path: Path) -> No
     assert set(result["copies"][0]) == {"copy kernel", "memcpy all cores", "memcpy one core", "round_index"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_load_bench_gives_figures_and_exact_loads(tmp_path: Path) -> None:
     result = run_bench("load", tmp_path / "load", "--peers", "raw_floor,asyncckpt,safetensors")
@@ -70,6 +74,7 @@ def test_load_bench_gives_figures_and_exact_loads(tmp_path: Path) -> None:
         assert_is_figure(load["seconds"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_multi_level_bench_gives_figures(tmp_path: Path) -> None:
     result = run_bench("multi-level", tmp_path / "multi-level")
@@ -80,6 +85,7 @@ def test_multi_level_bench_gives_figures(tmp_path: Path) -> None:
             assert_is_figure(save["lost_seconds"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_touched_bench_gives_figures(tmp_path: Path) -> None:
     result = run_bench("touched", tmp_path / "touched", "--zipf")
@@ -96,6 +102,7 @@ def test_touched_bench_gives_figures(tmp_path: Path) -> None:
     assert len(result["zipf"]["bytes"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
     result = run_bench("dcp", tmp_path / "dcp")
