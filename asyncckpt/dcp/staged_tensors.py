@@ -85,7 +85,7 @@ class StagedTensors:
         """Wait until all copies are there; from any thread. DeviceError."""
         try:
             self._pending.settle()
-        except DeviceError:
+        except (DeviceError, DeadlineError):
             self._discard()
             raise
 

@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
-from asyncckpt.errors import DeviceError
+from asyncckpt.errors import DeadlineError, DeviceError
 
 _ALIGNMENT = 256
 _PINNED_UNIT_BYTES = 1 << 20
+
+_abandoned: list[Batch] = []
 
 
 class Batch:
@@ -98,17 +100,25 @@ class Batch:
     def settle(self, event: Event) -> None:
         """Wait for the last event of the batch, do what the host was left to do, and let everything go.
 
-        Interrupted, it lets nothing go, and may be called again.
+        Interrupted, it lets nothing go, and may be called again. DeadlineError: everything is held for ever, because
+        the device may still use it.
         """
         try:
             event.wait()
             while self._afterwards:
                 self._afterwards[0]()
                 del self._afterwards[0]
+        except DeadlineError:
+            self.abandon()
+            raise
         except Exception:
             self._let_go()
             raise
         self._let_go()
+
+    def abandon(self) -> None:
+        """Hold everything until the process ends."""
+        _abandoned.append(self)
 
     def _let_go(self) -> None:
         self._afterwards.clear()

@@ -32,7 +32,9 @@ class Event(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block this thread, not the interpreter, until the device has come there. DeviceError when it failed."""
+        """Block this thread, not the interpreter, until the device has come there. DeviceError when it failed,
+        DeadlineError after DEVICE_DEADLINE_S.
+        """
         ...
 
 

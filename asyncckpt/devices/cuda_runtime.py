@@ -17,6 +17,7 @@ from asyncckpt.devices.batch import failed
 from asyncckpt.devices.choose_kernels import choose_kernels
 from asyncckpt.devices.contract import Event, Kernels, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
+from asyncckpt.devices.waiting import wait_until
 from asyncckpt.errors import DeviceError
 
 SIDE_PRIORITY = -1
@@ -26,7 +27,7 @@ _PORTABLE, _MAPPED, _ALREADY_REGISTERED = 1, 2, 712
 
 
 class CudaEvent:
-    """Implements contract.Event. Waiting blocks in the driver instead of spinning.
+    """Implements contract.Event.
 
     Threads of the background have device 0 as their current one, which other ranks may use: no call is made on it.
     """
@@ -34,7 +35,7 @@ class CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
         with _failing("recording an event"), torch.cuda.device(self._device):
-            self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     def is_done(self) -> bool:
@@ -42,8 +43,7 @@ class CudaEvent:
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        with _failing("a copy"), torch.cuda.device(self._device):
-            self.event.synchronize()
+        wait_until(self.is_done)
 
 
 class CudaRuntime:

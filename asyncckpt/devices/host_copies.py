@@ -26,7 +26,7 @@ from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.changed_rows import PrintedCopy, PrintsOnDevice
 from asyncckpt.devices.contract import I64, U64, ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
-from asyncckpt.errors import DeviceError, IOFailedError, UsageError
+from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
 
 NO_MEMORY: U64 = np.empty((0, 2), dtype=np.uint64)
 
@@ -115,19 +115,33 @@ class Pending:
             runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
 
     def settle(self) -> None:
-        """Wait until all is on the host. DeviceError when a device failed; all of them are awaited nevertheless.
+        """Wait until all is on the host, for all devices, whatever fails: DeviceError, DeadlineError.
 
-        From any thread. A second call waits for the first one and raises what that one did.
+        From any thread. A second call waits for the first one and raises what that one did. An interrupt is raised in
+        the end: nobody may use the memory before devices are through.
         """
+        interrupt: BaseException | None = None
         with self._guard:
-            for item in self._batches:
+            left = list(self._batches)
+            while left:
                 try:
-                    item.batch.settle(item.end)
+                    left[0].batch.settle(left[0].end)
                 except Exception as error:
                     self._failed = self._failed or error
+                except BaseException as error:
+                    interrupt = interrupt or error
+                    continue
+                del left[0]
             self._batches = []  # Not before: `fence` is asked for while another thread waits here.
+        if interrupt is not None:
+            raise interrupt
         if self._failed is not None:
             raise self._failed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a device has failed, and may still write to its targets."""
+        return self._failed is not None
 
 
 class HostCopies:
@@ -205,13 +219,11 @@ class HostCopies:
             raise UsageError(
                 "a save was called while a graph is being captured", hint="save between replays of the graph"
             )
-        launched: list[Launched] = []
+        batches = {device: Batch(runtime, device, reachable=reachable) for device in listed}
         try:
-            for device, item in listed.items():
-                batch = Batch(runtime, device, reachable=reachable)
-                launched.append(self._queue(batch, item))
+            launched = [self._queue(batches[device], item) for device, item in listed.items()]
         except BaseException as error:
-            _wait_for_side_streams(runtime, list(listed), error)  # What was queued uses memory that goes now.
+            _wait_for_side_streams(runtime, list(batches.values()), error)  # What was queued uses memory that goes now.
             if isinstance(error, MemoryError):
                 raise IOFailedError(
                     f"there is no memory for what a save copies by way of a device: {error}",
@@ -240,14 +252,17 @@ class HostCopies:
         return Launched(batch=batch, fence=fence, step_fence=step_fence, end=batch.record())
 
 
-def _wait_for_side_streams(runtime: Runtime, devices: Sequence[int], error: BaseException) -> None:
+def _wait_for_side_streams(runtime: Runtime, batches: Sequence[Batch], error: BaseException) -> None:
     """Wait for what was queued before an error. DeviceError from it when a device does not come to an end."""
     lost: DeviceError | None = None
-    for device in devices:
+    for batch in batches:
         try:
-            runtime.record(runtime.side_stream(device)).wait()
+            runtime.record(batch.stream).wait()
         except DeviceError as found:
             lost = found
+        except DeadlineError as found:
+            batch.abandon()
+            lost = DeviceError(f"device {batch.device} does not come to an end: {found}")
     if lost is not None:
         raise lost from error
 

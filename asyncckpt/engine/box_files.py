@@ -147,7 +147,7 @@ def write_boxes(
         return _stream(plan, tensors, folder=folder, attempt=attempt, options=options, progress=progress)
     try:
         copy_boxes(plan, tensors, raw, arena, base=0, options=options)
-    except DeviceError:
+    except (DeviceError, DeadlineError):
         pool.discard(arena)
         raise
     except BaseException:

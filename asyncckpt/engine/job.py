@@ -40,9 +40,10 @@ class Staged:
         try:
             self.pending.settle()
         except Exception:
-            pool.discard(self.arena)
-        else:
-            pool.release(self.arena)
+            pass  # Whoever waited for the snapshot is told.
+        finally:
+            give_back = pool.discard if self.pending.is_lost else pool.release
+            give_back(self.arena)
 
 
 @dataclass

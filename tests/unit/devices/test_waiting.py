@@ -1,0 +1,63 @@
+"""Waits for devices end: with the device, or at their deadline. What a device may still use is held then."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.devices import batch as batch_module
+from asyncckpt.devices.waiting import wait_until
+from asyncckpt.errors import DeadlineError
+from asyncckpt.staging.pool import pool
+from tests.simulated_device import SimulatedRuntime
+from tests.simulated_device import runtime as runtime_module
+
+pytestmark = pytest.mark.once
+
+
+def test_a_wait_ends_with_the_device() -> None:
+    answers = iter([False, False, True])
+    wait_until(lambda: next(answers), deadline_s=60)
+    assert next(answers, None) is None
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    with pytest.raises(DeadlineError, match=r"0\.01 s"):
+        wait_until(lambda: False, deadline_s=0.01)
+
+
+def test_what_a_hanging_device_may_use_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save fails; its arena is not used again, its tensors stay; the next save, of a host's state, is made."""
+    monkeypatch.setattr(batch_module, "_abandoned", [])
+    runtime = SimulatedRuntime(1)
+    runtime.schedule.pace = 0.0
+    with runtime.installed():
+        state = {"x": runtime.new_tensor((1000,), torch.float32, values=torch.arange(1000)), "host": torch.ones(3)}
+        held = weakref.ref(state["x"].untyped_storage())
+        with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+            with monkeypatch.context() as hanging:
+                hanging.setattr(runtime_module.SimulatedEvent, "wait", _hangs)
+                future = saver.save_async(1)
+                [used] = pool._arenas
+                error = future.exception(30)
+            assert isinstance(error, DeadlineError)
+            assert used in pool._lost
+            assert used not in pool._arenas
+            del state["x"]
+            gc.collect()
+            assert held() is not None
+            saver.save_async(2).result(30)
+    assert asyncckpt.list_steps(tmp_path) == [2]
+    target = {"host": torch.zeros(3)}
+    asyncckpt.Loader(tmp_path, tensors=target).load()
+    assert np.array_equal(target["host"], np.ones(3))
+
+
+def _hangs(event: object) -> None:
+    wait_until(lambda: False, deadline_s=0.01)
