@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.devices.chosen import device_of
+from asyncckpt.engine.arguments import check_choice, check_int, check_seconds
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
@@ -142,26 +142,26 @@ class Saver:
         exact_modes: bool = False,
     ) -> None:
         shard_index, shard_num = which_shard(shard_index, shard_num, process_group)
-        _check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
-        _check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
-        _check_choice("on_busy", on_busy, ON_BUSY)
-        _check_choice("durability", durability, DURABILITIES)
-        _check_choice("host_level", host_level, HOST_LEVELS)
-        _check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
+        check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
+        check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
+        check_choice("on_busy", on_busy, ON_BUSY)
+        check_choice("durability", durability, DURABILITIES)
+        check_choice("host_level", host_level, HOST_LEVELS)
+        check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
         if host_memory_limit is not None:
-            _check_int("host_memory_limit", host_memory_limit, at_least=0)
+            check_int("host_memory_limit", host_memory_limit, at_least=0)
         if keep_latest is not None:
-            _check_int("keep_latest", keep_latest, at_least=1)
-        _check_int("device_scratch_bytes", device_scratch_bytes, at_least=0)
+            check_int("keep_latest", keep_latest, at_least=1)
+        check_int("device_scratch_bytes", device_scratch_bytes, at_least=0)
         if pinned_memory_limit is not None:
-            _check_int("pinned_memory_limit", pinned_memory_limit, at_least=0)
+            check_int("pinned_memory_limit", pinned_memory_limit, at_least=0)
         if not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
             found = [type(item).__name__ for item in optimizers]
             raise UsageError("optimizers are wrong", found=found, expected="torch.optim.Optimizer")
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
-        _check_seconds("busy_deadline", busy_deadline)
-        _check_seconds("peer_deadline", peer_deadline, above_zero=True)
+        check_seconds("busy_deadline", busy_deadline)
+        check_seconds("peer_deadline", peer_deadline, above_zero=True)
         if deltas is not None and not isinstance(deltas, DeltaPolicy):
             raise UsageError("deltas is wrong", found=type(deltas).__name__, expected="a DeltaPolicy or None")
         tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
@@ -341,9 +341,9 @@ class Saver:
         ranks = self._target.ranks
         call = None if ranks is None else ranks.next_call()
         try:
-            _check_choice("kind", kind, SAVE_KINDS)
+            check_choice("kind", kind, SAVE_KINDS)
             if on_busy is not None:
-                _check_choice("on_busy", on_busy, ON_BUSY)
+                check_choice("on_busy", on_busy, ON_BUSY)
             self._errors.raise_first()
             future = start_save(
                 self._target,
@@ -390,21 +390,3 @@ def _give_back(opened: Opened, regions: RegionCache) -> None:
     if opened.lock is not None:
         opened.lock.release()
     opened.root.close()
-
-
-def _check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
-    if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
-        bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most is not None else "")
-        raise UsageError(f"{name} is wrong", found=value, expected=bounds)
-
-
-def _check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= threading.TIMEOUT_MAX:
-        raise UsageError(f"{name} is wrong", found=value, expected=f"seconds in [0, {threading.TIMEOUT_MAX:.0f}]")
-    if above_zero and not value:
-        raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name} is wrong", found=value, expected=choices)

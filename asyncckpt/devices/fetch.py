@@ -1,16 +1,16 @@
-"""One tensor from a device to the host, now: for what goes a window at a time, without an arena."""
+"""Tensors from devices to the host, now: for what goes a window at a time, without an arena."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
+import numpy as np
 import torch
 
-from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.chosen import device_of, runtime
 from asyncckpt.devices.contract import Stream
-from asyncckpt.devices.copies import TensorCopy
+from asyncckpt.devices.host_copies import HostCopies
+from asyncckpt.devices.sizes import SLOT_BYTES
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,18 +19,38 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     What was queued for the tensor on this thread's current stream has its effect; work queued elsewhere must be done
     (`wait_for`). DeviceError.
     """
-    found = runtime()
-    device = None if found is None else found.device_of(tensor)
-    if found is None or device is None:
+    if device_of(tensor) is None:
         return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    target = found.new_pinned(max(1, tensor.numel() * tensor.element_size()))[: tensor.numel() * tensor.element_size()]
-    values = target.view(tensor.dtype).view(tensor.shape)
-    if values.numel():
-        batch = Batch(found, device)
-        batch.follow()
-        batch.enqueue(partial(TensorCopy(values, tensor.detach()).run, batch))
-        batch.settle(batch.record())
-    return values
+    return to_host_all([tensor.detach()])[0]
+
+
+def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values of tensors on devices as contiguous CPU memory, which they share: one round trip for all of them.
+
+    Waits for them, as `to_host` does. DeviceError.
+    """
+    found = runtime()
+    copies = HostCopies(found)
+    sizes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
+    room = -(-sizes // SLOT_BYTES) * SLOT_BYTES
+    if found is None or not room.sum():
+        return [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
+    memory = found.new_pinned(int(room.sum()))
+    places: list[torch.Tensor] = []
+    segments: dict[int, list[tuple[int, int, int]]] = {}
+    for tensor, begin, size in zip(tensors, (np.cumsum(room) - room).tolist(), sizes.tolist(), strict=True):
+        device = found.device_of(tensor)
+        assert device is not None
+        place = memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        places.append(place)
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            segments.setdefault(device, []).append((tensor.data_ptr(), place.data_ptr(), size))
+        else:
+            copies.on(device).add_tensor(place, tensor)
+    for device, own in segments.items():
+        copies.on(device).add(np.array(own, dtype=np.uint64), tensors)
+    copies.launch(reachable=[(int(memory.data_ptr()), memory.numel())]).settle()
+    return places
 
 
 def wait_for(tensors: Iterable[torch.Tensor], *, streams: Sequence[Stream] = ()) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.devices import batch as batch_module
+from asyncckpt.devices.host_copies import Launched, Pending
 from asyncckpt.devices.waiting import wait_until
 from asyncckpt.errors import DeadlineError
 from asyncckpt.staging.pool import pool
@@ -61,3 +63,28 @@ def test_what_a_hanging_device_may_use_is_held(tmp_path: Path, monkeypatch: pyte
 
 def _hangs(event: object) -> None:
     wait_until(lambda: False, deadline_s=0.01)
+
+
+def test_an_interrupt_waits_for_the_devices() -> None:
+    """And is raised then, so that nobody uses memory that a device still writes to."""
+    settled: list[str] = []
+
+    class Settling:
+        def __init__(self, name: str, *, interrupts: int) -> None:
+            self.name, self.left, self.device = name, interrupts, 0
+
+        def settle(self, event: object) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                raise KeyboardInterrupt
+            settled.append(self.name)
+
+    batches: list[Any] = [Settling("first", interrupts=2), Settling("second", interrupts=0)]
+    event: Any = object()
+    pending = Pending([Launched(batch=batch, fence=event, step_fence=event, end=event) for batch in batches])
+    with pytest.raises(KeyboardInterrupt):
+        pending.settle()
+    assert settled == ["first", "second"]
+    assert not pending.is_lost
+    assert pending.devices == []
+    pending.settle()
