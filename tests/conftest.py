@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 # Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
@@ -29,6 +33,33 @@ ONCE = (
     "unit/format",
     "unit/native",
 )
+
+
+FIXED_SEED = 0
+
+# A run of the suite shows the same each time, wherever it is. `make test-random` draws other examples: it chooses the
+# other profile and prints its seed. The environments for GPUs and TorchRec have no hypothesis.
+if find_spec("hypothesis") is not None:
+    import hypothesis
+
+    hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
+    hypothesis.settings.register_profile("random", derandomize=False, database=None, print_blob=True)
+    hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture
+def base_seed(pytestconfig: pytest.Config) -> int:
+    """Where the seeds of lanes begin that share the examples of one property."""
+    chosen = pytestconfig.getoption("hypothesis_seed")
+    return FIXED_SEED if chosen is None else int(chosen)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws does not depend on those before it."""
+    random.seed(FIXED_SEED)
+    np.random.seed(FIXED_SEED)
+    torch.default_generator.manual_seed(FIXED_SEED)  # That of the host alone: a device may be in use.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,9 @@
 """Random training, saves, failures, compaction and retention: every step that is there is what was saved.
 
-500 runs of up to 50 steps on the compiled core, fewer on the twin, which tests the same Python. What the runs do is in
-saves_world.py and table_world.py. That they can fail is shown at the end: with a table that forgets one kind of mark a
-delta or a refreshed snapshot keeps an old row, and some run finds it.
+500 runs of up to 50 steps on the compiled core, fewer on the twin, which tests the same Python. They are the same each
+time; `make test-random` makes others. What the runs do is in saves_world.py and table_world.py. That they can fail is
+shown at the end: with a table that forgets one kind of mark a delta or a refreshed snapshot keeps an old row, and some
+run finds it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from asyncckpt import CorruptError
 from asyncckpt.model.table import CutVersion
 from asyncckpt.native import implementation
 from asyncckpt.tables.touched_rows import TouchedRows
@@ -152,9 +154,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run_machine(runs_count: int, **options: Any) -> None:
+def run_machine(runs_count: int, *, lane_seed: int, **options: Any) -> None:
     run_state_machine_as_test(
-        Saves,
+        seed(lane_seed)(type("SavesOfLane", (Saves,), {})),
         settings=settings(
             deadline=None,
             max_examples=runs_count,
@@ -167,16 +169,22 @@ def run_machine(runs_count: int, **options: Any) -> None:
     )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:cache of table")
 @pytest.mark.parametrize("lane", range(LANES))
-def test_every_step_is_what_was_saved(lane: int) -> None:
-    run_machine(RUNS_PER_LANE)
+def test_every_step_is_what_was_saved(lane: int, base_seed: int) -> None:
+    run_machine(RUNS_PER_LANE, lane_seed=base_seed + lane)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.filterwarnings("ignore:cache of table")
-def test_a_forgotten_mark_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the runs above would show nothing: each cut forgets the last of the rows written since another one."""
+def test_a_forgotten_mark_is_found(monkeypatch: pytest.MonkeyPatch, base_seed: int) -> None:
+    """Otherwise the runs above would show nothing: each cut forgets the last of the rows written since another one.
+
+    A row that keeps its old values is not what was saved; one that keeps an id which stands elsewhere by now makes the
+    table hold that id twice.
+    """
     plain = TouchedRows.touched_since
 
     def forgetful(self: TouchedRows, version: CutVersion) -> Any:
@@ -184,5 +192,5 @@ def test_a_forgotten_mark_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return rows if rows is None else rows[:-1]
 
     monkeypatch.setattr(TouchedRows, "touched_since", forgetful)
-    with pytest.raises(AssertionError, match="is not what was saved"):
-        run_machine(RUNS_PER_LANE, phases=[Phase.generate])
+    with pytest.raises((AssertionError, CorruptError), match=r"is not what was saved|holds the same id twice"):
+        run_machine(RUNS_PER_LANE, lane_seed=base_seed, phases=[Phase.generate], report_multiple_bugs=False)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from asyncckpt.native import implementation
@@ -49,10 +49,12 @@ specs = st.builds(
 )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:cache of table")
 @pytest.mark.parametrize("lane", range(LANES))
-def test_a_save_is_the_cut(lane: int) -> None:
+def test_a_save_is_the_cut(lane: int, base_seed: int) -> None:
+    @seed(base_seed + lane)
     @settings(
         deadline=None,
         max_examples=RUNS_PER_LANE,
@@ -72,8 +74,8 @@ def test_a_save_is_the_cut(lane: int) -> None:
 def test_without_first_touch_it_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(UndoLog, "rows_change", lambda self, rows: None)
     wrong = []
-    for seed in range(12):
-        spec = RunSpec(seed=seed, cache_rows=20, policy="lru", prefetch_depth=2, host_level="first_touch")
-        wrong += run(spec, tmp_path / str(seed))
+    for number in range(12):
+        spec = RunSpec(seed=number, cache_rows=20, policy="lru", prefetch_depth=2, host_level="first_touch")
+        wrong += run(spec, tmp_path / str(number))
     print(f"{len(wrong)} differences, for example {wrong[:3]}")
     assert wrong

@@ -86,7 +86,7 @@ def spreads(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Pla
     return shape, mesh_shape, [draw(placement) for _ in mesh_shape]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(spreads())
 def test_writers_cover_the_whole_once(spread: tuple[tuple[int, ...], tuple[int, ...], list[Placement]]) -> None:
     shape, mesh_shape, placements = spread
