@@ -14,7 +14,7 @@ import asyncckpt
 from asyncckpt.adapters import dense_state_of
 from asyncckpt.adapters.zch import MCH_KINDS, ZchHistory
 from asyncckpt.errors import IncompatibleError
-from tests.main_job.state import bits
+from tests.end_to_end.state import bits
 
 ROWS = 6
 

@@ -197,7 +197,7 @@ saver.close()
 
 
 def test_case_109_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """tests/main_job/test_directory_lock.py has the same with the workers of a DataLoader."""
+    """tests/end_to_end/test_directory_lock.py has the same with the workers of a DataLoader."""
     script = """
 saver = asyncckpt.Saver(path=root, tensors=STATE)
 saver.save(0)

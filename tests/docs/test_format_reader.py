@@ -18,7 +18,7 @@ import asyncckpt
 import asyncckpt.plan.image
 from tests.chains.model import RandomChain, layer_of, load
 from tests.chains.written import write
-from tests.main_job.merged_ranks import as_boxes, save_each
+from tests.end_to_end.merged_ranks import as_boxes, save_each
 
 READER_LINES_MAX = 60
 CHAIN_READER_LINES_MAX = 40

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import asyncckpt
 from asyncckpt.cli import app
 from asyncckpt.cli.exit_codes import ExitCode
-from tests.main_job.merged_ranks import as_boxes, save_each
+from tests.end_to_end.merged_ranks import as_boxes, save_each
 
 
 @pytest.fixture

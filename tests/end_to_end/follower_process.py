@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import asyncckpt
-from tests.main_job.state import State
+from tests.end_to_end.state import State
 
 
 def digest_of(state: State) -> str:

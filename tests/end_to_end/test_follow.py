@@ -16,8 +16,8 @@ import asyncckpt
 import asyncckpt.engine.update
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.chain import Chain
-from tests.main_job.chains import ALWAYS_DELTAS, TrainingRun
-from tests.main_job.state import Gate, State
+from tests.end_to_end.chains import ALWAYS_DELTAS, TrainingRun
+from tests.end_to_end.state import Gate, State
 
 POLL_S = 0.005
 

@@ -13,7 +13,7 @@ import safetensors
 import torch
 
 import asyncckpt
-from tests.main_job.state import State, bits, load_image
+from tests.end_to_end.state import State, bits, load_image
 
 
 @pytest.mark.parametrize("staged", [True, False])

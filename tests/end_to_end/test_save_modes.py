@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from tests.main_job.state import Gate, Scribbler, State, load_image
+from tests.end_to_end.state import Gate, Scribbler, State, load_image
 
 
 async def test_await_save_async_while_the_state_is_scribbled(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.main_job.state import Gate, State, load_image
+from tests.end_to_end.state import Gate, State, load_image
 
 
 def test_raise_names_step_path_and_age(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
-from tests.main_job.chains import TrainingRun
-from tests.main_job.state import load_image
+from tests.end_to_end.chains import TrainingRun
+from tests.end_to_end.state import load_image
 
 STEPS = [1, 2, 3, 4]
 

@@ -18,7 +18,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.sharded import Piece, Sharded
 from tests.chains.model import DIM, Rows, new_table, rows_of
 from tests.chains.written import Written
-from tests.main_job.merged_ranks import Boxes, as_boxes, merge
+from tests.end_to_end.merged_ranks import Boxes, as_boxes, merge
 
 SPREAD = {"rows": (11, 3), "boxes": (7, 6), "deep": (3, 4, 5), "thin": (2, 9)}
 DTYPES = {"rows": torch.float32, "boxes": torch.bfloat16, "deep": torch.complex64, "thin": torch.bool}

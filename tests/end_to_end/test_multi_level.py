@@ -17,7 +17,7 @@ from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.shard import export
 from asyncckpt.staging.pool import pool
 from asyncckpt.tables import undo_log
-from tests.main_job.multi_level_runs import (
+from tests.end_to_end.multi_level_runs import (
     DIM,
     Contents,
     Pace,

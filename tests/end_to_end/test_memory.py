@@ -10,7 +10,7 @@ import torch
 import asyncckpt
 from asyncckpt.staging.limits import _cgroup_free_bytes
 from asyncckpt.staging.pool import pool
-from tests.main_job.state import State, load_image
+from tests.end_to_end.state import State, load_image
 
 
 def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 import asyncckpt
 from tests.chains.model import Rows, layer_of, new_table, rows_of
 from tests.chains.written import Layer, Written, write
-from tests.main_job.merged_ranks import merge
-from tests.main_job.ranks_world import Target, TrainedRanks, owned, row
+from tests.end_to_end.merged_ranks import merge
+from tests.end_to_end.ranks_world import Target, TrainedRanks, owned, row
 
 
 @pytest.mark.parametrize("ranks_count", [2, 3])

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import asyncckpt
 from asyncckpt import filters
-from tests.main_job.state import bits, table_image
+from tests.end_to_end.state import bits, table_image
 
 DIM = 16
 KINDS = ["async", "blocking"]

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.main_job.chains import TrainingRun
-from tests.main_job.follower_process import digest_of
+from tests.end_to_end.chains import TrainingRun
+from tests.end_to_end.follower_process import digest_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ class Server:
     """The process of follower_process.py."""
 
     def __init__(self, path: Path, cursor: Path) -> None:
-        command = [sys.executable, "-m", "tests.main_job.follower_process", str(path), str(cursor)]
+        command = [sys.executable, "-m", "tests.end_to_end.follower_process", str(path), str(cursor)]
         self._process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
     def next(self) -> dict[str, Any]:

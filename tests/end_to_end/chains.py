@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import asyncckpt
-from tests.main_job.state import DIM, State
+from tests.end_to_end.state import DIM, State
 
 ALWAYS_DELTAS = asyncckpt.DeltaPolicy(deltas_max=1000, bytes_share_max=1e9)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.main_job.state import State, new_table, table_image
+from tests.end_to_end.state import State, new_table, table_image
 
 Blocks = list[asyncckpt.WriteBlock]
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.native import implementation
 from asyncckpt.tables.undo_log import UndoLog
-from tests.main_job.multi_level_runs import RunSpec, run
+from tests.end_to_end.multi_level_runs import RunSpec, run
 
 LANES = 4  # So that processes can share the runs.
 RUNS_PER_LANE = 500 if implementation == "native" else 50

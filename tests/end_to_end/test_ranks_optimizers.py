@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt.model.sharded import Piece, Sharded
-from tests.main_job.merged_ranks import as_boxes, save_each
-from tests.main_job.ranks_world import Holder, chunk
+from tests.end_to_end.merged_ranks import as_boxes, save_each
+from tests.end_to_end.ranks_world import Holder, chunk
 
 pytestmark = pytest.mark.once
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.main_job.state import State, bits, filled_table, new_table, table_image
+from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
 
 Info = dict[str, dict[str, list[str]]]
 

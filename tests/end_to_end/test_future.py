@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.main_job.state import Gate, State, load_image
+from tests.end_to_end.state import Gate, State, load_image
 
 
 def failing(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncckpt
-from tests.main_job.state import Gate
+from tests.end_to_end.state import Gate
 
 
 def failing(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
