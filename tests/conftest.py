@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu import device
+
 TESTS = Path(__file__).parent
 # Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
 ONCE = (
@@ -50,7 +52,7 @@ if find_spec("hypothesis") is not None:
 @pytest.fixture
 def base_seed(pytestconfig: pytest.Config) -> int:
     """Where the seeds of lanes begin that share the examples of one property."""
-    chosen = pytestconfig.getoption("hypothesis_seed")
+    chosen = pytestconfig.getoption("hypothesis_seed", None)
     return FIXED_SEED if chosen is None else int(chosen)
 
 
@@ -60,6 +62,29 @@ def _seeded() -> None:
     random.seed(FIXED_SEED)
     np.random.seed(FIXED_SEED)
     torch.default_generator.manual_seed(FIXED_SEED)  # That of the host alone: a device may be in use.
+
+
+def left_out(config: pytest.Config) -> dict[Path, str]:
+    """Folders that need what is not here, and why; not those that were named when the run was started."""
+    reasons = {
+        TESTS / "gpu": device.why_none(),
+        TESTS / "torchrec": "" if find_spec("torchrec") else "no torchrec here: make test-torchrec",
+    }
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return {
+        folder: reason
+        for folder, reason in reasons.items()
+        if reason and not any(path.is_relative_to(folder) for path in named)
+    }
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path in left_out(config) else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for folder, reason in left_out(config).items():
+        terminalreporter.write_line(f"tests/{folder.name} is not collected: {reason}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
