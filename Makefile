@@ -57,7 +57,7 @@ test-twin: $(READY) ## the suite on the portable twin, but for what shows nothin
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not once' $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
-	$(PYTEST) -m slow tests/unit/native $(ARGS)
+	$(PYTEST) -m slow tests/core_programs $(ARGS)
 
 test-slow: $(READY) ## the tests that take long
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow $(ARGS)

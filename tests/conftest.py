@@ -24,6 +24,7 @@ ONCE = (
     "bad_input/test_manifest.py",
     "bad_input/test_values_and_names.py",
     "bench",
+    "core_programs",
     "demo",
     "docs",
     "embcache",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[3] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 BUILD_SECONDS_MAX = 900
 
 
