@@ -3,6 +3,7 @@
 #   PYTHON=python3.12      which Python makes .venv (3.10 or newer)
 #   TORCH='torch>=2.4'     another torch than the one the suite is developed with
 #   WORKERS=2              how many processes run the tests
+#   SEED=1                 for test-random: the seed that repeats a run
 #   GPU_PYTHON=python3     for test-gpu and bench-gpu: a Python 3.11 or newer that has torch with CUDA, all that asyncckpt
 #                          imports, pytest, cmake, ninja and scikit-build-core already; nothing is fetched then
 #   ARGS='-k name -x'      more for pytest, the demo or the bench
@@ -17,7 +18,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
-PARALLEL = -n $(WORKERS) --dist worksteal
+PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
+# Once, for each use of a variable that is not expanded at once would draw anew.
+SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
@@ -39,7 +42,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-slow test-torchrec test-megatron test-gpu lint bench \
+.PHONY: help demo test test-suite test-native test-twin test-slow test-random test-torchrec test-megatron test-gpu lint bench \
 	bench-gpu gpu-package clean distclean
 
 help: ## this list
@@ -59,8 +62,14 @@ test-twin: $(READY) ## the suite on the portable twin, but for what shows nothin
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs $(ARGS)
 
-test-slow: $(READY) ## the tests that take long
-	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow $(ARGS)
+test-slow: $(READY) ## the tests that take long, but for those of test-native
+	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow --ignore=tests/core_programs $(PARALLEL) $(ARGS)
+
+test-random: $(READY) ## other random examples than those that the suite draws each time, and more; prints its seed
+	@echo "make test-random SEED=$(SEED) repeats this"
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_FAULT_SEED=$(SEED) $(PYTEST) -m 'random and not slow' \
+		--hypothesis-profile=random --hypothesis-seed=$(SEED) $(PARALLEL) $(ARGS)
+	$(BIN)/python -m tests.simulator --first $(SEED) --seeds 2000
 
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)

@@ -29,6 +29,7 @@ ONCE = (
     "docs",
     "embcache",
     "test_floors.py",
+    "test_places.py",
     "testing/test_documented_suite.py",
     "testing/test_tiny_marks.py",
     "testing/test_tiny_tables.py",
@@ -39,6 +40,7 @@ ONCE = (
 
 
 FIXED_SEED = 0
+RANDOM_RUNS_FACTOR = 4
 
 # A run of the suite shows the same each time, wherever it is. `make test-random` draws other examples: it chooses the
 # other profile and prints its seed. The environments for GPUs and TorchRec have no hypothesis.
@@ -55,6 +57,12 @@ def base_seed(pytestconfig: pytest.Config) -> int:
     """Where the seeds of lanes begin that share the examples of one property."""
     chosen = pytestconfig.getoption("hypothesis_seed", None)
     return FIXED_SEED if chosen is None else int(chosen)
+
+
+@pytest.fixture
+def runs_factor(pytestconfig: pytest.Config) -> int:
+    """How many times as many examples as usual a property takes that is made of long runs."""
+    return 1 if pytestconfig.getoption("hypothesis_seed", None) is None else RANDOM_RUNS_FACTOR
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +97,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs no second run on the twin."""
+    """Mark what needs no second run on the twin, and what draws examples."""
     for item in items:
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker(pytest.mark.random)
         path = item.path.relative_to(TESTS)
         if any(path.is_relative_to(once) for once in ONCE):
             item.add_marker(pytest.mark.once)

@@ -54,6 +54,7 @@ def test_state_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
     assert "time lost s" in (tmp_path / "state.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_many_tensors_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
     result = run_bench("many-tensors", tmp_path / "many", "--peers", "raw_floor,asyncckpt")
@@ -112,6 +113,7 @@ def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
             assert_is_figure(one[name])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path: Path) -> None:
     result = run_bench("gpu", tmp_path / "gpu", "--device", "cpu")

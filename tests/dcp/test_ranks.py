@@ -78,6 +78,7 @@ def test_two_ranks(of_two: list[dict[str, list[str]]], scenario: str) -> None:
     check(of_two, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(RUN_S_MAX)
 @pytest.mark.parametrize("scenario", BY_FOUR)
 def test_four_ranks_load_what_two_saved(of_four: list[dict[str, list[str]]], scenario: str) -> None:

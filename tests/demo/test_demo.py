@@ -22,6 +22,7 @@ from demo.story import CHECKPOINTS_NAME, RunShape, StoryFailedError, check_same,
 TINY = RunShape(steps=130, every_steps=20, cold_rows_count=60_000, dim=8, batch_size=64, files_max=30)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_killed_and_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     text = io.StringIO()

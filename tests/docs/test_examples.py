@@ -18,15 +18,15 @@ def run(example: str, *arguments: object) -> str:
 
 
 def test_resumed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = run("resume.py", tmp_path / "whole", "--steps", 300, "--every", 100)
-    run("resume.py", tmp_path / "parts", "--steps", 150, "--every", 50)
-    rest = run("resume.py", tmp_path / "parts", "--steps", 300, "--every", 100)
+    whole = run("resume.py", tmp_path / "whole", "--steps", 60, "--every", 20)
+    run("resume.py", tmp_path / "parts", "--steps", 30, "--every", 10)
+    rest = run("resume.py", tmp_path / "parts", "--steps", 60, "--every", 20)
     assert "resumed at step" in rest
     assert rest.splitlines()[-1] == whole.splitlines()[-1]
 
 
 def test_export_makes_a_smaller_checkpoint(tmp_path: Path) -> None:
-    run("resume.py", tmp_path / "run", "--steps", 100, "--every", 100)
+    run("resume.py", tmp_path / "run", "--steps", 20, "--every", 20)
     printed = run("export.py", tmp_path / "run", tmp_path / "serving")
     before, after = (int(word) for word in printed.split() if word.isdigit() and int(word) > 100_000)
     assert after < before / 2

@@ -89,6 +89,7 @@ def kill_and_check(scenario: Scenario, template: Path, runs: list[tuple[Operatio
     return acknowledged_count
 
 
+@pytest.mark.random
 def test_kill_at_random_moments_leaves_old_or_new(lanes: ForkLanes, run_folders: Iterator[Path]) -> None:
     print(f"seed {RANDOM_SEED}, {RANDOM_KILLS_COUNT} kills")
     generator = random.Random(RANDOM_SEED)

@@ -101,6 +101,7 @@ def test_replayed_log_is_what_is_on_disk(
     assert disk.in_memory() | {lock: b""} == expected | {lock: b""}
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("name", CUT)
 def test_power_cut_leaves_every_acknowledged_checkpoint(
     name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
