@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_the_table_or_unit_tests_have_every_room() -> None:
     assert in_table <= rooms()
     with_unit_tests = {path.relative_to(TESTS).parts[1] for path in TESTS.glob("unit/*/**/test_*.py")}
     assert sorted(rooms() - in_table - with_unit_tests - {"errors", "options"}) == []
+
+
+def test_what_the_twin_leaves_out_is_there() -> None:
+    tree = ast.parse((TESTS / "conftest.py").read_text(encoding="utf-8"))
+    [once] = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ONCE"
+    ]
+    assert [name for name in ast.literal_eval(once) if not (TESTS / name).exists()] == []
 
 
 @pytest.mark.parametrize(
