@@ -24,9 +24,8 @@ SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
-MEGATRON_VENV := .venv-megatron
-MEGATRON_BIN := $(MEGATRON_VENV)/bin
-MEGATRON_READY := $(MEGATRON_VENV)/.ready
+MEGATRON := .megatron
+MEGATRON_READY := $(MEGATRON)/.ready
 CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt \))
 
 GPU_PYTHON ?=
@@ -74,9 +73,9 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
 
-test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, in a .venv-megatron of their own
-	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON_VENV)/megatron-$$shape \
-		$(MEGATRON_BIN)/python -m pytest tests/strategies/test_megatron.py $(ARGS) || exit 1; done
+test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
+	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON)/$$shape \
+		$(PYTEST) tests/strategies/test_megatron.py $(ARGS) || exit 1; done
 
 test-gpu: $(GPU_READY) ## the suite for GPUs, here and now; fails where there is none (GPU_PYTHON=python3 for another Python)
 	@$(GPU_RUN) -m tests.gpu.device
@@ -96,10 +95,10 @@ bench-gpu: $(GPU_READY) ## what saves cost on a GPU, beside the copies that they
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' \
-		-not -path './$(MEGATRON_VENV)/*' -prune -exec rm -rf {} +
+		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-torchrec and .venv-megatron
-	rm -rf $(VENV) $(TORCHREC_VENV) $(MEGATRON_VENV)
+distclean: clean ## also .venv, .venv-torchrec and .megatron
+	rm -rf $(VENV) $(TORCHREC_VENV) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -131,16 +130,11 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 		--editable .
 	touch $@
 
-# Megatron-Core would bring much that saving needs nothing of, and asks for a newer Python than its modules used here.
-$(MEGATRON_READY): pyproject.toml Makefile $(CORE_SOURCES)
-	$(PYTHON) -m venv $(MEGATRON_VENV)
-	$(MEGATRON_BIN)/python -m pip install --quiet 'torch==2.13.0'
-	$(MEGATRON_BIN)/python -m pip install --quiet numpy packaging pytest pytest-asyncio pytest-timeout \
-		'scikit-build-core>=0.10' cmake ninja
-	$(MEGATRON_BIN)/python -m pip install --quiet --no-deps --target $(MEGATRON_VENV)/megatron-0.16 \
-		'megatron-core==0.16.1'
-	$(MEGATRON_BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --python-version 3.12 \
-		--only-binary=:all: --target $(MEGATRON_VENV)/megatron-0.17 'megatron-core==0.17.1'
-	$(MEGATRON_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/megatron \
-		--editable .
+# Megatron-Core would bring much that saving needs nothing of, and asks for a newer Python than its modules used here. So
+# it lies beside .venv, which has all that these need.
+$(MEGATRON_READY): $(READY) Makefile
+	rm -rf $(MEGATRON)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(MEGATRON)/0.16 'megatron-core==0.16.1'
+	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python --python-version 3.12 \
+		--only-binary=:all: --target $(MEGATRON)/0.17 'megatron-core==0.17.1'
 	touch $@

@@ -1,6 +1,6 @@
 """Megatron-Core itself, with its own objects and functions, saves and loads with our strategies.
 
-Needs megatron-core, of any version: `make test-megatron` runs this in an environment of its own.
+Needs megatron-core, of any version: `make test-megatron` fetches it and runs this.
 """
 
 from __future__ import annotations
