@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from child_runs import check_after_crashes, check_after_random_kills, save_for_ever, save_once
+from child_runs import CHECKPOINT, check_after_crashes, check_after_random_kills, save_for_ever, save_once
 from fork_lanes import ForkLanes, Lane
 from op_log import Operation, read_log
-from scenarios import SCENARIOS, Scenario
+from scenarios import NEW_STEP, SCENARIOS, Scenario
 from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
 from templates import Templates
 
@@ -47,6 +47,38 @@ def test_kill_at_every_operation_leaves_old_or_new_on_disk(
 ) -> None:
     folders = (tmp_path / str(number) for number in range(10_000))
     kill_at_every_operation(SCENARIOS["retention"], lanes, templates, folders, every=5)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("damage", ["an acknowledged manifest is gone", "a byte of the newest data has changed"])
+def test_check_finds_a_third_answer(
+    damage: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
+) -> None:
+    """Otherwise the kills would show nothing: what no crash may leave is found, and without it nothing is."""
+    scenario = SCENARIOS["async"]
+    folders = {what: next(run_folders) for what in ("sound", damage)}
+    for folder in folders.values():
+        template = templates.of(scenario)
+        lanes.run(partial(save_for_check, scenario, folder, template))
+    newest = max((folders[damage] / CHECKPOINT / "manifests").iterdir())
+    if damage == "an acknowledged manifest is gone":
+        newest.unlink()
+    else:
+        data = max(
+            (folders[damage] / CHECKPOINT / "data").rglob("*.safetensors"), key=lambda file: file.stat().st_mtime
+        )
+        with data.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            [last] = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+    crashes = [(what, folder, NEW_STEP) for what, folder in folders.items()]
+    wrong = lanes.run(lambda lane: lane.messages(check_after_crashes, scenario, crashes))
+    assert [text.partition(":")[0] for text in wrong] == [damage]
+
+
+def save_for_check(scenario: Scenario, folder: Path, template: Path, lane: Lane) -> None:
+    assert max(lane.messages(save_once, scenario, folder, template, NOTHING)) == NEW_STEP
 
 
 def kill_at_every_operation(
