@@ -26,6 +26,7 @@ ONCE = (
     "bad_input/test_load_targets.py",
     "bad_input/test_manifest.py",
     "bad_input/test_paths.py",
+    "bad_input/test_permissions.py",
     "bad_input/test_ranks.py",
     "bad_input/test_saver_tensors.py",
     "bad_input/test_values_and_names.py",

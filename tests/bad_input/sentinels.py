@@ -37,6 +37,11 @@ def small_table() -> asyncckpt.HashTable:
     return table
 
 
+def save_one(path: Any, step: int = 0, **options: Any) -> None:
+    with asyncckpt.Saver(path=path, tensors={"w": torch.ones(3)}, **options) as saver:
+        saver.save(step)
+
+
 def save_small(root: Path, *, step: int = STEP) -> Crafted:
     """Three tensors, two values, metadata and a table of three ids, in one shard file."""
     state = {**small_tensors(), "epoch": 3, "lr": 0.1}
