@@ -128,7 +128,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what needs no second run on the twin, and what draws examples."""
     for item in items:
-        if item.get_closest_marker("hypothesis"):
+        # Hypothesis has not marked them yet.
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.random)
         path = item.path.relative_to(TESTS)
         if any(path.is_relative_to(once) for once in ONCE):
