@@ -103,7 +103,7 @@ def _seeded() -> None:
 
 
 def left_out(config: pytest.Config) -> dict[Path, str]:
-    """Folders that need what is not here, and why; not those that were named when the run was started."""
+    """Folders that need what is not here, and why: those above which the run was started, not those it names itself."""
     reasons = {
         TESTS / "gpu": device.why_none(),
         TESTS / "torchrec": "" if find_spec("torchrec") else "no torchrec here: make test-torchrec",
@@ -112,7 +112,7 @@ def left_out(config: pytest.Config) -> dict[Path, str]:
     return {
         folder: reason
         for folder, reason in reasons.items()
-        if reason and not any(path.is_relative_to(folder) for path in named)
+        if reason and any(folder != path and folder.is_relative_to(path) for path in named)
     }
 
 
