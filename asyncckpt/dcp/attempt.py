@@ -47,7 +47,7 @@ _guard = threading.Lock()
 @contextlib.contextmanager
 def save_lock_held(kind: Literal["save", "load"], path: Path, step: int | None) -> Iterator[None]:
     """Hold the save lock of the process; waits for saves and loads in flight."""
-    ticket = Ticket(kind=kind, path=path, step=step)
+    ticket = Ticket(kind=kind, path=path, step=step, thread=threading.get_ident())
     save_lock.acquire(ticket, on_busy="wait", deadline_s=BUSY_DEADLINE_S)
     try:
         with short_handovers():  # The trainer may run beside this.
