@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from bench.compaction import run_compaction_bench
 from bench.dcp import run_dcp
 from bench.gpu import run_gpu
 from bench.gpu_device import NoDevice
@@ -224,6 +225,15 @@ def path(
 ) -> None:
     """Files and functions that saves and loads cross. Not part of `all`."""
     run_path(directory=directory, out=_out(out, "path", smoke), names=names, smoke=smoke)
+
+
+@application.command()
+def compaction(
+    gib: Gib = 1.0, rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False
+) -> None:
+    """A save beside four compactions of the same process, and one alone. Not part of `all`."""
+    out = _out(out, "compaction", smoke)
+    run_compaction_bench(gib=gib, rounds=rounds, directory=directory, out=out, smoke=smoke)
 
 
 @application.command(name="all")

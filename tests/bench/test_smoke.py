@@ -112,6 +112,17 @@ def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
             assert_is_figure(one[name])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
+    rounds = {one["way"]: one for one in run_bench("compaction", tmp_path / "compaction")["rounds"]}
+    assert rounds.keys() == {"alone", "beside", "held", "floor alone", "floor beside"}
+    for one in rounds.values():
+        assert_is_figure(one["durable_seconds"])
+    assert rounds["held"]["beside"] > 3.5
+    assert "targets" in (tmp_path / "compaction.txt").read_text()
+
+
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_path_bench_counts_files_on_all_threads(tmp_path: Path) -> None:
     cases = run_bench("path", tmp_path / "path", "--list")["cases"]
