@@ -58,17 +58,14 @@ class IdleEndingThreads(Executor):
             return task
         with self._guard:
             self._waiting.append(task)
-            start = self._threads_count < self._threads_max
-            self._threads_count += start
-        if start:
             try:
-                start_thread(self._run, self._name)
-            except BaseException:
-                with self._guard:
-                    self._threads_count -= 1
-                    if self._threads_count == 0:  # Else the other ones will do it.
-                        self._waiting.remove(task)
-                        raise
+                if len(self._threads) < self._threads_max:
+                    self._threads.add(start_thread(self._run, self._name))
+            except BaseException as error:
+                # The other ones will do it; but whoever is interrupted does not get the future.
+                if not self._threads or not isinstance(error, Exception):
+                    self._waiting.remove(task)
+                    raise
         return task
 
     def is_current_thread(self) -> bool:
@@ -92,10 +89,12 @@ class IdleEndingThreads(Executor):
 
     def _run(self) -> None:
         _current.pool = self
+        thread = threading.current_thread()
         while True:
             with self._guard:
-                if not self._waiting:
-                    self._threads_count -= 1
+                # A thread that is not listed was started by somebody who was interrupted before he knew of it.
+                if not self._waiting or thread not in self._threads:
+                    self._threads.discard(thread)
                     return
                 task = self._waiting.popleft()
             task.run()
@@ -107,7 +106,7 @@ class IdleEndingThreads(Executor):
     def _start_anew(self) -> None:
         self._guard = threading.Lock()
         self._waiting: deque[_Task[Any]] = deque()
-        self._threads_count = 0
+        self._threads: set[threading.Thread] = set()
 
 
 class _Task(Future[T]):

@@ -124,6 +124,60 @@ def test_a_task_may_hand_over_to_its_pool_and_wait_for_others() -> None:
     assert done.is_set()
 
 
+@pytest.mark.parametrize("others_count", [0, 1])
+def test_an_interrupted_submit_leaves_no_task_and_no_thread_too_many(
+    monkeypatch: pytest.MonkeyPatch, others_count: int
+) -> None:
+    """Also when the thread has been started by then."""
+    pool = IdleEndingThreads("test", 2)
+    may_end = threading.Event()
+    ran: list[str] = []
+    others = [pool.submit(may_end.wait, DEADLINE_S) for _ in range(others_count)]
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(ran.append, "interrupted")
+    may_end.set()
+    assert all(future.result(DEADLINE_S) for future in others)
+    assert pool.submit(lambda: list(ran)).result(DEADLINE_S) == []
+
+
+def test_the_pool_never_has_more_threads_than_it_may_after_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = IdleEndingThreads("test", 1)
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                pool.submit(int)
+    running, most = 0, 0
+    guard = threading.Lock()
+
+    def task() -> None:
+        nonlocal running, most
+        with guard:
+            running += 1
+            most = max(most, running)
+        wait([Future()], 0.02)
+        with guard:
+            running -= 1
+
+    for future in [pool.submit(task) for _ in range(5)]:
+        future.result(DEADLINE_S)
+    assert most == 1
+
+
 def test_a_cancelled_task_does_not_run() -> None:
     pool = IdleEndingThreads("test", 1)
     may_go_on = threading.Event()
