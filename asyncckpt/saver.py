@@ -16,7 +16,7 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.arguments import check_choice, check_int, check_seconds
-from asyncckpt.engine.background import background
+from asyncckpt.engine.background import background, check_may_wait
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
@@ -363,8 +363,8 @@ class Saver:
         return future
 
     def _wait_in_flight(self, timeout: float) -> None:
-        if background.is_current_thread() and self._errors.in_flight():
-            raise UsageError("waiting for a save on the background thread would wait for ever")
+        if self._errors.in_flight():
+            check_may_wait("a save")
         until = time.monotonic() + timeout
         for future in self._errors.in_flight():
             try:

@@ -26,7 +26,7 @@ from asyncckpt.commit.discover import committed_steps, is_committed, read_head
 from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
 from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import workers, writers
 from asyncckpt.engine.handover import short_handovers
 from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.messages import log_warning
@@ -47,7 +47,7 @@ _guard = threading.Lock()
 @contextlib.contextmanager
 def save_lock_held(kind: Literal["save", "load"], path: Path, step: int | None) -> Iterator[None]:
     """Hold the save lock of the process; waits for saves and loads in flight."""
-    ticket = Ticket(kind=kind, path=path, step=step)
+    ticket = Ticket(kind=kind, path=path, step=step, thread=threading.get_ident())
     save_lock.acquire(ticket, on_busy="wait", deadline_s=BUSY_DEADLINE_S)
     try:
         with short_handovers():  # The trainer may run beside this.
@@ -130,7 +130,7 @@ class CoordinatedAttempt:
         step, path = self.attempt.step, self.root.path
         durable = self._options.durability == "fsync"
         with save_lock_held("save", path, step):
-            work = publish(self.root, self.folder, self.attempt, raw, durable=durable, threads=workers)
+            work = publish(self.root, self.folder, self.attempt, raw, durable=durable, threads=writers)
             try:
                 # On a thread of its own: the caller's may run an event loop.
                 workers.submit(asyncio.run, work).result()

@@ -15,12 +15,15 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from asyncckpt.errors import UsageError
 from asyncckpt.pipeline.threads import IdleEndingThreads, start_thread
 
 THREAD_NAME = "asyncckpt-background"
 WORKERS_MAX = 4
 
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
+# For single writes of what runs on a worker, which waits for them.
+writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
 
 
 @dataclass(eq=False)
@@ -105,9 +108,12 @@ class Background:
 background = Background()
 
 
-def _forget_in_child() -> None:
-    background.forget()
-    workers.forget()
+def check_may_wait(what: str) -> None:
+    """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them."""
+    if background.is_current_thread() or workers.is_current_thread():
+        raise UsageError(
+            f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
+        )
 
 
 def _say_what_is_awaited() -> None:
@@ -118,7 +124,7 @@ def _say_what_is_awaited() -> None:
         print(f"asyncckpt: the interpreter ends after the {waiting}", file=sys.stderr)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=background.forget)
 # Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:

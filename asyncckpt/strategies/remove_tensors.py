@@ -144,6 +144,7 @@ def _commit(root: CheckpointRoot, manifest: Manifest, remaining: Remaining, atte
     """Copy and publish. After an IndeterminateError the files stay, for their manifest may be there."""
     options = SaveOptions()
     chain = Chain(manifests=(manifest,))
+    threads = IdleEndingThreads("asyncckpt-removal", 1)
     image = plan_image([spec for _, spec in remaining.blocks], parallel=options.parallel, rank=0)
     with ChainReader(root.data, chain, threads=1, verify=False, progress=Progress()) as reader:
         lent = LentMemory()
@@ -156,7 +157,7 @@ def _commit(root: CheckpointRoot, manifest: Manifest, remaining: Remaining, atte
                 image,
                 sources,
                 buffers=(memory.address, memory.address + size),
-                writer=IdleEndingThreads("asyncckpt-removal", 1),
+                writer=threads,
                 folder=folder,
                 attempt=attempt,
                 options=options,
@@ -171,7 +172,7 @@ def _commit(root: CheckpointRoot, manifest: Manifest, remaining: Remaining, atte
                 values=remaining.values,
             )
             raw = encode_manifest(head, render_body([], remaining.tree, image.blocks), digests)
-            asyncio.run(publish(root, folder, attempt, raw, durable=True, threads=workers))
+            asyncio.run(publish(root, folder, attempt, raw, durable=True, threads=threads))
         except IndeterminateError:
             raise
         except BaseException:
