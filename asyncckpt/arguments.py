@@ -23,7 +23,13 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
         raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
     """One of some words."""
     if value not in choices:
         raise UsageError(f"{name} is wrong", found=value, expected=choices)
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """An object of a class."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is wrong", found=type(value).__name__, expected=kind.__name__)
