@@ -112,10 +112,12 @@ class DeviceOptions:
         check_int("scratch_bytes", self.scratch_bytes, at_least=0)
         if self.pinned_memory_limit is not None:
             check_int("pinned_memory_limit", self.pinned_memory_limit, at_least=0)
-        object.__setattr__(self, "streams", tuple(self.streams))
-        object.__setattr__(self, "optimizers", tuple(self.optimizers))
+        for name in ("streams", "optimizers"):
+            check_type(name, getattr(self, name), Sequence)
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for optimizer in self.optimizers:
             check_type("one of the optimizers", optimizer, torch.optim.Optimizer)
+        check_type("prints", self.prints, bool)
         check_choice("host_level", self.host_level, HOST_LEVELS)
 
 
@@ -148,6 +150,10 @@ class DebugOptions:
 
     refresh: bool = True
     audit: bool = False
+
+    def __post_init__(self) -> None:
+        check_type("refresh", self.refresh, bool)
+        check_type("audit", self.audit, bool)
 
 
 @dataclass(frozen=True)
