@@ -8,10 +8,13 @@ from typing import Any
 from asyncckpt.errors import UsageError
 
 
-def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
-    """An int, no bool, within bounds."""
+def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None, optional: bool = False) -> None:
+    """An int, no bool, within bounds; with `optional` None too."""
+    if optional and value is None:
+        return
     if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
         bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most is not None else "")
+        bounds += ", or None" if optional else ""
         raise UsageError(f"{name} is wrong", found=value, expected=bounds)
 
 

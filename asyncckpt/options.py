@@ -110,8 +110,7 @@ class DeviceOptions:
 
     def __post_init__(self) -> None:
         check_int("scratch_bytes", self.scratch_bytes, at_least=0)
-        if self.pinned_memory_limit is not None:
-            check_int("pinned_memory_limit", self.pinned_memory_limit, at_least=0)
+        check_int("pinned_memory_limit", self.pinned_memory_limit, at_least=0, optional=True)
         for name in ("streams", "optimizers"):
             check_type(name, getattr(self, name), Sequence)
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -171,10 +170,8 @@ class SaveOptions:
     def __post_init__(self) -> None:
         check_int("parallel", self.parallel, at_least=1, at_most=PARALLEL_MAX)
         check_choice("durability", self.durability, DURABILITIES)
-        if self.host_memory_limit is not None:
-            check_int("host_memory_limit", self.host_memory_limit, at_least=0)
-        if self.keep_latest is not None:
-            check_int("keep_latest", self.keep_latest, at_least=1)
+        check_int("host_memory_limit", self.host_memory_limit, at_least=0, optional=True)
+        check_int("keep_latest", self.keep_latest, at_least=1, optional=True)
         if self.deltas is not None:
             check_type("deltas", self.deltas, DeltaPolicy)
         check_type("device", self.device, DeviceOptions)

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from asyncckpt.arguments import check_seconds
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
@@ -102,8 +103,7 @@ class Saver:
         if keep_latest is not None and self._world_size > 1:
             what = "keep_latest of several ranks could remove the last save that all of them have"
             raise UsageError(what, found=keep_latest, expected=None, hint="remove old steps on all ranks together")
-        if isinstance(peers_deadline, bool) or not isinstance(peers_deadline, (int, float)) or peers_deadline <= 0:
-            raise UsageError("peers_deadline is wrong", found=peers_deadline, expected="seconds above 0")
+        check_seconds("peers_deadline", peers_deadline, above_zero=True)
         self._rules = path_rules
         self._options: dict[str, Any] = {
             "parallel": parallel,
