@@ -5,59 +5,35 @@ future = saver.save_async(step)      # training goes on at once
 asyncckpt.Loader("ckpt", hashtables={"user": table}, tensors={"model": model, "optim": optimizer}).load()
 """
 
-from asyncckpt import filters
-from asyncckpt.checkpoints import BlockInfo, CheckpointInfo, RankInfo, TableInfo, describe, list_steps, verify
+from asyncckpt import filters, table
+from asyncckpt.checkpoints import describe, list_steps, verify
 from asyncckpt.compaction import compact
 from asyncckpt.engine.future import LoadFuture, SaveFuture
-from asyncckpt.engine.update import TableUpdate
-from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
     DeadlineError,
     DeviceError,
-    FilterError,
     IncompatibleError,
     IndeterminateError,
     IOFailedError,
     NotFoundError,
     PeerError,
-    PeerInDoubtError,
     SaveCancelledError,
     SaveInProgressError,
     UnsupportedError,
     UsageError,
 )
-from asyncckpt.follower import Follower, Update, follow
-from asyncckpt.format.dtypes import supported_dtypes
+from asyncckpt.follower import follow
 from asyncckpt.loader import Loader
-from asyncckpt.model.result import LoadReport, SaveResult, SaverStatistics
+from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.model.sharded import Piece, Sharded, sharded
-from asyncckpt.model.table import (
-    CacheCopy,
-    ChecksLoad,
-    Column,
-    CutVersion,
-    HasCompanions,
-    OpenCut,
-    OrderedLoad,
-    OverlaidCut,
-    OwnsIds,
-    Role,
-    Table,
-    TableCut,
-    TableLoad,
-    TableSchema,
-    TracksIds,
-    TracksRows,
-)
 from asyncckpt.model.write_block import WriteBlock
-from asyncckpt.options import DeltaPolicy
-from asyncckpt.periodic import PeriodicSaver, PeriodicStatistics
+from asyncckpt.options import BusyPolicy, DebugOptions, DeltaPolicy, DeviceOptions, RankOptions
+from asyncckpt.periodic import PeriodicSaver
 from asyncckpt.saver import Saver
 from asyncckpt.tables import (
-    CacheStatistics,
     HashEmbedding,
     HashEmbeddingBag,
     HashTable,
@@ -69,22 +45,15 @@ from asyncckpt.tables import (
 )
 
 __all__ = [
-    "BlockInfo",
-    "CacheCopy",
-    "CacheStatistics",
+    "BusyPolicy",
     "CheckpointError",
-    "CheckpointInfo",
-    "ChecksLoad",
-    "Column",
     "ConflictError",
     "CorruptError",
-    "CutVersion",
     "DeadlineError",
+    "DebugOptions",
     "DeltaPolicy",
     "DeviceError",
-    "FilterError",
-    "Follower",
-    "HasCompanions",
+    "DeviceOptions",
     "HashEmbedding",
     "HashEmbeddingBag",
     "HashTable",
@@ -96,40 +65,22 @@ __all__ = [
     "Loader",
     "MultiLevelTable",
     "NotFoundError",
-    "OpenCut",
-    "OrderedLoad",
-    "OverlaidCut",
-    "OwnsIds",
     "PeerError",
-    "PeerInDoubtError",
     "PeriodicSaver",
-    "PeriodicStatistics",
     "Piece",
-    "RankInfo",
-    "Role",
+    "RankOptions",
     "SaveCancelledError",
     "SaveFuture",
     "SaveInProgressError",
     "SaveResult",
     "Saver",
-    "SaverStatistics",
     "Sharded",
     "Slot",
     "SparseAdagrad",
     "SparseSGD",
-    "Table",
-    "TableCut",
-    "TableInfo",
-    "TableLoad",
-    "TableSchema",
-    "TableUpdate",
-    "TracksIds",
-    "TracksRows",
     "Uniform",
     "UnsupportedError",
-    "Update",
     "UsageError",
-    "VerifyReport",
     "WriteBlock",
     "compact",
     "describe",
@@ -137,6 +88,6 @@ __all__ = [
     "follow",
     "list_steps",
     "sharded",
-    "supported_dtypes",
+    "table",
     "verify",
 ]

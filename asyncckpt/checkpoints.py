@@ -13,9 +13,22 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.load import metadata_of
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.engine.verify import verify as verify_root
+from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.manifest import BlockFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role
 from asyncckpt.storage.directory import check_path
+
+__all__ = [
+    "BlockInfo",
+    "CheckpointInfo",
+    "RankInfo",
+    "TableInfo",
+    "VerifyReport",
+    "describe",
+    "list_steps",
+    "supported_dtypes",
+    "verify",
+]
 
 
 @dataclass(frozen=True)

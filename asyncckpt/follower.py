@@ -37,6 +37,8 @@ from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
 from asyncckpt.storage.directory import check_path
 
+__all__ = ["Follower", "TableUpdate", "Update", "follow"]
+
 T = TypeVar("T")
 
 

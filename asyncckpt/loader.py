@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from asyncckpt.adapters import tables_of
+from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.caller_streams import CallerStreams
 from asyncckpt.engine.background import workers
@@ -20,7 +21,7 @@ from asyncckpt.engine.reader_rank import reader_rank
 from asyncckpt.errors import UsageError
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
-from asyncckpt.options import BUSY_DEADLINE_S, PARALLEL_MAX, OnBusy
+from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.load_plan import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
@@ -49,11 +50,13 @@ class Loader:
                      touched (of what several ranks have saved: all that this one needs). False: not checked
     merge            rows are added to what a table holds (RecIS' way); by default a table is emptied first
     fallback         when the wanted step is damaged, load the newest older one that is sound, and say so in the report
-    on_busy          "raise" or "wait" while a save or load of this process is in flight
-    shard_index      which rank of shard_num this process is; None: of process_group, or of torch.distributed when it is
-                     initialised, else 0 of 1. It tells which plain values, and which state of objects, are loaded:
-                     where as many ranks have saved, those of the same rank, else those of all ranks, the lowest first
-    process_group    the ranks that load together, if not all of torch.distributed
+    on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy
+    shard_index      which rank of shard_num this process is; None: of ranks.process_group, or of torch.distributed when
+                     it is initialised, else 0 of 1. It decides which plain values, and which state of objects, are
+                     loaded: where as many ranks have saved, those of the same rank, else those of all ranks, the lowest
+                     first
+    ranks            RankOptions, as the Saver's: its process_group names the ranks that load together, if not all of
+                     torch.distributed
 
     In a job of several ranks each one loads for itself: none waits for another, and each reads only the blocks that it
     needs. All of them should name the same step. Never writes or deletes.
@@ -75,23 +78,18 @@ class Loader:
         verify: bool | Literal["before"] = True,
         merge: bool = False,
         fallback: bool = False,
-        on_busy: OnBusy = "raise",
-        busy_deadline: float = BUSY_DEADLINE_S,
+        on_busy: OnBusy | BusyPolicy = "raise",
         shard_index: int | None = None,
         shard_num: int | None = None,
-        process_group: Any = None,
+        ranks: RankOptions = RankOptions(),
     ) -> None:
-        if type(parallel) is not int or not 1 <= parallel <= PARALLEL_MAX:
-            raise UsageError("parallel is wrong", found=parallel, expected=f"an int in [1, {PARALLEL_MAX}]")
-        if verify not in (True, False, "before"):
-            raise UsageError("verify is wrong", found=verify, expected=(True, False, "before"))
-        if on_busy not in ("raise", "wait"):
-            raise UsageError("on_busy is wrong", found=on_busy, expected=("raise", "wait"))
+        check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
+        check_choice("verify", verify, (True, False, "before"))
         if step is not None and (type(step) is not int or step < 0):
             raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
-        if not isinstance(busy_deadline, (int, float)) or not 0 <= busy_deadline <= threading.TIMEOUT_MAX:
-            raise UsageError("busy_deadline is wrong", found=busy_deadline, expected="seconds, at least 0")
-        self._rank, self._ranks_count = reader_rank(shard_index, shard_num, process_group)
+        check_type("ranks", ranks, RankOptions)
+        self._busy = BusyPolicy.of(on_busy, actions=("raise", "wait"))
+        self._rank, self._ranks_count = reader_rank(shard_index, shard_num, ranks.process_group)
         self._path = check_path(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._tables = dict(named_tables(tables))
@@ -103,8 +101,6 @@ class Loader:
         self._verify = verify
         self._merge = merge
         self._fallback = fallback
-        self._on_busy: OnBusy = on_busy
-        self._busy_deadline_s = float(busy_deadline)
 
     def load(self) -> LoadReport:
         """Load now. Until reading begins no target is touched.
@@ -147,7 +143,7 @@ class Loader:
 
     def _acquire(self, thread: int | None = None) -> Ticket:
         ticket = Ticket(kind="load", path=self._path, step=self._step, thread=thread)
-        save_lock.acquire(ticket, on_busy=self._on_busy, deadline_s=self._busy_deadline_s)
+        save_lock.acquire(ticket, on_busy=self._busy.action, deadline_s=self._busy.deadline)
         return ticket
 
     def _run(self, future: LoadFuture) -> LoadReport:

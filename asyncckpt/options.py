@@ -1,10 +1,14 @@
-"""Options and limits that rooms share: names for every number that a user may meet."""
+"""Options and limits that rooms share: records that check themselves, and names for the numbers a user may meet."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
+from asyncckpt.arguments import check_choice, check_int, check_seconds, check_type
 from asyncckpt.errors import UsageError
 
 OnBusy = Literal["raise", "wait", "skip", "queue"]
@@ -42,8 +46,7 @@ class DeltaPolicy:
     seconds_max: float | None = None
 
     def __post_init__(self) -> None:
-        if type(self.deltas_max) is not int or self.deltas_max < 1:
-            raise UsageError("deltas_max is wrong", found=self.deltas_max, expected="an int of at least 1")
+        check_int("deltas_max", self.deltas_max, at_least=1)
         for name in ("bytes_share_max", "seconds_max"):
             value = getattr(self, name)
             if value is None and name == "seconds_max":
@@ -53,19 +56,128 @@ class DeltaPolicy:
 
 
 @dataclass(frozen=True)
+class BusyPolicy:
+    """What a call does while a save or load of this process is in flight, and for how long.
+
+    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it behind the others
+    deadline  seconds that "wait" waits for that end, and "queue" for memory to stage in; then DeadlineError
+    """
+
+    action: OnBusy = "wait"
+    deadline: float = BUSY_DEADLINE_S
+
+    def __post_init__(self) -> None:
+        check_choice("on_busy", self.action, ON_BUSY)
+        check_seconds("deadline of on_busy", self.deadline)
+
+    @staticmethod
+    def of(
+        on_busy: OnBusy | BusyPolicy, *, deadline: float = BUSY_DEADLINE_S, actions: tuple[str, ...] = ON_BUSY
+    ) -> BusyPolicy:
+        """The policy that a caller gave, or named by its action. UsageError when it is none of `actions`."""
+        policy = on_busy if isinstance(on_busy, BusyPolicy) else BusyPolicy(on_busy, deadline)
+        check_choice("on_busy", policy.action, actions)
+        return policy
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """How state on devices, and tables with a level on one, are copied.
+
+    scratch_bytes        memory of each device that a save may use: what fits is copied within the device, so that its
+                         streams wait only for that; the rest, and all when 0, goes to the host first
+    pinned_memory_limit  bytes of staging memory that may be pinned in this process for copies from devices; None: as
+                         much as is needed. Beyond it, the call and the devices wait for slower copies
+    streams              streams beside the current ones that change the state (torch.cuda.Stream); saves follow what is
+                         queued on them, and they wait for saves
+    optimizers           torch optimizers whose parameters and state nothing but their step() changes, called as such
+                         (not replayed as a graph, not fused into the backward pass): the next step() waits for the
+                         copies of these, and forward and backward do not
+    prints               of tables on devices that have no marks, a full save copies only rows whose print differs from
+                         the one that the arena's row had; takes 8 bytes a row there, for each of two arenas
+    host_level           how a multi-level table is saved: "copy" copies both levels while training waits; "first_touch"
+                         copies the cache level and exports the host level while training goes on, and keeps the old
+                         values of rows that are about to change; "auto" does so when a copy of the host level does not
+                         fit into memory
+    """
+
+    scratch_bytes: int = 0
+    pinned_memory_limit: int | None = None
+    streams: Sequence[Any] = ()
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    prints: bool = False
+    host_level: HostLevel = "auto"
+
+    def __post_init__(self) -> None:
+        check_int("scratch_bytes", self.scratch_bytes, at_least=0)
+        check_int("pinned_memory_limit", self.pinned_memory_limit, at_least=0, optional=True)
+        for name in ("streams", "optimizers"):
+            check_type(name, getattr(self, name), Sequence)
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for optimizer in self.optimizers:
+            check_type("one of the optimizers", optimizer, torch.optim.Optimizer)
+        check_type("prints", self.prints, bool)
+        check_choice("host_level", self.host_level, HOST_LEVELS)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How the ranks of a job find each other and wait for each other.
+
+    process_group  the ranks are those of this group of torch.distributed, and shard_index and shard_num may be left
+                   out. None: several ranks are those of the default group if they are as many, else they find each
+                   other by files in the directory
+    peer_deadline  seconds that ranks wait for each other to come to a save, and (at most 30) for a sign of life during
+                   one; then PeerError
+    """
+
+    process_group: Any = None
+    peer_deadline: float = PEER_DEADLINE_S
+
+    def __post_init__(self) -> None:
+        check_seconds("peer_deadline", self.peer_deadline, above_zero=True)
+
+
+@dataclass(frozen=True)
+class DebugOptions:
+    """How much a Saver relies on the marks of tables.
+
+    refresh  a full save copies only rows written since the arena was filled, where tables have marks. False: all rows
+    audit    every save copies all rows, compares them in the background with those of the last one, and lists in
+             SaveResult.missed_ids which were changed without a mark
+    """
+
+    refresh: bool = True
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        check_type("refresh", self.refresh, bool)
+        check_type("audit", self.audit, bool)
+
+
+@dataclass(frozen=True)
 class SaveOptions:
-    """How a save is done; the validated arguments of a Saver."""
+    """How a save is done: what a Saver, a StorageWriter and a stager are given in common."""
 
     parallel: int = 8
     durability: Durability = "fsync"
     host_memory_limit: int | None = None
     keep_latest: int | None = None
-    busy_deadline_s: float = BUSY_DEADLINE_S
-    host_level: HostLevel = "auto"
-    refresh: bool = True
-    audit: bool = False
     deltas: DeltaPolicy | None = None
-    device_scratch_bytes: int = 0
-    device_prints: bool = False
-    pinned_memory_limit: int | None = None
-    streams: tuple[Any, ...] = ()
+    device: DeviceOptions = DeviceOptions()
+    debug: DebugOptions = DebugOptions()
+
+    def __post_init__(self) -> None:
+        check_int("parallel", self.parallel, at_least=1, at_most=PARALLEL_MAX)
+        check_choice("durability", self.durability, DURABILITIES)
+        check_int("host_memory_limit", self.host_memory_limit, at_least=0, optional=True)
+        check_int("keep_latest", self.keep_latest, at_least=1, optional=True)
+        if self.deltas is not None:
+            check_type("deltas", self.deltas, DeltaPolicy)
+        check_type("device", self.device, DeviceOptions)
+        check_type("debug", self.debug, DebugOptions)
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether a full save may copy only what was written since the arena was filled."""
+        return self.debug.refresh and not self.debug.audit

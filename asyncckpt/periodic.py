@@ -16,10 +16,11 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
+from asyncckpt.arguments import check_int, check_seconds
 from asyncckpt.engine.future import SaveFuture
+from asyncckpt.engine.open_errors import close_behind
 from asyncckpt.errors import CheckpointError, UsageError
 from asyncckpt.model.result import SaveResult
 from asyncckpt.saver import Saver
@@ -56,10 +57,9 @@ class PeriodicSaver:
             raise UsageError(
                 "exactly one of every_steps and every_seconds is needed", found=(every_steps, every_seconds)
             )
-        if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
-            raise UsageError("every_steps is wrong", found=every_steps, expected="an int of at least 1")
-        if every_seconds is not None and not every_seconds > 0:
-            raise UsageError("every_seconds is wrong", found=every_seconds, expected="more than 0")
+        check_int("every_steps", every_steps, at_least=1, optional=True)
+        if every_seconds is not None:
+            check_seconds("every_seconds", every_seconds, above_zero=True)
         if on_error not in ("raise", "warn") and not callable(on_error):
             raise UsageError("on_error is wrong", found=on_error, expected="'raise', 'warn' or a callable")
         if every_seconds is not None and saver.ranks_count > 1:
@@ -84,7 +84,7 @@ class PeriodicSaver:
             self._collect()
         except BaseException as error:
             if is_due:
-                self._saver.leave_out_call(error)
+                self._saver._leave_out_call(error)
             raise
         if not is_due:
             return None
@@ -114,16 +114,8 @@ class PeriodicSaver:
     def __enter__(self) -> PeriodicSaver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.drain()
-        except Exception as draining:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):
-                error.add_note(f"and the last periodic save failed: {draining}")
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        close_behind(self.drain, error, what="the last periodic save failed")
 
     def _is_due(self, step: int) -> bool:
         if self._every_steps is not None:

@@ -141,7 +141,7 @@ class OurSaves:
         self._saver = asyncckpt.Saver(
             path=path,
             tensors=state,
-            device_scratch_bytes=scratch_bytes,
+            device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes),
             filter_func=_keep if is_written else _drop,
             keep_latest=1,
         )

@@ -55,7 +55,11 @@ def call_seconds(count: int, scratch_bytes: int, path: Path) -> float:
     with runtime.installed():
         tensors = {f"t{number}": runtime.new_tensor((ELEMENTS,), torch.float32) for number in range(count)}
         with asyncckpt.Saver(
-            path=path, tensors=tensors, durability="none", device_scratch_bytes=scratch_bytes, filter_func=_drop
+            path=path,
+            tensors=tensors,
+            durability="none",
+            device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes),
+            filter_func=_drop,
         ) as saver:
             saver.save_async().result(WAIT_S)
             seconds = []

@@ -96,7 +96,7 @@ class _Saved:
 
 
 def run_one(spec: MultiLevelSpec) -> dict[str, Any]:
-    from asyncckpt import MultiLevelTable, Saver
+    from asyncckpt import DebugOptions, DeviceOptions, MultiLevelTable, Saver
 
     rows_count = spec.table_bytes // ROW_BYTES
     cache_rows = max(2 * IDS_PER_STEP, int(rows_count * CACHE_SHARE))
@@ -113,7 +113,11 @@ def run_one(spec: MultiLevelSpec) -> dict[str, Any]:
     clock = CpuClock()  # Only threads of training are there yet.
     # Without refresh: the copy of all of both levels is what first touch is held against.
     with Saver(
-        path=spec.directory, hashtables={"table": table}, host_level=spec.way, keep_latest=1, refresh=False
+        path=spec.directory,
+        hashtables={"table": table},
+        device=DeviceOptions(host_level=spec.way),
+        keep_latest=1,
+        debug=DebugOptions(refresh=False),
     ) as saver:
         begin_s = time.perf_counter()
         saver.prepare().result()

@@ -115,7 +115,7 @@ class _Ours:
     """A Saver as `measure_save` wants it; `results` are those of the saves."""
 
     def __init__(self, state: State, spec: TouchedSpec) -> None:
-        from asyncckpt import DeltaPolicy, Saver
+        from asyncckpt import DebugOptions, DeltaPolicy, Saver
 
         self._kind: Any = "delta" if spec.way == "delta" else "full"
         self._saver = Saver(
@@ -123,7 +123,7 @@ class _Ours:
             hashtables=state.hashtables(),
             tensors=state.plain_tensors(),
             keep_latest=1,
-            refresh=spec.way != "copy",
+            debug=DebugOptions(refresh=spec.way != "copy"),
             deltas=DeltaPolicy(deltas_max=1_000_000, bytes_share_max=1e9) if spec.way == "delta" else None,
         )
         self.results: list[Any] = []

@@ -38,7 +38,7 @@ def main() -> None:
 def as_bfloat16(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
     """Ids as they are, embeddings in half the bytes."""
     return [
-        block.replace(data=block.data.to(torch.bfloat16)) if block.role is asyncckpt.Role.WEIGHT else block
+        block.replace(data=block.data.to(torch.bfloat16)) if block.role is asyncckpt.table.Role.WEIGHT else block
         for block in blocks
     ]
 

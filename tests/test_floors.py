@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "options": 0,
     "model": 0,
+    "arguments": 0,
     "native": 1,
     "format": 2,
     "storage": 2,
@@ -34,6 +35,7 @@ FLOORS = {
     "commit": 4,
     "engine": 5,
     "saver": 6,
+    "table": 6,
     "loader": 6,
     "periodic": 6,
     "checkpoints": 6,
@@ -51,6 +53,8 @@ FLOORS = {
 NEIGHBOURS = {
     ("adapters", "tables"),
     ("model", "errors"),
+    ("arguments", "errors"),
+    ("options", "arguments"),
     ("options", "errors"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
     ("strategies", "saver"),  # They save and load by the usual door.

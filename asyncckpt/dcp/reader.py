@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as DcpStorageReader
 from torch.futures import Future
 
+from asyncckpt.arguments import check_choice
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import newest_step
 from asyncckpt.commit.root import CheckpointRoot
@@ -58,8 +59,7 @@ class StorageReader(DcpStorageReader):
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True) -> None:
         if step is not None and (type(step) is not int or step < 0):
             raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
-        if verify not in (True, False):
-            raise UsageError("verify is wrong", found=verify, expected=(True, False))
+        check_choice("verify", verify, (True, False))
         self._path = check_path(path)
         self._step = step
         self._verify = verify

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
 from asyncckpt.dcp.staged_tensors import StagedTensors
-from asyncckpt.errors import UnsupportedError, UsageError
-from asyncckpt.options import SaveOptions
+from asyncckpt.errors import UnsupportedError
+from asyncckpt.options import DeviceOptions, SaveOptions
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
@@ -39,11 +39,11 @@ class AsyncStager(DcpAsyncStager):
     tensor is copied, also those on the CPU, and other objects are deep copies.
 
     host_memory_limit     as of a StorageWriter
-    pinned_memory_limit   as of a Saver
+    device                as of a Saver: scratch_bytes (of use with use_async_staging only), pinned_memory_limit and
+                          streams; the rest of DeviceOptions says nothing here
     use_async_staging     of tensors on devices, `stage` does not wait for the copies: the streams that are current do,
                           before they change the state, and other streams must not change it before the staging is
                           completed. dcp.async_save returns an AsyncSaveResponse then. Needs a torch whose DCP has that
-    device_scratch_bytes  as of a Saver; of use with use_async_staging only
 
     Source of the interface: torch.distributed.checkpoint.staging.AsyncStager.
     """
@@ -55,25 +55,15 @@ class AsyncStager(DcpAsyncStager):
         self,
         *,
         host_memory_limit: int | None = None,
-        pinned_memory_limit: int | None = None,
+        device: DeviceOptions = DeviceOptions(),
         use_async_staging: bool = False,
-        device_scratch_bytes: int = 0,
     ) -> None:
-        for name, limit in (("host_memory_limit", host_memory_limit), ("pinned_memory_limit", pinned_memory_limit)):
-            if limit is not None and (type(limit) is not int or limit < 0):
-                raise UsageError(f"{name} is wrong", found=limit, expected="bytes, or None")
-        if type(device_scratch_bytes) is not int or device_scratch_bytes < 0:
-            raise UsageError("device_scratch_bytes is wrong", found=device_scratch_bytes, expected="bytes")
         if use_async_staging and not hasattr(state_dict_saver, "AsyncSaveResponse"):
             raise UnsupportedError(
                 "use_async_staging needs a newer DCP", found=f"torch {torch.__version__}", hint="leave it out"
             )
         self._uses_async_staging = use_async_staging
-        self._staging_options = SaveOptions(
-            host_memory_limit=host_memory_limit,
-            pinned_memory_limit=pinned_memory_limit,
-            device_scratch_bytes=device_scratch_bytes,
-        )
+        self._staging_options = SaveOptions(host_memory_limit=host_memory_limit, device=device)
         # Resolved when the newest staged state is complete; without that, which would keep its arena.
         self._newest: Future[None] | None = None
 

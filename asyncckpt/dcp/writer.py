@@ -44,7 +44,7 @@ from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import ManifestHead, encode_manifest
 from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.options import DeviceOptions, Durability, SaveOptions
 from asyncckpt.storage.directory import Directory, check_path
 
 PART_INDEX = MetadataIndex("asyncckpt.part")
@@ -81,7 +81,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     parallel             most shard files of a rank
     host_memory_limit    bytes that staging may take; None: a share of what is free. Without room, files are written in
                          chunks, and async_save copies into memory that is new each time
-    pinned_memory_limit  as of a Saver: how much of the staging memory may be pinned for copies from devices
+    device               as of an AsyncStager
 
     `dcp.async_save` stages with the writer itself (see AsyncStager) unless another stager is given. The coordinator
     holds the directory's lock from its plan to the commit. A writer may be used for many saves, also at once from
@@ -97,17 +97,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         keep_latest: int | None = None,
         parallel: int = 8,
         host_memory_limit: int | None = None,
-        pinned_memory_limit: int | None = None,
+        device: DeviceOptions = DeviceOptions(),
     ) -> None:
-        AsyncStager.__init__(self, host_memory_limit=host_memory_limit, pinned_memory_limit=pinned_memory_limit)
+        AsyncStager.__init__(self, host_memory_limit=host_memory_limit, device=device)
         if step is not None and (type(step) is not int or step < 0):
             raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the next")
-        if durability not in DURABILITIES:
-            raise UsageError("durability is wrong", found=durability, expected=DURABILITIES)
-        if type(parallel) is not int or not 1 <= parallel <= PARALLEL_MAX:
-            raise UsageError("parallel is wrong", found=parallel, expected=f"an int in [1, {PARALLEL_MAX}]")
-        if keep_latest is not None and (type(keep_latest) is not int or keep_latest < 1):
-            raise UsageError("keep_latest is wrong", found=keep_latest, expected="an int of at least 1, or None")
         self._path = check_path(path)
         self._step = step
         self._options = SaveOptions(
@@ -115,7 +109,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             durability=durability,
             host_memory_limit=host_memory_limit,
             keep_latest=keep_latest,
-            pinned_memory_limit=pinned_memory_limit,
+            device=device,
         )
 
     @property

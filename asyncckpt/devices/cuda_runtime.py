@@ -134,7 +134,7 @@ class CudaRuntime:
             raise DeviceError(
                 f"{bytes} bytes of host memory could not be pinned",
                 found=f"CUDA error {code}",
-                hint="set pinned_memory_limit of the Saver lower; copies from the device are slower then",
+                hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
             )
 
     def unregister(self, address: int) -> None:

@@ -63,7 +63,7 @@ class LibraryKernels:
             raise DeviceError(
                 f"{bytes} bytes of host memory could not be pinned",
                 found=str(error),
-                hint="set pinned_memory_limit of the Saver lower; copies from the device are slower then",
+                hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
             ) from error
 
     def unregister(self, address: int) -> None:

@@ -16,11 +16,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from asyncckpt.arguments import check_seconds
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
@@ -30,10 +30,11 @@ from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
 from asyncckpt.embcache.report import SparseLoadReport
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.open_errors import close_behind
 from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError
 from asyncckpt.format.names import STEP_MAX
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import BUSY_DEADLINE_S, DeltaPolicy, Durability, HostLevel, OnBusy, SaveKind
+from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, SaveKind
 from asyncckpt.saver import Saver as RankSaver
 
 ON_BUSY = ("raise", "wait", "queue")
@@ -54,6 +55,12 @@ class _OpenFolder:
         return self.future is None or self.future.done()
 
 
+class _ExactModesSaver(RankSaver):
+    """Gives what it makes the modes that RecSDK gives it."""
+
+    _exact_modes = True
+
+
 class Saver:
     """Save and load the multi-level tables of a module, and nothing else of it.
 
@@ -62,8 +69,8 @@ class Saver:
     path_rules          what a path must be like; strict by default
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
-                        saves, "queue"
-    durability, host_memory_limit, host_level, busy_deadline   as for asyncckpt.Saver
+                        saves, "queue"; or a BusyPolicy
+    durability, host_memory_limit, device   as for asyncckpt.Saver
     deltas              when a save holds only rows written since the one before, as for asyncckpt.Saver; every rank
                         has a chain of its own, and may save another kind than the other ones
     keep_latest         how many saves to keep; one rank only, for ranks do not yet forget together
@@ -81,36 +88,30 @@ class Saver:
         world_size: int | None = None,
         path_rules: PathRules = STRICT,
         parallel: int = 8,
-        on_busy: OnBusy = "raise",
+        on_busy: OnBusy | BusyPolicy = "raise",
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
-        host_level: HostLevel = "auto",
+        device: DeviceOptions = DeviceOptions(),
         deltas: DeltaPolicy | None = None,
         keep_latest: int | None = None,
-        busy_deadline: float = BUSY_DEADLINE_S,
         peers_deadline: float = PEERS_DEADLINE_S,
     ) -> None:
         self._rank, self._world_size = which_rank(rank, world_size)
         if not isinstance(path_rules, PathRules):
             raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
-        if on_busy not in ON_BUSY:
-            raise UsageError("on_busy is wrong", found=on_busy, expected=ON_BUSY)
+        self._busy = BusyPolicy.of(on_busy, actions=ON_BUSY)
         if keep_latest is not None and self._world_size > 1:
             what = "keep_latest of several ranks could remove the last save that all of them have"
             raise UsageError(what, found=keep_latest, expected=None, hint="remove old steps on all ranks together")
-        if isinstance(peers_deadline, bool) or not isinstance(peers_deadline, (int, float)) or peers_deadline <= 0:
-            raise UsageError("peers_deadline is wrong", found=peers_deadline, expected="seconds above 0")
+        check_seconds("peers_deadline", peers_deadline, above_zero=True)
         self._rules = path_rules
-        self._on_busy: OnBusy = on_busy
-        self._busy_deadline = busy_deadline
         self._options: dict[str, Any] = {
             "parallel": parallel,
             "durability": durability,
             "host_memory_limit": host_memory_limit,
-            "host_level": host_level,
+            "device": device,
             "deltas": deltas,
             "keep_latest": keep_latest,
-            "busy_deadline": busy_deadline,
         }
         self._peers = Peers(self._rank, self._world_size, deadline_s=float(peers_deadline))
         self._open: OrderedDict[Path, _OpenFolder] = OrderedDict()
@@ -143,7 +144,7 @@ class Saver:
         error: Exception | None = None
         result: SaveResult | None = None
         try:
-            result = folder.saver.save(agreed.step, kind=kind, metadata=metadata, on_busy=self._on_busy)
+            result = folder.saver.save(agreed.step, kind=kind, metadata=metadata, on_busy=self._busy)
         except Exception as failure:
             error = failure
         self._peers.vote(f"save step {agreed.step}", error)
@@ -166,7 +167,7 @@ class Saver:
         a load passes over one that is not. Raises as `save`.
         """
         folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
-        folder.future = folder.saver.save_async(agreed.step, kind=kind, metadata=metadata, on_busy=self._on_busy)
+        folder.future = folder.saver.save_async(agreed.step, kind=kind, metadata=metadata, on_busy=self._busy)
         return folder.future
 
     def load(
@@ -234,16 +235,8 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CheckpointError as closing:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # The error that is on its way matters more.
-                error.add_note(f"and closing the Saver raised: {closing}")
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        close_behind(self.close, error, what="closing the Saver raised")
 
     def _begin(
         self, module: nn.Module, path: str | os.PathLike[str], *, step: int | None, save_id: str | None
@@ -287,7 +280,7 @@ class Saver:
         make_folders(target)
         place = target / rank_folder(rank=self._rank, world_size=self._world_size)
         self._rules.check_links(place)
-        saver = RankSaver(path=place, hashtables=saved.tables, on_busy=self._on_busy, exact_modes=True, **self._options)
+        saver = _ExactModesSaver(path=place, hashtables=saved.tables, on_busy=self._busy, **self._options)
         self._open[target] = opened = _OpenFolder(saver=saver, saved=saved)
         return opened
 
@@ -299,15 +292,15 @@ class Saver:
     def _check_not_busy(self) -> None:
         """Find out before the other ranks begin."""
         in_flight = save_lock.in_flight()
-        if self._on_busy == "raise" and in_flight:
+        if self._busy.action == "raise" and in_flight:
             hint = "await it, or give the Saver on_busy='wait' or 'queue'"
             raise SaveInProgressError(f"a {in_flight[0]} is in flight", hint=hint)
 
     def _acquire(self, source: Path, step: int | None) -> Ticket:
         """Take the process's save lock for a whole load, over the folders of all ranks."""
         ticket = Ticket(kind="load", path=source, step=step)
-        on_busy: OnBusy = "raise" if self._on_busy == "raise" else "wait"
-        save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy_deadline)
+        on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
+        save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
         return ticket
 
     def _prepare(

@@ -20,8 +20,8 @@ def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> Host
     found = runtime()
     return HostCopies(
         found,
-        scratch_bytes=options.device_scratch_bytes,
-        streams=options.streams,
+        scratch_bytes=options.device.scratch_bytes,
+        streams=options.device.streams,
         stepped=NO_MEMORY if found is None or stepped is None else stepped.memory(),
     )
 
@@ -31,7 +31,8 @@ def launch(copies: HostCopies, arena: Arena, options: SaveOptions) -> Pending:
     begin, end = copies.targets
     if copies.runtime is None or begin == end:
         return copies.launch()
-    pin(arena, begin - arena.address, end - arena.address, copies.runtime, limit_bytes=options.pinned_memory_limit)
+    limit_bytes = options.device.pinned_memory_limit
+    pin(arena, begin - arena.address, end - arena.address, copies.runtime, limit_bytes=limit_bytes)
     return copies.launch(reachable=[arena.pinned])
 
 

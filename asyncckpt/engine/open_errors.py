@@ -6,9 +6,13 @@ import atexit
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+from asyncckpt.engine.background import check_may_wait
 from asyncckpt.engine.future import CheckpointFuture
+from asyncckpt.errors import DeadlineError
 
 
 class OpenErrors:
@@ -46,6 +50,17 @@ class OpenErrors:
         with self._guard:
             return [future for future in self._futures if not future.done()]
 
+    def wait(self, timeout: float) -> None:
+        """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
+        if self.in_flight():
+            check_may_wait("a save")
+        until = time.monotonic() + timeout
+        for future in self.in_flight():
+            try:
+                future._inner.exception(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
+
     def forget(self) -> None:
         """In a forked child, these are the parent's to wait for and to hear of."""
         self._guard = threading.Lock()
@@ -60,6 +75,17 @@ class OpenErrors:
 
 
 _reporters: set[OpenErrors] = set()
+
+
+def close_behind(close: Callable[[], object], error: BaseException | None, *, what: str) -> None:
+    """Close something at the end of a `with` block. An error that is on its way matters more than one of closing."""
+    try:
+        close()
+    except Exception as closing:
+        if error is None:
+            raise
+        if hasattr(error, "add_note"):
+            error.add_note(f"and {what}: {closing}")
 
 
 def _is_open(future: CheckpointFuture[Any]) -> bool:

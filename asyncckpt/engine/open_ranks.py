@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.arguments import check_int
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
@@ -21,6 +22,7 @@ from asyncckpt.engine.ranks import Ranks
 from asyncckpt.engine.replicas import Replicas
 from asyncckpt.errors import NotFoundError, PeerError, UsageError
 from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.options import RANKS_MAX, RankOptions
 from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
@@ -41,6 +43,8 @@ class Opened:
 def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
     """(index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
     if process_group is None:
+        check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
+        check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
         return shard_index, shard_num
     dist = sys.modules["torch.distributed"]  # Whoever has a group has it.
     index, count = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -56,12 +60,11 @@ def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[i
     return index, count
 
 
-def open_directory(
-    path: Path, *, index: int, count: int, process_group: Any, peer_deadline_s: float, exact_modes: bool
-) -> Opened:
-    """Open it as rank `index` of `count`. Ranks wait for each other at most peer_deadline_s seconds: PeerError."""
+def open_directory(path: Path, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
+    """Open it as rank `index` of `count`. Ranks wait for each other at most the peer_deadline: PeerError."""
     if count == 1:
         return _open_alone(path, exact_modes=exact_modes)
+    process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
     limits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
     over_store = process_group is not None or _is_default_group(index, count)
     join = _join_over_store if over_store else _join_over_files

@@ -51,7 +51,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     size, limit = choice.arena_bytes, target.options.host_memory_limit
     # A save in flight has the arena already; and what does not fit will not be staged.
     to_do = not save_lock.in_flight() and choice.fallback is None
-    layout = choice.regions if target.options.refresh and choice.regions.bytes else None
+    layout = choice.regions if target.options.refreshes and choice.regions.bytes else None
     arena = pool.take_to_prepare(size, layout=layout) if to_do else None
 
     def touch() -> None:
@@ -62,7 +62,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             if target.tables:
                 pool.touch_ahead(arena, size, limit_bytes=limit)
             if found is not None and begin < end:
-                pin(arena, begin, end, found, limit_bytes=target.options.pinned_memory_limit)
+                pin(arena, begin, end, found, limit_bytes=target.options.device.pinned_memory_limit)
         finally:
             pool.release(arena)
 

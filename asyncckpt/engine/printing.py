@@ -72,7 +72,7 @@ def _is_compared(job: SaveJob, table: CapturedTable) -> bool:
     if not table.facts.whole:
         return False
     options = job.target.options
-    return options.audit if table.version is not None else options.deltas is not None
+    return options.debug.audit if table.version is not None else options.deltas is not None
 
 
 def _missed(ids: I64, table: str) -> tuple[int, ...]:

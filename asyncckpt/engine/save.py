@@ -29,7 +29,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import SAVE_DEADLINE_S, OnBusy, SaveKind
+from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.snapshot.capture import capture
 from asyncckpt.snapshot.table_capture import TableCapture
 from asyncckpt.staging.pool import pool
@@ -41,7 +41,7 @@ def start_save(
     step: int | None,
     kind: SaveKind,
     metadata: Mapping[str, Any] | None,
-    on_busy: OnBusy,
+    busy: BusyPolicy,
     staged: bool,
     call: int | None = None,
 ) -> SaveFuture:
@@ -56,13 +56,15 @@ def start_save(
         check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
-    if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=target.options.busy_deadline_s):
+    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline):
         if call is not None:
             tell_skipped(target, call)
         return _skipped(target, step, begun)
     try:
         ticket.step = step = _resolve_step(target, step, ticket)
-        job = _begin(target, ticket, step, kind, encoded, staged=staged, begun=begun, call=call)
+        job = _begin(
+            target, ticket, step, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
+        )
     except BaseException as error:
         save_lock.release(ticket)
         ours = as_ours(error, step)
@@ -104,6 +106,7 @@ def _begin(
     metadata: Json,
     *,
     staged: bool,
+    deadline_s: float,
     begun: float,
     call: int | None,
 ) -> SaveJob:
@@ -112,7 +115,7 @@ def _begin(
     tree = cut.flat.tree
     snapshot: Staged | None = None
     try:
-        choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.audit)
+        choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
         if staged:
             stage = choose_stage(target, cut, choice, share)
         else:
@@ -122,10 +125,10 @@ def _begin(
             check_may_wait("a save that does not fit the memory limit")
             warn_of_fallback(stage.fallback, stacklevel=5)
         if staged and stage.fallback is None:
-            snapshot = _capture(target, stage, choice, cut)
+            snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()
         else:  # The background reads what this thread has queued for its devices.
-            wait_for(cut.tensors(), streams=options.streams)
+            wait_for(cut.tensors(), streams=options.device.streams)
     except BaseException:
         if snapshot is not None:
             snapshot.give_back()
@@ -159,12 +162,12 @@ def _begin(
     )
 
 
-def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -> Staged:
+def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:
     options = target.options
-    layout = stage.regions if choice.base is None and options.refresh and stage.regions.bytes else None
+    layout = stage.regions if choice.base is None and options.refreshes and stage.regions.bytes else None
     arena = pool.acquire(
         stage.arena_bytes,
-        deadline_s=options.busy_deadline_s,
+        deadline_s=deadline_s,
         limit_bytes=options.host_memory_limit,
         layout=layout,
         before_wait=lambda: check_may_wait("a staging arena"),
@@ -182,7 +185,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
                 held=held.get(region.name),
                 address=arena.address,
                 image=image,
-                compare=options.device_prints and layout is not None,
+                compare=options.device.prints and layout is not None,
             )
             for region in stage.regions.tables
         ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from asyncckpt.engine.future import CheckpointFuture
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.model.result import SaveResult, SaverStatistics
+from asyncckpt.staging.pool import pool
 
 
 class SaveCounts:
@@ -15,20 +16,31 @@ class SaveCounts:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self.statistics = SaverStatistics()
+        self._counted = SaverStatistics()
+
+    def now(self, *, plans_made_count: int) -> SaverStatistics:
+        """What was counted so far, with the plans made and the arenas of the process."""
+        arenas = pool.statistics()
+        return replace(
+            self._counted,
+            plans_made_count=plans_made_count,
+            arenas_count=arenas.arenas_count,
+            arena_bytes=arenas.touched_bytes,
+            arena_touches_count=arenas.touches_count,
+        )
 
     def add(self, future: CheckpointFuture[SaveResult]) -> None:
         """Count the outcome of a save that is done."""
         error = future._inner.exception()
         with self._guard:
-            counted = self.statistics
+            counted = self._counted
             if error is not None:
                 cancelled = isinstance(error, SaveCancelledError)
                 field = "cancelled_count" if cancelled else "failed_count"
-                self.statistics = replace(counted, **{field: getattr(counted, field) + 1})
+                self._counted = replace(counted, **{field: getattr(counted, field) + 1})
                 return
             result = future._inner.result()
-            self.statistics = replace(
+            self._counted = replace(
                 counted,
                 saves_count=counted.saves_count + (not result.skipped),
                 skipped_count=counted.skipped_count + result.skipped,

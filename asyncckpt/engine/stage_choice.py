@@ -51,7 +51,7 @@ class StageChoice:
 
 def choose_stage(target: SaveTarget, cut: Cut, choice: Choice, share: Share) -> StageChoice:
     """Choose for a save that would rather not block."""
-    host_level = target.options.host_level
+    host_level = target.options.device.host_level
     some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
     left_open: list[str] = []
     if host_level != "copy" and target.filter_func is identity and not target.filters:

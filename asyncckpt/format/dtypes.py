@@ -89,7 +89,7 @@ def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
         raise UnsupportedError(
             f"tensor {owner!r} cannot be saved",
             found=str(dtype),
-            expected="one of asyncckpt.supported_dtypes()",
+            expected="one of asyncckpt.checkpoints.supported_dtypes()",
             hint="dequantize it, or store it as a view of a plain dtype",
         )
     return entry

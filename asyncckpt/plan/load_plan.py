@@ -145,7 +145,7 @@ def _check_readable(contents: Contents, step: int) -> None:
         raise UnsupportedError(
             f"tensor {name!r} of step {step} has a dtype that this version cannot read",
             found=dtype,
-            expected="one of asyncckpt.supported_dtypes()",
+            expected="one of asyncckpt.checkpoints.supported_dtypes()",
             hint="strict=False loads the other ones",
         )
 

@@ -101,7 +101,7 @@ def _lock_file(root: Directory, name: str) -> int:
             raise ConflictError(
                 f"directory {str(root.path)!r} is being written by another process",
                 found=holder,
-                hint="close its Saver, or save elsewhere; ranks of one job save together with process_group=",
+                hint="close its Saver, or save elsewhere; ranks of one job save together, see RankOptions",
             ) from error
         raise io_failed(f"directory {str(root.path)!r} cannot be locked", error) from error
     _write_record(fd)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability
+from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability, RankOptions
 from asyncckpt.saver import Saver
 from asyncckpt.strategies.job_ranks import ranks_of
 from asyncckpt.strategies.layout import writing_path
@@ -38,8 +38,7 @@ def begin_save(
         path=writing_path(checkpoint_dir, name),
         parallel=parallel,
         tensors=state,
-        process_group=process_group,
-        peer_deadline=peer_deadline,
+        ranks=RankOptions(process_group, peer_deadline),
         keep_latest=1,
         on_busy="queue",
         durability=durability,

@@ -17,7 +17,7 @@ class SchemaTests(TableCase):
 
     def test_table_has_the_protocol(self) -> None:
         table = self.make_table()
-        assert isinstance(table, Table), f"{type(table).__name__} lacks a member of asyncckpt.Table"
+        assert isinstance(table, Table), f"{type(table).__name__} lacks a member of asyncckpt.table.Table"
         assert isinstance(table.name, str)
         assert table.name
         index, count = table.shard

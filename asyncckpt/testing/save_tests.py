@@ -13,7 +13,7 @@ from asyncckpt.errors import CorruptError, FilterError
 from asyncckpt.loader import Loader
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
-from asyncckpt.options import HostLevel
+from asyncckpt.options import DeviceOptions, HostLevel
 from asyncckpt.testing.case import NAME, STEPS, THREAD_S_MAX, TableCase, damage, in_thread, load, saver, skip
 from asyncckpt.testing.image import Image
 
@@ -27,7 +27,7 @@ class SaveTests(TableCase):
     def test_save_async_holds_the_table_of_the_call(self, tmp_path: Path, host_level: HostLevel) -> None:
         """Training goes on at once, in this thread."""
         table = self.trained()
-        with saver(table, tmp_path, host_level=host_level) as saving:
+        with saver(table, tmp_path, device=DeviceOptions(host_level=host_level)) as saving:
             expected = self.image(table)
             future = saving.save_async(1)
             in_thread(lambda: self.train_steps(table, range(STEPS, STEPS + 6)))
@@ -57,7 +57,7 @@ class SaveTests(TableCase):
         """Saves are queued: a cut begins while another one still holds rows as they were."""
         table = self.make_table()
         images: dict[int, Image] = {}
-        with saver(table, tmp_path, host_level=host_level, on_busy="queue") as saving:
+        with saver(table, tmp_path, device=DeviceOptions(host_level=host_level), on_busy="queue") as saving:
             for step in range(1, 5):
                 in_thread(partial(self.train, table, step, 3))
                 images[step] = self.image(table)
@@ -69,7 +69,7 @@ class SaveTests(TableCase):
     def test_a_save_changes_nothing(self, tmp_path: Path, host_level: HostLevel) -> None:
         table = self.trained()
         expected, inside = self.image(table), self.inside(table)
-        with saver(table, tmp_path, host_level=host_level) as saving:
+        with saver(table, tmp_path, device=DeviceOptions(host_level=host_level)) as saving:
             saving.save_async(1).result(THREAD_S_MAX)
             saving.save(2)
         self.assert_holds(table, expected, what="the table after saves")
@@ -78,7 +78,7 @@ class SaveTests(TableCase):
     @pytest.mark.parametrize("host_level", ["copy", "first_touch"])
     def test_training_with_saves_equals_training_without(self, tmp_path: Path, host_level: HostLevel) -> None:
         plain, saved = self.trained(), self.trained()
-        with saver(saved, tmp_path, host_level=host_level) as saving:
+        with saver(saved, tmp_path, device=DeviceOptions(host_level=host_level)) as saving:
             for step in range(STEPS, STEPS + 4):
                 saving.save_async(step, on_busy="wait")
                 self.train(plain, step, 1)

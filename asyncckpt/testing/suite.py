@@ -18,4 +18,4 @@ from asyncckpt.testing.save_tests import LoadTests, SaveTests
 
 
 class TableSuite(SchemaTests, CutTests, SaveTests, LoadTests, LevelTests, MarkTests):
-    """The contract of asyncckpt.Table, Saver and Loader for one kind of table; subclass it with the hooks."""
+    """The contract of asyncckpt.table.Table, Saver and Loader for one kind of table; subclass it with the hooks."""

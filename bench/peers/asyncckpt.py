@@ -26,7 +26,10 @@ class Asyncckpt:
         self._directory = directory
         # All peers copy everything at every save; what is gained where few rows change: python -m bench touched.
         self._saver = asyncckpt.Saver(
-            path=str(directory), hashtables=state.hashtables(), tensors=state.plain_tensors(), refresh=False
+            path=str(directory),
+            hashtables=state.hashtables(),
+            tensors=state.plain_tensors(),
+            debug=asyncckpt.DebugOptions(refresh=False),
         )
 
     def prepare(self) -> None:

@@ -45,7 +45,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_has_the_protocols() -> None:
     table = Rows(5, 9).table
-    assert isinstance(table, asyncckpt.Table)
+    assert isinstance(table, asyncckpt.table.Table)
     assert isinstance(table, OwnsIds)
     assert (table.name, table.shard, len(table), table.first_id) == ("t1", (0, 1), 4, 5)
     assert repr(table) == "FixedTable('t1', ids [5, 9))"

@@ -99,7 +99,7 @@ def test_wrappers_are_no_part_of_a_path() -> None:
 
 @pytest.mark.usefixtures("own_registry")
 def test_two_tables_of_one_name_are_refused() -> None:
-    def same_name(module: nn.Module, name: str) -> dict[str, asyncckpt.Table]:
+    def same_name(module: nn.Module, name: str) -> dict[str, asyncckpt.table.Table]:
         return {"t1": asyncckpt.HashTable("t1", 2)}
 
     register_adapter(Node, same_name)

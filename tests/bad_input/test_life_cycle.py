@@ -22,7 +22,7 @@ from asyncckpt.engine import save_job
 from asyncckpt.storage.directory import Directory
 
 DEADLINE_S = 60
-UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.FilterError, asyncckpt.DeadlineError
+UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
 
 
@@ -364,7 +364,9 @@ def test_case_112_every_policy_while_one_is_in_flight(tmp_path: Path, gate: Gate
 def test_case_112_queue_is_bounded(tmp_path: Path, gate: Gate) -> None:
     """Two arenas, so one save in flight and one behind it; a third waits for an arena, and not for ever."""
     state = {"x": torch.ones(3)}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=gate, on_busy="queue", busy_deadline=0.05) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors=state, filter_func=gate, on_busy=asyncckpt.BusyPolicy("queue", deadline=0.05)
+    ) as saver:
         futures = [saver.save_async(step) for step in range(2)]
         with pytest.raises(DeadlineError, match=r"no staging arena became free within 0\.05 s"):
             saver.save_async(2)
@@ -454,7 +456,7 @@ def test_case_113_writer_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, e
 def test_case_113_unasked_error_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
     saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=failing)
     saver.save_async(0)
-    saver._wait_in_flight(DEADLINE_S)
+    saver._errors.wait(DEADLINE_S)
     with pytest.raises(FilterError, match="my reason"):
         saver.save_async(1)
     saver.save_async(2)
@@ -558,11 +560,11 @@ def test_case_117_waits_end_and_name_what_they_waited_for(tmp_path: Path, saver:
         saver.wait_idle(0.01)
     with pytest.raises(TimeoutError):  # A DeadlineError is one.
         future.result(0)
-    with asyncckpt.Saver(path=tmp_path, busy_deadline=0.01, on_busy="wait") as other:
+    with asyncckpt.Saver(path=tmp_path, on_busy=asyncckpt.BusyPolicy("wait", deadline=0.01)) as other:
         for call in (other.save_async, other.save):
             with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
                 call()
-    loader = asyncckpt.Loader(tmp_path, on_busy="wait", busy_deadline=0.01)
+    loader = asyncckpt.Loader(tmp_path, on_busy=asyncckpt.BusyPolicy("wait", deadline=0.01))
     for call in (loader.load, loader.load_async):
         with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
             call()

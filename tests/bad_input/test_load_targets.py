@@ -438,7 +438,7 @@ def test_case_105_steps_end_at_twelve_digits(tmp_path: Path) -> None:
     [
         {"parallel": 0}, {"parallel": 1000}, {"parallel": "8"}, {"parallel": True},
         {"verify": "after"}, {"on_busy": "skip"},
-        {"busy_deadline": -1}, {"busy_deadline": float("inf")}, {"busy_deadline": float("nan")}, {"busy_deadline": "1"},
+        {"on_busy": asyncckpt.BusyPolicy("skip")}, {"on_busy": asyncckpt.BusyPolicy("queue")}, {"ranks": None},
         {"hashtables": []}, {"hashtables": {"t": torch.ones(1)}}, {"hashtables": {"a@b": None}}, {"tensors": 5},
     ],
     ids=str,
@@ -452,7 +452,7 @@ def test_loader_options_of_wrong_kind(tmp_path: Path, options: dict[str, Any]) -
     "options",
     [
         {"parallel": 0}, {"parallel": 1000}, {"parallel": 2.0}, {"on_busy": "wait!"}, {"durability": "maybe"},
-        {"busy_deadline": -1}, {"busy_deadline": float("inf")}, {"busy_deadline": float("nan")}, {"busy_deadline": "1"},
+        {"deltas": 5}, {"device": None}, {"ranks": {}}, {"debug": True}, {"on_busy": 5},
         {"host_memory_limit": -1}, {"host_memory_limit": 1.5}, {"keep_latest": 0}, {"keep_latest": True},
         {"filter_func": None}, {"hashtables": []}, {"hashtables": {"t": torch.ones(1)}}, {"tensors": 5},
         {"shard_num": 0}, {"shard_index": 1}, {"shard_index": -1}, {"shard_num": "2"},

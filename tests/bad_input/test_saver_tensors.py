@@ -17,7 +17,7 @@ import asyncckpt
 from asyncckpt.staging.pool import pool
 
 UsageError, UnsupportedError = asyncckpt.UsageError, asyncckpt.UnsupportedError
-IOFailedError, FilterError = asyncckpt.IOFailedError, asyncckpt.FilterError
+IOFailedError, FilterError = asyncckpt.IOFailedError, asyncckpt.errors.FilterError
 
 Save = Callable[..., asyncckpt.SaveResult]
 
@@ -208,7 +208,7 @@ def test_case_086_087_every_dtype_of_torch(save: Save, tmp_path: Path, dtype: to
         tensor = raw.view(dtype)
     except (RuntimeError, TypeError) as error:
         pytest.skip(f"torch makes no tensor of {dtype}: {error}")
-    if dtype in asyncckpt.supported_dtypes():
+    if dtype in asyncckpt.checkpoints.supported_dtypes():
         assert_round_trip(save, tmp_path, x=tensor)
         return
     with pytest.raises(UnsupportedError, match=f"'x' cannot be saved.*{dtype}.*supported_dtypes"):
@@ -217,7 +217,7 @@ def test_case_086_087_every_dtype_of_torch(save: Save, tmp_path: Path, dtype: to
 
 
 def test_case_086_supported_dtypes_are_those_that_models_use() -> None:
-    names = {str(dtype).removeprefix("torch.") for dtype in asyncckpt.supported_dtypes()}
+    names = {str(dtype).removeprefix("torch.") for dtype in asyncckpt.checkpoints.supported_dtypes()}
     assert names >= {
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
         "uint64", "bool", "complex64", "complex128", "complex32", "float8_e4m3fn", "float8_e5m2",

@@ -36,7 +36,7 @@ def rich_state(seed: int = 0) -> dict[str, Any]:
     """Every supported dtype, shapes without elements or dimensions, views that are not contiguous, nested values."""
     generator = torch.Generator().manual_seed(seed)
     dtypes = {}
-    for dtype in asyncckpt.supported_dtypes():
+    for dtype in asyncckpt.checkpoints.supported_dtypes():
         if dtype.itemsize and "float4" not in str(dtype) and "bits" not in str(dtype):
             count = 2 * dtype.itemsize
             raw = torch.randint(0, 2, (3, count), generator=generator, dtype=torch.uint8)

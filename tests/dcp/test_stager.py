@@ -22,7 +22,7 @@ from tests.simulated_device import SimulatedRuntime
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 HAS_ASYNC_STAGING = hasattr(dcp.state_dict_saver, "AsyncSaveResponse")
 needs_async_staging = pytest.mark.skipif(not HAS_ASYNC_STAGING, reason="DCP has no asynchronous staging")
-LIMITS = [{}, {"host_memory_limit": 0}, {"pinned_memory_limit": 0}]
+LIMITS = [{}, {"host_memory_limit": 0}, {"device": asyncckpt.DeviceOptions(pinned_memory_limit=0)}]
 SEEDS = range(3)
 WAIT_S = 60
 
@@ -115,7 +115,10 @@ def test_a_staged_state_is_complete(runtime: SimulatedRuntime, limits: dict[str,
 @needs_async_staging
 @pytest.mark.parametrize("scratch", [0, 100_000, 1 << 20])
 def test_async_staging_leaves_the_waiting_to_the_future(runtime: SimulatedRuntime, scratch: int) -> None:
-    live, stager = Live(runtime), AsyncStager(use_async_staging=True, device_scratch_bytes=scratch)
+    live, stager = (
+        Live(runtime),
+        AsyncStager(use_async_staging=True, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)),
+    )
     for _ in range(2):
         live.train()
         expected = image_of(live.expected())
@@ -201,9 +204,7 @@ def test_a_capture_is_refused_and_nothing_is_held() -> None:
         assert AsyncStager().stage({"x": tensor})["x"].tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"host_memory_limit": -1}, {"pinned_memory_limit": 1.5}, {"device_scratch_bytes": None}], ids=str
-)
+@pytest.mark.parametrize("wrong", [{"host_memory_limit": -1}, {"device": 1 << 20}, {"device": None}], ids=str)
 def test_wrong_options_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(asyncckpt.UsageError, match=next(iter(wrong))):
         AsyncStager(**wrong)

@@ -76,8 +76,8 @@ class SavesWorld:
             tensors={"dense": self.dense, "progress": _Progress(self)},
             deltas=POLICY,
             keep_latest=keep_latest,
-            host_level=host_level,
-            refresh=refresh,
+            device=asyncckpt.DeviceOptions(host_level=host_level),
+            debug=asyncckpt.DebugOptions(refresh=refresh),
             filters=[FILTERS[name] for name in filters],
         )
 

@@ -222,7 +222,7 @@ def test_only_written_rows_are_copied(tmp_path: Path) -> None:
 
 
 def test_all_rows_are_copied_without_refresh(tmp_path: Path) -> None:
-    results = full_saves(tmp_path, shares=[0, 0.01], refresh=False)
+    results = full_saves(tmp_path, shares=[0, 0.01], debug=asyncckpt.DebugOptions(refresh=False))
     assert [result.rows_copied for result in results] == [ROWS_COUNT, ROWS_COUNT]
 
 

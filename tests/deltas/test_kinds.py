@@ -266,7 +266,7 @@ def test_a_user_filter_that_renames_later_is_refused(tmp_path: Path) -> None:
     with Saver(path=tmp_path, hashtables={"user": table}, filter_func=renamed, deltas=ALWAYS) as saver:
         save(saver, 1)
         table.remove(torch.tensor([7]))
-        with pytest.raises(asyncckpt.FilterError, match="another name"):
+        with pytest.raises(asyncckpt.errors.FilterError, match="another name"):
             save(saver, 2)
     assert asyncckpt.list_steps(tmp_path) == [1]
 
@@ -309,7 +309,7 @@ def test_a_predicate_that_writes_to_its_rows_changes_nothing(tmp_path: Path) -> 
 
 def test_a_fence_that_raises_keeps_no_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = filled_table()
-    with Saver(path=tmp_path, hashtables={"user": table}, busy_deadline=5.0) as saver:
+    with Saver(path=tmp_path, hashtables={"user": table}, on_busy=asyncckpt.BusyPolicy("raise", deadline=5.0)) as saver:
         save(saver, 1)
         with monkeypatch.context() as broken:
             from asyncckpt.tables.cut import HashTableCut

@@ -25,7 +25,7 @@ class WithoutMarks:
         self.name, self.shard = table.name, table.shard
         self.schema, self.begin_load = table.schema, table.begin_load
 
-    def begin_cut(self) -> asyncckpt.TableCut:
+    def begin_cut(self) -> asyncckpt.table.TableCut:
         cut = self.inner.begin_cut()
 
         class Plain:
@@ -97,7 +97,9 @@ def test_an_audit_finds_the_rows_whose_mark_is_missing(
     tmp_path: Path, kind: asyncckpt.options.SaveKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = filled_table()
-    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS, audit=True) as saver:
+    with Saver(
+        path=tmp_path, hashtables={"user": table}, deltas=ALWAYS, debug=asyncckpt.DebugOptions(audit=True)
+    ) as saver:
         save(saver, 1)
         write(table, torch.tensor([5]), 2.0)
         result = save(saver, 2, kind=kind)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt import Column, CutVersion, HashTable, Role, TableSchema
+from asyncckpt import HashTable
+from asyncckpt.table import Column, CutVersion, Role, TableSchema
 from asyncckpt.tables.touched_rows import TouchedRows
 from tests.simulated_device import SimulatedRuntime
 

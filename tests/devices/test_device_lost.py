@@ -52,7 +52,9 @@ def saving(
     runtime = SimulatedRuntime(2, seed=1, kernels=kernels)
     with runtime.installed():
         state, values = new_state(runtime)
-        with asyncckpt.Saver(path=path, tensors=state, device_scratch_bytes=scratch_bytes, durability="none") as saver:
+        with asyncckpt.Saver(
+            path=path, tensors=state, device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes), durability="none"
+        ) as saver:
             saver.save_async(1).result(30)
             runtime.schedule.run_all()
             yield runtime, saver, values
@@ -159,7 +161,9 @@ def test_without_pinned_memory(kernels: KernelsChoice, scratch_bytes: int, tmp_p
     with runtime.installed():
         runtime.refuses_to_pin = True
         state, values = new_state(runtime)
-        with asyncckpt.Saver(path=tmp_path, tensors=state, device_scratch_bytes=scratch_bytes) as saver:
+        with asyncckpt.Saver(
+            path=tmp_path, tensors=state, device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes)
+        ) as saver:
             future = saver.save_async(1)
             for name, tensor in state.items():
                 if name != "host":

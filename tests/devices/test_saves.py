@@ -88,7 +88,7 @@ def test_a_save_within_the_capture_of_a_graph_is_refused(runtime: SimulatedRunti
 
 def test_wait_staged_lets_any_stream_change_the_state(runtime: SimulatedRuntime, tmp_path: Path) -> None:
     state, values = new_state(runtime)
-    with asyncckpt.Saver(path=tmp_path, tensors=state, device_scratch_bytes=1000) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=state, device=asyncckpt.DeviceOptions(scratch_bytes=1000)) as saver:
         future = saver.save_async(1)
         future.wait_staged(30)
         for device in (0, 1):
@@ -144,7 +144,12 @@ def test_a_blocking_save_follows_all_streams(runtime: SimulatedRuntime, tmp_path
     known.weight = 1e-6
     runtime.schedule.needed_share = 1.0
     filters = {"filter_func": lambda blocks: [block.replace(data=block.data + 0) for block in blocks]}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, streams=[known], **(filters if is_filtered else {})) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path,
+        tensors=state,
+        device=asyncckpt.DeviceOptions(streams=[known]),
+        **(filters if is_filtered else {}),
+    ) as saver:
         runtime.hold_back(known, runtime.record(runtime.current_stream(0)))
         with runtime.on(known):
             state["first"].fill_(5)
@@ -181,7 +186,9 @@ def test_periodic_saves_hold_their_cuts(runtime: SimulatedRuntime, tmp_path: Pat
 
 def test_pinned_memory_limit_is_kept(runtime: SimulatedRuntime, tmp_path: Path) -> None:
     state, values = new_state(runtime)
-    with asyncckpt.Saver(path=tmp_path, tensors=state, pinned_memory_limit=4096) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors=state, device=asyncckpt.DeviceOptions(pinned_memory_limit=4096)
+    ) as saver:
         future = saver.save_async(1)
         overwrite(state)
         assert runtime.registered == {}
@@ -206,7 +213,9 @@ def saved_before_a_step(seed: int, path: Path) -> list[str]:
     with runtime.installed():
         state, optimizer, values = stepped_state(runtime)
         with asyncckpt.Saver(
-            path=path, tensors=state, optimizers=[optimizer], device_scratch_bytes=[0, 500, 5000][seed % 3]
+            path=path,
+            tensors=state,
+            device=asyncckpt.DeviceOptions(optimizers=[optimizer], scratch_bytes=[0, 500, 5000][seed % 3]),
         ) as saver:
             with runtime.schedule.busy():
                 future = saver.save_async(1)
@@ -236,7 +245,9 @@ def test_more_than_a_stepped_tensor_is_waited_for_at_once(tmp_path: Path) -> Non
         values = {name: runtime.read(tensor) for name, tensor in state.items()}
         runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0
         optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=False)
-        with asyncckpt.Saver(path=tmp_path, tensors=state, optimizers=[optimizer]) as saver:
+        with asyncckpt.Saver(
+            path=tmp_path, tensors=state, device=asyncckpt.DeviceOptions(optimizers=[optimizer])
+        ) as saver:
             with runtime.schedule.busy():
                 future = saver.save_async(1)
                 flat[192:].fill_(99)
@@ -250,7 +261,7 @@ def test_forward_does_not_wait_for_what_only_steps_change(tmp_path: Path) -> Non
     runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0
     with runtime.installed():
         state, optimizer, _ = stepped_state(runtime)
-        saver = asyncckpt.Saver(path=tmp_path, tensors=state, optimizers=[optimizer])
+        saver = asyncckpt.Saver(path=tmp_path, tensors=state, device=asyncckpt.DeviceOptions(optimizers=[optimizer]))
         with saver, runtime.schedule.busy():
             saver.save_async(1)
             main, side = runtime.current_stream(0), runtime.side_stream(0)

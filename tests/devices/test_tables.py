@@ -62,9 +62,11 @@ def wrong_steps(storage: object, cache: object, seed: int, path: Path) -> list[i
             tensors={"dense": runtime.new_tensor((7,), torch.float32)},
             on_busy="queue",
             durability="none",
-            device_scratch_bytes=choices.choice([0, 600, 3000, 1 << 20]),
-            pinned_memory_limit=choices.choice([None, None, 0]),
-            device_prints=choices.random() < 0.5,
+            device=asyncckpt.DeviceOptions(
+                scratch_bytes=choices.choice([0, 600, 3000, 1 << 20]),
+                pinned_memory_limit=choices.choice([None, None, 0]),
+                prints=choices.random() < 0.5,
+            ),
             filters=[asyncckpt.filters.skip_zero_rows("table@sum")] if choices.random() < 0.2 else [],
         )
         with saver:
@@ -120,7 +122,10 @@ def test_touched_rows_of_a_fixed_table(kernels: KernelsChoice, scratch_bytes: in
         table.track()
         twin, cuts, copied = torch.zeros(200, 16), [], []
         with asyncckpt.Saver(
-            path=tmp_path, hashtables={"rows": table}, device_scratch_bytes=scratch_bytes, durability="none"
+            path=tmp_path,
+            hashtables={"rows": table},
+            device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes),
+            durability="none",
         ) as saver:
             for step in range(4):
                 cuts.append(twin.clone())
@@ -164,8 +169,7 @@ def test_compared_rows_of_a_fixed_table(
             hashtables={"rows": FixedTable("rows", lambda: live)},
             on_busy="queue",
             durability="none",
-            device_prints=True,
-            device_scratch_bytes=choices.choice([0, 1 << 20]),
+            device=asyncckpt.DeviceOptions(prints=True, scratch_bytes=choices.choice([0, 1 << 20])),
         ) as saver:
             for step in range(6):
                 cuts.append({name: twin.clone() for name, twin in twins.items()})

@@ -79,9 +79,11 @@ def new_run(runtime: SimulatedRuntime, seed: int, path: Path) -> Run:
         tensors=trainer.state,
         on_busy="queue",
         durability="none",
-        device_scratch_bytes=choices.choice([0, 700, 5000, 100_000, 1 << 30]),
-        pinned_memory_limit=choices.choice([None, None, 0]),
-        streams=trainer.known,
+        device=asyncckpt.DeviceOptions(
+            scratch_bytes=choices.choice([0, 700, 5000, 100_000, 1 << 30]),
+            pinned_memory_limit=choices.choice([None, None, 0]),
+            streams=trainer.known,
+        ),
     )
     return Run(runtime, trainer, saver, choices)
 

@@ -197,7 +197,7 @@ def nested_state() -> dict[str, Any]:
     return {
         "model": model,
         "optim": optimizer,
-        "dtypes": {str(dtype): some_tensor(dtype) for dtype in asyncckpt.supported_dtypes()},
+        "dtypes": {str(dtype): some_tensor(dtype) for dtype in asyncckpt.checkpoints.supported_dtypes()},
         "scalar": torch.tensor(1.5 + 2j, dtype=torch.complex128),
         "empty": torch.empty(0, 7),
         "array": np.arange(6, dtype=np.int16).reshape(2, 3),
@@ -386,7 +386,7 @@ def test_format_page_names_every_member_and_dtype(tmp_path: Path, monkeypatch: p
         parts = ("files", "tables", "blocks", "parents")
         members |= set().union(*(item for part in parts for item in manifest[part]), manifest["requires"])
     members |= {"replaces", "filters", "compacted", "others", "column_begins", "ranks", "boxes"}
-    members |= {str(dtype).removeprefix("torch.") for dtype in asyncckpt.supported_dtypes()}
+    members |= {str(dtype).removeprefix("torch.") for dtype in asyncckpt.checkpoints.supported_dtypes()}
     page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
     assert {name for name in members if f"`{name}`" not in page} == set()
 

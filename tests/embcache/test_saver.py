@@ -90,7 +90,7 @@ def test_deltas_hold_what_was_trained_since(path: Path) -> None:
 @pytest.mark.parametrize("host_level", ["copy", "first_touch"])
 def test_training_goes_on_during_a_save(path: Path, host_level: Any) -> None:
     net = Net().trained(range(6))
-    with Saver(rank=0, host_level=host_level) as saver:
+    with Saver(rank=0, device=asyncckpt.DeviceOptions(host_level=host_level)) as saver:
         future = saver.save_async(net, path)
         at_the_cut = None
         undisturbed = image(Net().trained(range(6)))

@@ -195,7 +195,7 @@ def run(spec: RunSpec, path: Path) -> list[str]:
             hashtables={"t": training.cached.table},
             durability="none",
             on_busy="wait",
-            host_level=spec.host_level,
+            device=asyncckpt.DeviceOptions(host_level=spec.host_level),
         )
         with saver:
             random = np.random.default_rng(spec.seed + 1)

@@ -73,7 +73,9 @@ def test_only_rows_that_differ_are_copied(
         trained = Trained(runtime, seed)
         expected, written = {}, [0, 1, 17, 299, 3]
         with asyncckpt.Saver(
-            path=tmp_path, hashtables={"t": trained.table}, device_prints=True, device_scratch_bytes=scratch_bytes
+            path=tmp_path,
+            hashtables={"t": trained.table},
+            device=asyncckpt.DeviceOptions(prints=True, scratch_bytes=scratch_bytes),
         ) as saver:
             for step, count in enumerate(written):
                 trained.write(count)
@@ -95,7 +97,7 @@ def test_two_arenas_know_their_own_rows(tmp_path: Path) -> None:
         trained = Trained(runtime, 1)
         expected = []
         with asyncckpt.Saver(
-            path=tmp_path, hashtables={"t": trained.table}, device_prints=True, on_busy="queue"
+            path=tmp_path, hashtables={"t": trained.table}, device=asyncckpt.DeviceOptions(prints=True), on_busy="queue"
         ) as saver:
             for step in range(8):
                 trained.write(10)
@@ -110,8 +112,8 @@ def test_two_arenas_know_their_own_rows(tmp_path: Path) -> None:
     ("kernels", "options"),
     [
         ("library", {}),
-        ("torch", {"device_prints": True}),
-        ("library", {"device_prints": True, "pinned_memory_limit": 0}),
+        ("torch", {"device": asyncckpt.DeviceOptions(prints=True)}),
+        ("library", {"device": asyncckpt.DeviceOptions(prints=True, pinned_memory_limit=0)}),
     ],
     ids=["not asked for", "kernels that cannot compare", "memory that kernels cannot write to"],
 )

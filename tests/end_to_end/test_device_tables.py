@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt import DebugOptions, DeviceOptions
 from asyncckpt.adapters.fbgemm_cache import CachedTable
 from asyncckpt.devices.host_copies import DeviceCopies
 from asyncckpt.snapshot import table_capture
@@ -98,13 +99,13 @@ def trained_and_saved(
 
 WAYS: dict[str, dict[str, Any]] = {
     "straight": {},
-    "by scratch": {"device_scratch_bytes": 1 << 30},
-    "partly by scratch": {"device_scratch_bytes": 9000},
-    "pageable": {"pinned_memory_limit": 0},
-    "kernels of torch": {"kernels": "torch", "device_scratch_bytes": 9000},
-    "not refreshed": {"refresh": False},
+    "by scratch": {"device": DeviceOptions(scratch_bytes=1 << 30)},
+    "partly by scratch": {"device": DeviceOptions(scratch_bytes=9000)},
+    "pageable": {"device": DeviceOptions(pinned_memory_limit=0)},
+    "kernels of torch": {"kernels": "torch", "device": DeviceOptions(scratch_bytes=9000)},
+    "not refreshed": {"debug": DebugOptions(refresh=False)},
     "deltas": {"deltas": asyncckpt.DeltaPolicy(deltas_max=4)},
-    "first touch": {"host_level": "first_touch"},
+    "first touch": {"device": DeviceOptions(host_level="first_touch")},
     "filtered": {"filter_func": lambda blocks: list(blocks)},
     "blocking": {"blocking": True},
     "no memory": {"host_memory_limit": 0},
@@ -212,7 +213,9 @@ def placed(runtime: SimulatedRuntime, place: str, values: torch.Tensor) -> torch
     return runtime.new_tensor(values.shape, values.dtype, int(place[-1]), values=values)
 
 
-@pytest.mark.parametrize("options", [{}, {"device_scratch_bytes": 500}, {"filter_func": list}, {"blocking": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"device": DeviceOptions(scratch_bytes=500)}, {"filter_func": list}, {"blocking": True}]
+)
 @pytest.mark.parametrize("cached_at", PLACES)
 @pytest.mark.parametrize("stored_at", PLACES)
 def test_cached_rows_win_wherever_they_are(

@@ -168,7 +168,7 @@ def test_errors_of_filters_commit_nothing(tmp_path: Path, kind: str) -> None:
         (filters.cast("nowhere", torch.float16), "not saved"),
     ]
     for rule, message in wrong:
-        with pytest.raises(asyncckpt.FilterError, match=message):
+        with pytest.raises(asyncckpt.errors.FilterError, match=message):
             save(tmp_path, kind, hashtables={"user": table}, filters=[rule])
     assert asyncckpt.list_steps(tmp_path) == []
     save(tmp_path, kind, hashtables={"user": table})
@@ -208,7 +208,7 @@ def test_a_filter_function_goes_before_the_row_filters(tmp_path: Path) -> None:
     table = filled()
 
     def no_slots(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
-        return [block for block in blocks if block.role is not asyncckpt.Role.OPTIMIZER]
+        return [block for block in blocks if block.role is not asyncckpt.table.Role.OPTIMIZER]
 
     rules = [filters.keep_rows("user", lambda columns: columns["count"] >= 3), filters.cast("*", torch.float16)]
     save(tmp_path, "async", hashtables={"user": table}, filter_func=no_slots, filters=rules)

@@ -29,11 +29,11 @@ def run(tmp_path: Path) -> Iterator[TrainingRun]:
         yield training
 
 
-def follow(run: TrainingRun, **options: Any) -> asyncckpt.Follower:
+def follow(run: TrainingRun, **options: Any) -> asyncckpt.follower.Follower:
     return asyncckpt.follow(run.path, poll_seconds=POLL_S, **options)
 
 
-def next_of(follower: asyncckpt.Follower) -> asyncio.Future[asyncckpt.Update]:
+def next_of(follower: asyncckpt.follower.Follower) -> asyncio.Future[asyncckpt.follower.Update]:
     """The next update, asked for now."""
     return asyncio.ensure_future(anext(follower))
 
@@ -43,7 +43,7 @@ def small(report: asyncckpt.LoadReport) -> bool:
     return max(report.rows.values()) < 100
 
 
-async def serve(run: TrainingRun, steps: list[int], served: State, follower: asyncckpt.Follower) -> list[bool]:
+async def serve(run: TrainingRun, steps: list[int], served: State, follower: asyncckpt.follower.Follower) -> list[bool]:
     """Load the steps, one after the other, and compare; returns which loads were small."""
     found = []
     for step in steps:

@@ -70,11 +70,11 @@ def test_unasked_error_is_raised_once_by_the_next_save(tmp_path: Path) -> None:
     saver = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(9)}, filter_func=failing)
     saver.save_async(1)
     _settle(saver)
-    with pytest.raises(asyncckpt.FilterError, match="disk on fire"):
+    with pytest.raises(asyncckpt.errors.FilterError, match="disk on fire"):
         saver.save_async(2)
     # Told once: the saver is not poisoned.
     future = saver.save_async(3)
-    with pytest.raises(asyncckpt.FilterError):
+    with pytest.raises(asyncckpt.errors.FilterError):
         future.result(60)
     saver.close()
 
@@ -82,17 +82,17 @@ def test_unasked_error_is_raised_once_by_the_next_save(tmp_path: Path) -> None:
 def test_unasked_error_is_raised_by_close_and_by_wait_idle(tmp_path: Path) -> None:
     saver = asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(9)}, filter_func=failing)
     saver.save_async(1)
-    with pytest.raises(asyncckpt.FilterError):
+    with pytest.raises(asyncckpt.errors.FilterError):
         saver.wait_idle(60)
     saver.save_async(2)
-    with pytest.raises(asyncckpt.FilterError):
+    with pytest.raises(asyncckpt.errors.FilterError):
         saver.close()
     saver.close()
 
 
 def test_asked_error_is_not_raised_again(tmp_path: Path) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(9)}, filter_func=failing) as saver:
-        assert isinstance(saver.save_async(1).exception(60), asyncckpt.FilterError)
+        assert isinstance(saver.save_async(1).exception(60), asyncckpt.errors.FilterError)
         saver.wait_idle(60)
 
 
@@ -170,4 +170,4 @@ def test_use_after_close(tmp_path: Path) -> None:
 
 def _settle(saver: asyncckpt.Saver) -> None:
     """Wait for saves in flight without asking for their outcome."""
-    saver._wait_in_flight(60)
+    saver._errors.wait(60)

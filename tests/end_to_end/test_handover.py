@@ -73,6 +73,6 @@ def test_a_failed_save_gives_it_back(tmp_path: Path) -> None:
         raise ValueError("no")
 
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.zeros(3)}, filter_func=fail) as saver:
-        with pytest.raises(asyncckpt.FilterError):
+        with pytest.raises(asyncckpt.errors.FilterError):
             saver.save_async(1).result(60)
         assert sys.getswitchinterval() == pytest.approx(USUAL_S)

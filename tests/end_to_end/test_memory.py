@@ -79,7 +79,7 @@ def test_failed_save_gives_its_arena_back(tmp_path: Path) -> None:
 
     with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=fail) as saver:
         for step in range(5):
-            with pytest.raises(asyncckpt.FilterError):
+            with pytest.raises(asyncckpt.errors.FilterError):
                 saver.save_async(step).result(60)
         assert saver.statistics().arenas_count <= 2
         assert saver.statistics().failed_count == 5

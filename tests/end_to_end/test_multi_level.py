@@ -79,7 +79,7 @@ def live_bits(table: Any) -> dict[str, bytes]:
 def test_both_ways_bring_out_the_cut(tmp_path: Path, pace: Pace) -> None:
     run = trained()
     for way in ("copy", "first_touch"):
-        with saver_of(run, tmp_path / way, host_level=way) as saver:
+        with saver_of(run, tmp_path / way, device=asyncckpt.DeviceOptions(host_level=way)) as saver:
             expected = contents(run.plain.table)
             future = saver.save_async(1)
             run.step(4)
@@ -123,7 +123,7 @@ def test_blocking_and_filtered_saves_see_the_overlaid_rows(tmp_path: Path) -> No
 
     for name, options, save in (
         ("blocking", {}, "save"),
-        ("filtered", {"filter_func": keep, "host_level": "first_touch"}, "save_async"),
+        ("filtered", {"filter_func": keep, "device": asyncckpt.DeviceOptions(host_level="first_touch")}, "save_async"),
         ("filtered blocking", {"filter_func": keep}, "save"),
     ):
         with saver_of(run, tmp_path / name, **options) as saver:
@@ -141,7 +141,7 @@ def test_other_tables_and_tensors_share_the_checkpoint(tmp_path: Path, pace: Pac
         path=tmp_path,
         hashtables={"t": run.cached.table, "plain": run.plain.table},
         tensors=dense,
-        host_level="first_touch",
+        device=asyncckpt.DeviceOptions(host_level="first_touch"),
     ) as saver:
         expected, weight = contents(run.plain.table), dense["weight"].clone()
         future = saver.save_async(1)
@@ -170,7 +170,7 @@ def read_all(table: asyncckpt.MultiLevelTable) -> Contents:
 def test_loads_into_either_kind_and_other_shards(tmp_path: Path, pace: Pace) -> None:
     run = trained()
     pace.open()
-    with saver_of(run, tmp_path, host_level="first_touch") as saver:
+    with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch")) as saver:
         saver.save_async(1).result(60)
     expected = contents(run.plain.table)
     parts = [loaded(tmp_path, shard=(index, 3)) for index in range(3)]
@@ -193,7 +193,7 @@ def test_the_live_table_is_unchanged_by_a_save(tmp_path: Path, pace: Pace, way: 
         run.cached.table.prefetch(run._batches[ahead])
     before = live_bits(run.cached.table)
     pace.open()
-    with saver_of(run, tmp_path, host_level=way) as saver:
+    with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level=way)) as saver:
         saver.save_async(1).result(60)
         saver.save(2)
     assert live_bits(run.cached.table) == before
@@ -201,7 +201,7 @@ def test_the_live_table_is_unchanged_by_a_save(tmp_path: Path, pace: Pace, way: 
 
 def test_training_with_saves_equals_training_without(tmp_path: Path, pace: Pace) -> None:
     alone, saved = TrainingRun(SPEC), TrainingRun(SPEC)
-    with saver_of(saved, tmp_path, host_level="first_touch", on_busy="wait") as saver:
+    with saver_of(saved, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch"), on_busy="wait") as saver:
         for number in range(SPEC.steps_count):
             alone.step(number)
             saved.step(number)
@@ -216,7 +216,7 @@ def test_training_with_saves_equals_training_without(tmp_path: Path, pace: Pace)
 
 def test_queued_saves_are_cuts_of_their_own(tmp_path: Path, pace: Pace) -> None:
     run = trained()
-    with saver_of(run, tmp_path, host_level="first_touch", on_busy="queue") as saver:
+    with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch"), on_busy="queue") as saver:
         expected = {}
         futures = []
         for number in (4, 5):
@@ -235,7 +235,7 @@ def test_queued_saves_are_cuts_of_their_own(tmp_path: Path, pace: Pace) -> None:
 
 def test_a_failed_export_fails_the_save_alone(tmp_path: Path, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained()
-    with saver_of(run, tmp_path, host_level="first_touch") as saver:
+    with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch")) as saver:
         with monkeypatch.context() as patch:
 
             def fail(self: Any, *_: Any) -> None:
@@ -260,7 +260,7 @@ def test_a_cut_that_is_given_up_fails_the_save_and_not_training(
     run = trained(spec=RunSpec(seed=5, cache_rows=1, policy="lru", prefetch_depth=0, host_level="x", undo_bytes_max=1))
     held = threading.Event()
     monkeypatch.setattr(Pace, "wait", lambda self: held.wait(60))
-    with saver_of(run, tmp_path, host_level="first_touch") as saver:
+    with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch")) as saver:
         future = saver.save_async(1)
         for number in range(4, 8):
             run.step(number)
@@ -275,7 +275,7 @@ def test_a_cancelled_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     run = trained()
     held = threading.Event()
     monkeypatch.setattr(Pace, "wait", lambda self: held.wait(60))
-    with saver_of(run, tmp_path, host_level="first_touch") as saver:
+    with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch")) as saver:
         future = saver.save_async(1)
         assert future.cancel()
         held.set()

@@ -63,7 +63,7 @@ def test_wait_begins_after_the_commit(tmp_path: Path) -> None:
 
 def test_wait_has_a_deadline(tmp_path: Path) -> None:
     gate = Gate()
-    options = {"filter_func": gate, "on_busy": "wait", "busy_deadline": 0.01}
+    options = {"filter_func": gate, "on_busy": asyncckpt.BusyPolicy("wait", deadline=0.01)}
     with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, **options) as saver:
         saver.save_async(1)
         with pytest.raises(asyncckpt.DeadlineError, match=r"step 1 .* did not end within 0\.01 s"):
@@ -80,8 +80,7 @@ def test_queue_snapshots_now_and_commits_in_order(tmp_path: Path) -> None:
         hashtables=state.tables,
         tensors=state.dense,
         filter_func=gate,
-        on_busy="queue",
-        busy_deadline=0.05,
+        on_busy=asyncckpt.BusyPolicy("queue", deadline=0.05),
     )
     with saver:
         images = []

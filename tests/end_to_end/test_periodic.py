@@ -64,8 +64,8 @@ def test_background_error_reaches_the_next_step(tmp_path: Path) -> None:
         periodic = asyncckpt.PeriodicSaver(saver, every_steps=2)
         future = periodic.step(2)
         assert future is not None
-        saver._wait_in_flight(60)
-        with pytest.raises(asyncckpt.FilterError, match="disk on fire"):
+        saver._errors.wait(60)
+        with pytest.raises(asyncckpt.errors.FilterError, match="disk on fire"):
             periodic.step(3)
         periodic.step(5)
         assert periodic.statistics().failed_count == 1
@@ -81,7 +81,7 @@ def test_errors_may_warn_or_call(tmp_path: Path) -> None:
         calling = asyncckpt.PeriodicSaver(saver, every_steps=1, on_error=seen.append)
         calling.step(1)
         calling.drain(60)
-    assert [type(error) for error in seen] == [asyncckpt.FilterError]
+    assert [type(error) for error in seen] == [asyncckpt.errors.FilterError]
 
 
 @pytest.mark.parametrize(

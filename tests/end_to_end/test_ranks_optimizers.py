@@ -116,8 +116,11 @@ def test_the_rank_of_a_reader(tmp_path: Path) -> None:
             assert asyncckpt.Loader(root).load().values == {"rank": rank}
             assert asyncckpt.Loader(root, shard_index=1, shard_num=3).load().values == {"rank": 1}
             with pytest.raises(asyncckpt.UsageError, match="not those of the process group"):
-                asyncckpt.Loader(root, shard_index=rank, shard_num=4, process_group=dist.group.WORLD)
+                asyncckpt.Loader(
+                    root, shard_index=rank, shard_num=4, ranks=asyncckpt.RankOptions(process_group=dist.group.WORLD)
+                )
     assert asyncckpt.Loader(root).load().values == {"rank": 0}
-    for wrong in ({"shard_index": 1}, {"shard_num": 2}, {"shard_index": 2, "shard_num": 2}, {"process_group": "x"}):
+    no_group = asyncckpt.RankOptions(process_group="x")
+    for wrong in ({"shard_index": 1}, {"shard_num": 2}, {"shard_index": 2, "shard_num": 2}, {"ranks": no_group}):
         with pytest.raises(asyncckpt.UsageError):
             asyncckpt.Loader(root, **wrong)

@@ -17,7 +17,7 @@ from tests.end_to_end.state import State, bits, load_image
 
 
 @pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("dtype", asyncckpt.supported_dtypes(), ids=str)
+@pytest.mark.parametrize("dtype", asyncckpt.checkpoints.supported_dtypes(), ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype, staged: bool) -> None:
     size = dtype.itemsize
     raw = torch.arange(24 * size, dtype=torch.int64).mul(37).to(torch.uint8)

@@ -133,7 +133,7 @@ def test_cast(tmp_path: Path, save: Callable[..., None]) -> None:
 
     def to_half(blocks: Blocks) -> Blocks:
         return [
-            b.replace(data=b.data.half()) if b.role is asyncckpt.Role.WEIGHT or b.tensor_name() == "w" else b
+            b.replace(data=b.data.half()) if b.role is asyncckpt.table.Role.WEIGHT or b.tensor_name() == "w" else b
             for b in blocks
         ]
 
@@ -190,7 +190,7 @@ def replaced(name: str, data: Any) -> Callable[[Blocks], Blocks]:
 def test_nonsense_fails_the_save_and_commits_nothing(
     tmp_path: Path, save: Callable[..., None], nonsense: Callable[[Blocks], Any], message: str
 ) -> None:
-    with pytest.raises(asyncckpt.FilterError) as caught:
+    with pytest.raises(asyncckpt.errors.FilterError) as caught:
         save(State.filled(6), nonsense)
     assert message in str(caught.value)
     assert asyncckpt.list_steps(tmp_path) == []

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from op_log import Operation, begin_of_disturbed
 from sample_state import SampleState
 
-from asyncckpt import DeltaPolicy, Saver, SaveResult, WriteBlock
+from asyncckpt import DeltaPolicy, DeviceOptions, Saver, SaveResult, WriteBlock
 from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
@@ -76,7 +76,7 @@ class Scenario:
             path=root,
             hashtables=state.with_levels() if self.left_open else state.tables,
             tensors=state.tensors,
-            host_level="first_touch",
+            device=DeviceOptions(host_level="first_touch"),
             filter_func=rewrite_all if self.filtered else identity,
             keep_latest=self.keep_latest,
             deltas=POLICY if self.has_deltas else None,

@@ -33,7 +33,9 @@ def assert_loads(path: Path, expected: dict[str, torch.Tensor]) -> None:
     assert differences(found, expected) == []
 
 
-@pytest.mark.parametrize("limits", [{}, {"host_memory_limit": 0}, {"pinned_memory_limit": 0}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{}, {"host_memory_limit": 0}, {"device": asyncckpt.DeviceOptions(pinned_memory_limit=0)}], ids=str
+)
 def test_a_save_follows_what_is_queued(tmp_path: Path, limits: dict[str, int]) -> None:
     state = State(1)
     keep_busy()
@@ -43,7 +45,9 @@ def test_a_save_follows_what_is_queued(tmp_path: Path, limits: dict[str, int]) -
     assert_loads(tmp_path, state.expected(1))
 
 
-@pytest.mark.parametrize("limits", [{}, {"host_memory_limit": 0}, {"pinned_memory_limit": 0}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{}, {"host_memory_limit": 0}, {"device": asyncckpt.DeviceOptions(pinned_memory_limit=0)}], ids=str
+)
 @pytest.mark.parametrize("apart", [False, True])
 def test_async_save_keeps_what_was_there_at_the_call(tmp_path: Path, limits: dict[str, int], apart: bool) -> None:
     """The writer stages by itself, or a stager of its own does."""
@@ -62,7 +66,7 @@ def test_async_save_keeps_what_was_there_at_the_call(tmp_path: Path, limits: dic
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_asynchronous_staging_does_not_wait_for_the_device(tmp_path: Path, scratch: int) -> None:
     state = State(3)
-    stager = own.AsyncStager(use_async_staging=True, device_scratch_bytes=scratch)
+    stager = own.AsyncStager(use_async_staging=True, device=asyncckpt.DeviceOptions(scratch_bytes=scratch))
     steps = {}
     for step in range(3):
         keep_busy()

@@ -33,7 +33,7 @@ def test_one_state_on_two_devices_and_the_host(tmp_path: Path, scratch: int, cur
     tensors = {"zero": states[0].tensors, "one": states[1].tensors, "host": host.tensors}
     with (
         torch.cuda.device(current),
-        asyncckpt.Saver(path=tmp_path, tensors=tensors, device_scratch_bytes=scratch) as saver,
+        asyncckpt.Saver(path=tmp_path, tensors=tensors, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)) as saver,
     ):
         for step in range(2):
             for device, state in enumerate(states):

@@ -34,7 +34,11 @@ def test_saves_between_replays_are_exact(tmp_path: Path, scratch: int) -> None:
     state, steps = State(1), {}
     graph = captured(state)
     with asyncckpt.Saver(
-        path=tmp_path, tensors=state.tensors, device_scratch_bytes=scratch, on_busy="queue", durability="none"
+        path=tmp_path,
+        tensors=state.tensors,
+        device=asyncckpt.DeviceOptions(scratch_bytes=scratch),
+        on_busy="queue",
+        durability="none",
     ) as saver:
         futures = []
         for step in range(4):

@@ -24,7 +24,9 @@ SCRATCH = [0, 1 << 20, 1 << 30]
 @pytest.mark.parametrize("scratch", SCRATCH)
 def test_the_call_returns_before_the_device_has_come_to_the_copies(tmp_path: Path, scratch: int) -> None:
     state = State(1)
-    with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, device_scratch_bytes=scratch) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
+    ) as saver:
         for step in (0, 1):  # The first save makes what later ones use: pinned memory, kernels, a stream.
             synchronize()
             state.advance()

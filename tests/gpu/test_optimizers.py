@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,15 +37,13 @@ def copied(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 @pytest.mark.parametrize("is_named", [False, True])
 def test_steps_wait_for_the_copies(tmp_path: Path, scratch: int, is_named: bool) -> None:
     model, optimizer = make()
-    options: dict[str, Any] = {"optimizers": [optimizer]} if is_named else {}
     expected = []
     with asyncckpt.Saver(
         path=tmp_path,
         tensors={"model": model, "optimizer": optimizer},
-        device_scratch_bytes=scratch,
+        device=asyncckpt.DeviceOptions(scratch_bytes=scratch, optimizers=[optimizer] if is_named else []),
         on_busy="queue",
         durability="none",
-        **options,
     ) as saver:
         futures = []
         for step in range(4):

@@ -27,14 +27,14 @@ def save(path: Path, tensors: Any, *, staged: bool = True, **options: Any) -> No
 
 @pytest.mark.parametrize("scratch", [0, 1 << 20])
 @pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("dtype", asyncckpt.supported_dtypes(), ids=str)
+@pytest.mark.parametrize("dtype", asyncckpt.checkpoints.supported_dtypes(), ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype, staged: bool, scratch: int) -> None:
     size = dtype.itemsize
     raw = torch.arange(24 * size, dtype=torch.int64).mul(37).to(torch.uint8)
     if dtype is torch.bool:
         raw = raw % 2
     source = raw.to(DEVICE).view(dtype).reshape(2, 3, 4)
-    save(tmp_path, {"x": source}, staged=staged, device_scratch_bytes=scratch)
+    save(tmp_path, {"x": source}, staged=staged, device=asyncckpt.DeviceOptions(scratch_bytes=scratch))
     target = torch.zeros(24 * size, dtype=torch.uint8, device=DEVICE).view(dtype).reshape(2, 3, 4)
     asyncckpt.Loader(tmp_path, tensors={"x": target}).load()
     assert torch.equal(target.view(torch.uint8).cpu(), source.view(torch.uint8).cpu())
@@ -128,7 +128,7 @@ def test_no_more_is_pinned_than_the_limit(tmp_path: Path, share: float, fresh_po
     state = State(2)
     size = sum(tensor.nbytes for tensor in state.tensors.values())
     limit = int(share * size) + (8 << 20 if share == 1.0 else 0)
-    save(tmp_path, state.tensors, pinned_memory_limit=limit)
+    save(tmp_path, state.tensors, device=asyncckpt.DeviceOptions(pinned_memory_limit=limit))
     assert pool.pinned_bytes() <= limit
     if share == 1.0:
         assert pool.pinned_bytes() >= size
@@ -149,7 +149,9 @@ def test_memory_is_pinned_once(tmp_path: Path, fresh_pool: None) -> None:
 @pytest.mark.cuda_only
 def test_saves_leave_no_memory_on_the_device(tmp_path: Path) -> None:
     state = State(4)
-    with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, device_scratch_bytes=1 << 30) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=1 << 30)
+    ) as saver:
         saver.save_async(0).result(WAIT_S)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -164,7 +166,9 @@ def test_without_room_for_scratch_memory_the_save_goes_straight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = State(5)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": state.live["large"]}, device_scratch_bytes=1 << 40) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors={"x": state.live["large"]}, device=asyncckpt.DeviceOptions(scratch_bytes=1 << 40)
+    ) as saver:
         torch.cuda.empty_cache()
         # Nothing more than what is in use now: the allocator refuses as it does when a device is full.
         total = torch.cuda.get_device_properties(0).total_memory

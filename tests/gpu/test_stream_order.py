@@ -44,7 +44,11 @@ def test_changes_right_before_and_right_after_the_call(tmp_path: Path, scratch: 
     chosen = random.Random(seed)
     state, steps = State(seed), {}
     with asyncckpt.Saver(
-        path=tmp_path, tensors=state.tensors, device_scratch_bytes=scratch, on_busy="queue", durability="none"
+        path=tmp_path,
+        tensors=state.tensors,
+        device=asyncckpt.DeviceOptions(scratch_bytes=scratch),
+        on_busy="queue",
+        durability="none",
     ) as saver:
         futures = []
         for step in range(4):
@@ -64,7 +68,12 @@ def test_the_current_stream_need_not_be_the_default_one(tmp_path: Path, scratch:
     stream = new_stream()
     state, steps = State(1), {}
     wait_for(stream, current_stream())
-    with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, device_scratch_bytes=scratch) as saver, on(stream):
+    with (
+        asyncckpt.Saver(
+            path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
+        ) as saver,
+        on(stream),
+    ):
         for step in range(3):
             keep_busy()
             state.advance()
@@ -83,7 +92,9 @@ def test_streams_that_the_saver_is_told_of(tmp_path: Path, scratch: int) -> None
     state, steps = State(2), {}
     halves = list(state.live.values())[::2], list(state.live.values())[1::2]
     with asyncckpt.Saver(
-        path=tmp_path, tensors=state.tensors, device_scratch_bytes=scratch, streams=[s for s in told if s is not None]
+        path=tmp_path,
+        tensors=state.tensors,
+        device=asyncckpt.DeviceOptions(scratch_bytes=scratch, streams=[s for s in told if s is not None]),
     ) as saver:
         for stream in told:
             wait_for(stream, current_stream())
@@ -110,7 +121,9 @@ def test_streams_that_the_saver_is_told_of(tmp_path: Path, scratch: int) -> None
 def test_other_streams_wait_by_fence(tmp_path: Path, scratch: int) -> None:
     other = new_stream()
     state = State(3)
-    with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, device_scratch_bytes=scratch) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
+    ) as saver:
         saver.save_async(0).result(WAIT_S)  # What is made once is made.
         keep_busy()
         state.advance()
@@ -152,7 +165,9 @@ def test_a_blocking_save_follows_what_is_queued(tmp_path: Path) -> None:
 def test_without_pinned_memory(tmp_path: Path, limit: int, fresh_pool: None) -> None:
     """Slower, and as exact."""
     state, steps = State(6), {}
-    with asyncckpt.Saver(path=tmp_path, tensors=state.tensors, pinned_memory_limit=limit) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors=state.tensors, device=asyncckpt.DeviceOptions(pinned_memory_limit=limit)
+    ) as saver:
         for step in range(2):
             keep_busy()
             state.advance()
@@ -179,7 +194,9 @@ class Fresh:
 @pytest.mark.parametrize("scratch", [0, 1 << 30])
 def test_memory_that_is_freed_after_the_call_and_used_again(tmp_path: Path, scratch: int) -> None:
     state = State(7)
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": Fresh(state)}, device_scratch_bytes=scratch) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, tensors={"x": Fresh(state)}, device=asyncckpt.DeviceOptions(scratch_bytes=scratch)
+    ) as saver:
         for step in range(3):
             keep_busy()
             state.advance()

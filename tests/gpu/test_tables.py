@@ -102,7 +102,10 @@ def test_full_saves(tmp_path: Path, maker: str, refresh: bool, scratch: int) -> 
     """Later ones refresh the arena with the rows that were touched, unless told not to."""
     pair, steps = Pair(MAKERS[maker], 1), {}
     with asyncckpt.Saver(
-        path=tmp_path, hashtables={"user": pair.table}, refresh=refresh, device_scratch_bytes=scratch
+        path=tmp_path,
+        hashtables={"user": pair.table},
+        debug=asyncckpt.DebugOptions(refresh=refresh),
+        device=asyncckpt.DeviceOptions(scratch_bytes=scratch),
     ) as saver:
         for step in range(5):
             pair.train(200 if step == 0 else 40)
@@ -124,7 +127,7 @@ def test_deltas(tmp_path: Path, maker: str, scratch: int) -> None:
         path=tmp_path,
         hashtables={"user": pair.table},
         deltas=asyncckpt.DeltaPolicy(deltas_max=3, bytes_share_max=1e9),
-        device_scratch_bytes=scratch,
+        device=asyncckpt.DeviceOptions(scratch_bytes=scratch),
     ) as saver:
         for step in range(6):
             pair.train(40)
@@ -142,7 +145,9 @@ def test_deltas(tmp_path: Path, maker: str, scratch: int) -> None:
 def test_both_ways_to_save_the_host_level(tmp_path: Path, maker: str, host_level: Any) -> None:
     """Left open, the host level is exported while training evicts rows into it."""
     pair, steps = Pair(MAKERS[maker], 3), {}
-    with asyncckpt.Saver(path=tmp_path, hashtables={"user": pair.table}, host_level=host_level) as saver:
+    with asyncckpt.Saver(
+        path=tmp_path, hashtables={"user": pair.table}, device=asyncckpt.DeviceOptions(host_level=host_level)
+    ) as saver:
         for step in range(4):
             pair.train(250)
             steps[step] = pair.expected()

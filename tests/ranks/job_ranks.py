@@ -34,7 +34,7 @@ def saver_of(training: Training, path: Path, **options: Any) -> asyncckpt.Saver:
         path=path,
         hashtables={"user": training.table},
         tensors=training.tensors,
-        peer_deadline=options.pop("peer_deadline", PEER_DEADLINE_S),
+        ranks=options.pop("ranks", asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)),
         **options,
     )
 
@@ -81,7 +81,7 @@ def sub_group(rank: int, folder: Path) -> None:
     group = dist.new_group([0, 2])
     if rank == 1:
         with pytest.raises(UsageError, match="not in the process group"):
-            asyncckpt.Saver(path=folder / "checkpoints", process_group=group)
+            asyncckpt.Saver(path=folder / "checkpoints", ranks=asyncckpt.RankOptions(process_group=group))
         alone = Training(0, 1)
         alone.train()
         with saver_of(alone, folder / "alone") as saver:
@@ -90,13 +90,14 @@ def sub_group(rank: int, folder: Path) -> None:
     training = Training(rank // 2, 2, group)
     training.train()
     with pytest.raises(UsageError, match="not those of the process group"):
-        asyncckpt.Saver(1 - training.rank, 2, path=folder / "checkpoints", process_group=group)
+        asyncckpt.Saver(
+            1 - training.rank, 2, path=folder / "checkpoints", ranks=asyncckpt.RankOptions(process_group=group)
+        )
     with asyncckpt.Saver(
         path=folder / "checkpoints",
         hashtables={"user": training.table},
         tensors=training.tensors,
-        process_group=group,
-        peer_deadline=PEER_DEADLINE_S,
+        ranks=asyncckpt.RankOptions(process_group=group, peer_deadline=PEER_DEADLINE_S),
     ) as saver:
         saver.save_async(1).result(WAIT_S_MAX)
         training.train()
@@ -179,7 +180,7 @@ def a_call_fails(rank: int, folder: Path) -> None:
         path=folder / "checkpoints",
         hashtables={"user": training.table},
         tensors=state,
-        peer_deadline=PEER_DEADLINE_S,
+        ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S),
     ) as saver:
         if rank == 0:
             extra["socket"] = threading.Lock()
@@ -219,9 +220,9 @@ def a_rank_does_not_come(rank: int, folder: Path) -> None:
         return
     training = Training(0, 2)
     with pytest.raises(PeerError, match=r"ranks \[1\] of 2 did not come"):
-        saver_of(training, folder / "checkpoints", peer_deadline=0.5)
+        saver_of(training, folder / "checkpoints", ranks=asyncckpt.RankOptions(peer_deadline=0.5))
     with pytest.raises(PeerError, match="rank 0"):
-        saver_of(Training(1, 2), folder / "nowhere", peer_deadline=0.5)
+        saver_of(Training(1, 2), folder / "nowhere", ranks=asyncckpt.RankOptions(peer_deadline=0.5))
     alone = Training(0, 1)
     alone.train()
     with saver_of(alone, folder / "checkpoints") as saver:  # The lock was given back.
@@ -320,7 +321,9 @@ def slices(rank: int, folder: Path) -> None:
     table = SlicedTable(rank, 3)
     mine = table.owned(ids)
     table.insert(ids[mine], rows[torch.from_numpy(mine)])
-    with asyncckpt.Saver(rank, 3, path=folder / "slices", hashtables={"sliced": table}, peer_deadline=20.0) as saver:
+    with asyncckpt.Saver(
+        rank, 3, path=folder / "slices", hashtables={"sliced": table}, ranks=asyncckpt.RankOptions(peer_deadline=20.0)
+    ) as saver:
         saver.save(1)
     for count in (1, 2, 5):
         for index in range(count):
@@ -349,7 +352,7 @@ def replicas(rank: int, folder: Path) -> None:
     if rank == 2:
         state["alone"] = torch.full((6000,), 4.0)
     options = {"path": folder / "replicas", "hashtables": {"whole": table}, "tensors": state}
-    with asyncckpt.Saver(rank, 3, peer_deadline=PEER_DEADLINE_S, **options) as saver:
+    with asyncckpt.Saver(rank, 3, ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S), **options) as saver:
         written = [saver.save_async(step).result(WAIT_S_MAX).bytes_logical for step in (1, 2)]
         assert written[1] < written[0], "a share is captured once it is known"
         for step in (1, 2):
@@ -381,7 +384,7 @@ def without_a_word_about_ranks(rank: int, folder: Path) -> None:
             dist.barrier()
         return
     dist.barrier()
-    with pytest.raises(ConflictError, match="ranks of one job save together with process_group="):
+    with pytest.raises(ConflictError, match="ranks of one job save together, see RankOptions"):
         asyncckpt.Saver(path=folder / "checkpoints")
     dist.barrier()
 
@@ -391,7 +394,9 @@ def boxes_that_do_not_make_up_the_whole(rank: int, folder: Path) -> None:
     group_of(rank, 2, folder)
     part = torch.full((3, 2), float(rank))
     state = {"w": asyncckpt.sharded(part, (3 * rank, 0), (6, 2))}
-    with asyncckpt.Saver(rank, 2, path=folder / "boxes", tensors=state, peer_deadline=PEER_DEADLINE_S) as saver:
+    with asyncckpt.Saver(
+        rank, 2, path=folder / "boxes", tensors=state, ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
+    ) as saver:
         for step in (1, 2):
             saver.save_async(step).result(WAIT_S_MAX)
         raised(saver.save_async(5 + rank))  # Different steps; so the ranks ask anew who writes what.

@@ -50,7 +50,7 @@ def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
         hashtables={"user": training.table},
         tensors=training.tensors,
         on_busy="wait",
-        peer_deadline=OPENING_S_MAX,
+        ranks=asyncckpt.RankOptions(peer_deadline=OPENING_S_MAX),
     )
     assert saver._target.ranks is not None
     saver._target.ranks.limits = LIMITS
@@ -80,6 +80,6 @@ def describe(error: BaseException | None) -> dict[str, Any]:
     if error is None:
         return {"outcome": "committed"}
     told: dict[str, Any] = {"rank": getattr(error, "rank", None), "text": str(error)}
-    if isinstance(error, asyncckpt.PeerInDoubtError):
+    if isinstance(error, asyncckpt.errors.PeerInDoubtError):
         return {"outcome": "doubt", "resolved": error.resolve(), **told}
     return {"outcome": "peer" if isinstance(error, asyncckpt.PeerError) else type(error).__name__, **told}

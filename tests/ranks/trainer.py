@@ -32,7 +32,7 @@ def main() -> None:
         hashtables={"user": training.table},
         tensors=training.tensors,
         on_busy="wait",
-        peer_deadline=PEER_DEADLINE_S,
+        ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S),
     )
     for step in range(1, steps + 1):
         training.train()

@@ -31,7 +31,7 @@ def saver_of(world: World, path: Path, group: Any) -> asyncckpt.Saver:
     options: dict[str, Any] = {"path": path, "hashtables": world.tables(), "tensors": world.state()}
     if world.ranks_count == 1:
         return asyncckpt.Saver(**options)
-    return asyncckpt.Saver(process_group=group, peer_deadline=DEADLINE_S, **options)
+    return asyncckpt.Saver(ranks=asyncckpt.RankOptions(process_group=group, peer_deadline=DEADLINE_S), **options)
 
 
 def load(world: World, path: Path, **options: Any) -> Any:
@@ -104,7 +104,9 @@ def resume(group: Any, path: Path) -> None:
     seed(0)
     run = Run(group)
     seed(100 + rank)
-    with asyncckpt.Saver(path=path, hashtables=run.tables, tensors=run.state, process_group=group) as saver:
+    with asyncckpt.Saver(
+        path=path, hashtables=run.tables, tensors=run.state, ranks=asyncckpt.RankOptions(process_group=group)
+    ) as saver:
         expected = run.train(until=until, saver=saver, save_at=save_at)
     seed(7)
     fresh = Run(group)

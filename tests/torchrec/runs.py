@@ -29,7 +29,9 @@ def run(make: Callable[[int], Training], folder: Path) -> list[str]:
     for number in range(SAVED_STEP):
         uninterrupted.step(number)
     tables = tables_of(uninterrupted.model)
-    with asyncckpt.Saver(path=path, hashtables=tables, tensors=dense(uninterrupted), process_group=group) as saver:
+    with asyncckpt.Saver(
+        path=path, hashtables=tables, tensors=dense(uninterrupted), ranks=asyncckpt.RankOptions(process_group=group)
+    ) as saver:
         at_cut = uninterrupted.image()
         keep_image(uninterrupted, folder)
         future = saver.save_async(SAVED_STEP)
@@ -38,7 +40,9 @@ def run(make: Callable[[int], Training], folder: Path) -> list[str]:
         future.result(120)
     resumed = make(7)
     problems = [] if differences(resumed.image(), at_cut) else ["a fresh model is equal to the saved one"]
-    report = asyncckpt.Loader(path, tables_of(resumed.model), dense(resumed), process_group=group).load()
+    report = asyncckpt.Loader(
+        path, tables_of(resumed.model), dense(resumed), ranks=asyncckpt.RankOptions(process_group=group)
+    ).load()
     unexpected = [name for name in report.unexpected if not is_of_another_rank(name)]
     if report.missing or unexpected:
         problems.append(f"missing {report.missing}, unexpected {unexpected}")

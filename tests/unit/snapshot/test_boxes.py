@@ -151,7 +151,7 @@ def load_into(pieces: list[Piece], whole: torch.Tensor, reader: MemoryReader) ->
 
 
 def cases() -> Iterator[Any]:
-    dtypes = list(asyncckpt.supported_dtypes())
+    dtypes = list(asyncckpt.checkpoints.supported_dtypes())
     for seed in range(40):
         yield pytest.param(seed, dtypes[seed % len(dtypes)], id=f"{seed}-{str(dtypes[seed % len(dtypes)])[6:]}")
 

@@ -39,7 +39,7 @@ def part_of(around: torch.Tensor, kind: int, shape: tuple[int, ...]) -> torch.Te
 
 
 def cases() -> Iterator[Any]:
-    dtypes = list(asyncckpt.supported_dtypes())
+    dtypes = list(asyncckpt.checkpoints.supported_dtypes())
     for seed in range(24):
         kernels = "library" if seed % 10 == 9 else ("plain", "torch")[seed % 2]
         yield pytest.param(

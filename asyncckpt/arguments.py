@@ -8,10 +8,13 @@ from typing import Any
 from asyncckpt.errors import UsageError
 
 
-def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
-    """An int, no bool, within bounds."""
+def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None, optional: bool = False) -> None:
+    """An int, no bool, within bounds; with `optional` None too."""
+    if optional and value is None:
+        return
     if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
         bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most is not None else "")
+        bounds += ", or None" if optional else ""
         raise UsageError(f"{name} is wrong", found=value, expected=bounds)
 
 
@@ -23,7 +26,13 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
         raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
     """One of some words."""
     if value not in choices:
         raise UsageError(f"{name} is wrong", found=value, expected=choices)
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """An object of a class."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is wrong", found=type(value).__name__, expected=kind.__name__)
