@@ -228,7 +228,8 @@ def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
-    return {key: encode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}
+    items = metadata.items()
+    return {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
 
 
 def _on_background_thread(on_busy: OnBusy, staged: bool) -> OnBusy:
