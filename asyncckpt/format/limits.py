@@ -43,6 +43,7 @@ JSON_DEPTH_MAX = 256
 VALUE_DEPTH_MAX = (JSON_DEPTH_MAX - 16) // 3
 TREE_DEPTH_MAX = 256
 INTEGER_DIGITS_MAX = 4000  # Of a number that is written in decimal digits: Python limits these too.
+KEY_BITS_MAX = 13_000  # Of an int that is a key: about as many digits.
 
 
 def array_bytes(shape: Sequence[int], itemsize: int) -> int:
@@ -122,11 +123,12 @@ def check_chain_length(count: int) -> None:
     )
 
 
-def check_manifest_bytes(count: int) -> None:
-    """UsageError for a manifest, or the text that goes into one, that is too large to be read."""
+def check_manifest_bytes(count: int, *, last: str | None = None) -> None:
+    """UsageError for a manifest, or the text that goes into one, that is too large to be read. last: where it is."""
     if count > MANIFEST_BYTES_MAX:
+        where = "" if last is None else f" with the plain values up to {last}"
         raise UsageError(
-            "the manifest would be too large to be read",
+            f"the manifest{where} would be too large to be read",
             found=f"{count} bytes",
             expected=f"at most {MANIFEST_BYTES_MAX}",
             hint="plain values, metadata and names are kept in it: save large ones as tensors, for example of uint8",

@@ -145,7 +145,7 @@ def _check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
     boxes = [tuple((b, b + size) for b, size in zip(s.begin, s.shape, strict=True)) for s in specs]
     if any(end > size for box in boxes for (_, end), size in zip(box, whole, strict=True)):
         raise CorruptError(f"{owner}: parts of tensor {name!r} have another shape than the whole", expected=whole)
-    if not covers(boxes, whole):
+    if not covers(boxes, whole, name=name):
         raise CorruptError(f"{owner}: elements of tensor {name!r} are missing or covered twice", expected=whole)
 
 

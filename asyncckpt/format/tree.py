@@ -128,8 +128,6 @@ def _encode_key(key: Key, path: Path) -> Json:
             key.encode("utf-8")
             return key
         kind, value = key
-        if kind == "int" and abs(value) >= 10**limits.INTEGER_DIGITS_MAX:
-            raise ValueError(f"more than {limits.INTEGER_DIGITS_MAX} digits")
         return {kind: value.hex() if kind == "float" else str(value)}
     except ValueError as error:
         raise UsageError(f"state {path_name(path)!r} has a key that cannot be stored: {error}") from error
