@@ -76,9 +76,10 @@ def render_header(blocks: Sequence[tuple[str, BlockSpec]], *, rank: int) -> Head
         parts.append(f'{name}:{{"dtype":"{spec.stored_dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
     body = ("{" + ",".join(parts) + "}").encode("utf-8")
     total = -(-(len(body) + 8) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    names = [key for key, _ in blocks]
     if total > limits.HEADER_BYTES_MAX or len(blocks) >= limits.HEADER_ARRAYS_MAX:
         raise UnsupportedError(
-            f"the names and shapes of tensors are too long for one shard file, that of {blocks[0][0][:80]!r}",
+            f"the names and shapes of tensors are too long for one shard file, that of {max(names, key=len)[:80]!r}",
             found=f"{total} bytes for {len(blocks)} tensors",
             expected=f"at most {limits.HEADER_BYTES_MAX} bytes",
             hint="save fewer tensors, or shorten their names",

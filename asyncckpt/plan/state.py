@@ -31,8 +31,8 @@ class FlatState:
     """A tree and its leaves, and the objects behind its "state" nodes, all in depth-first order.
 
     Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
-    tensor where there is none; the other pieces are in `more_pieces`. text_bytes: of the texts and bytes among the
-    values, at least. Holds the user's tensors: keep it no longer than the capture takes.
+    tensor where there is none; the other pieces are in `more_pieces`. text_bytes: what the texts and bytes among the
+    values take in a manifest, at least. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -120,15 +120,20 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
         return ARRAY
     if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
         return _container(value, flat, path, parents)
-    encode_value(value, owner=_shown(path))  # Refused here, before anything is written.
+    _value(value, flat, path)
+    return VALUE
+
+
+def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
+    """Refuse here, before anything is written, what cannot be stored."""
     flat.values.append(value)
     if len(flat.values) > limits.VALUES_MAX:
         limits.check_values_count(len(flat.values), last=_shown(path))
     if isinstance(value, (str, bytes)):
-        flat.text_bytes += len(value)
+        flat.text_bytes += len(value) if isinstance(value, str) else len(value) * 4 // 3
         if flat.text_bytes > limits.MANIFEST_BYTES_MAX:
             limits.check_manifest_bytes(flat.text_bytes, last=_shown(path))
-    return VALUE
+    encode_value(value, owner=_shown(path))
 
 
 def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...]) -> None:
