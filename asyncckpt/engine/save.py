@@ -23,8 +23,9 @@ from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, DeviceError, UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.names import STEP_MAX
-from asyncckpt.format.strict_json import Json
+from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
 from asyncckpt.model.result import SaveResult
@@ -229,7 +230,9 @@ def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
     items = metadata.items()
-    return {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
+    found = {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
+    limits.check_manifest_bytes(len(dumps(found)), last="the metadata")
+    return found
 
 
 def _on_background_thread(on_busy: OnBusy, staged: bool) -> OnBusy:

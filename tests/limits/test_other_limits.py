@@ -106,6 +106,16 @@ def test_metadata_as_deep_as_readers_go(tmp_path: Path, wrap: Callable[[Any], An
     assert asyncckpt.Loader(tmp_path).load().metadata == {"m": value}
 
 
+def test_metadata_over_the_bytes_of_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_MAX", 9_000)
+    with asyncckpt.Saver(path=tmp_path, durability="none") as saver:
+        with pytest.raises(UsageError, match="up to the metadata would be too large"):
+            saver.save_async(0, metadata={"m": {"k": [bytes(8_000)]}})
+        with pytest.raises(UsageError, match="key of metadata is not valid Unicode"):
+            saver.save_async(0, metadata={"\ud800": 1})
+    check_nothing_left(tmp_path)
+
+
 class Twice(str):
     """A key that is another one, though its text is the same."""
 
