@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
-from asyncckpt.format.manifest import MANIFEST_BYTES_MAX, Manifest, ManifestHead
+from asyncckpt.format import limits
+from asyncckpt.format.manifest import Manifest, ManifestHead
 from asyncckpt.format.names import (
     compacted_manifest_name,
     is_compacted_manifest,
@@ -49,7 +50,7 @@ def read_named_head(root: CheckpointRoot, name: str) -> ManifestHead:
     """The head in the manifest file of this name, which is that of a step."""
     step = step_of_manifest(name)
     assert step is not None
-    raw = root.manifests.read_file(name, bytes_max=MANIFEST_BYTES_MAX)
+    raw = root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
     return decode_head(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
 
 
@@ -70,7 +71,7 @@ def _raw_manifest(root: CheckpointRoot, step: int) -> tuple[str, bytes]:
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
     for name in (compacted, manifest_name(step), compacted):
         try:
-            return name, root.manifests.read_file(name, bytes_max=MANIFEST_BYTES_MAX)
+            return name, root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
         except NotFoundError:
             continue
     steps = committed_steps(root)

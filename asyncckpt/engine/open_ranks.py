@@ -21,8 +21,9 @@ from asyncckpt.coordination.store_channel import open_store_channel
 from asyncckpt.engine.ranks import Ranks
 from asyncckpt.engine.replicas import Replicas
 from asyncckpt.errors import NotFoundError, PeerError, UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.options import RANKS_MAX, RankOptions
+from asyncckpt.options import RankOptions
 from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
@@ -43,7 +44,7 @@ class Opened:
 def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
     """(index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
     if process_group is None:
-        check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
+        check_int("shard_num", shard_num, at_least=1, at_most=limits.RANKS_MAX)
         check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
         return shard_index, shard_num
     dist = sys.modules["torch.distributed"]  # Whoever has a group has it.
