@@ -27,6 +27,7 @@ from asyncckpt.native.contract import (
     IdMap,
     Memory,
     Progress,
+    Reads,
     ShortFile,
 )
 from asyncckpt.native.declarations import UnusableLibrary
@@ -70,6 +71,7 @@ __all__ = [
     "Memory",
     "NativeCore",
     "Progress",
+    "Reads",
     "ShortFile",
     "TwinCore",
     "UnusableLibrary",

@@ -62,6 +62,18 @@ class FileImage:
 
 
 @dataclass(frozen=True)
+class Reads:
+    """Parts of files to read, each from a descriptor of fds [n].
+
+    places: uint64 [n, 3] of (target address, file offset, bytes). direct [n]: whether a file was opened with O_DIRECT.
+    """
+
+    places: U64
+    fds: NDArray[np.int32]
+    direct: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
 class DrainOptions:
     """How a drain runs; see ac_drain_options in asyncckpt.h."""
 
@@ -168,10 +180,10 @@ class Core(Protocol):
         ...
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        """A print of every row over all its columns, uint64 [rows_count].
+        """Return the fingerprint of every row over all its columns, uint64 [rows_count].
 
-        columns: C-contiguous uint64 [c, 2] of (address, row bytes). A print is 0 and becomes, column by column, XXH3-64
-        of the row's bytes with the print so far as seed.
+        columns: C-contiguous uint64 [c, 2] of (address, row bytes). A fingerprint starts from 0 and becomes, column by
+        column, XXH3-64 of the row's bytes with the fingerprint so far as seed.
         """
         ...
 
@@ -201,17 +213,8 @@ class Core(Protocol):
         ...
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None: ...
-    def read(
-        self,
-        items: U64,
-        fds: NDArray[np.int32],
-        *,
-        direct: NDArray[np.int32],
-        digests: bool,
-        threads: int,
-        progress: Progress,
-    ) -> U8 | None:
-        """Read items, uint64 [n, 3] of (target address, file offset, bytes), from fds [n]; digests [n, 16] if asked.
+    def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
+        """Fill the memory of all reads and return their digests, uint8 [n, 16], if asked.
 
         Raises CoreIOError, ShortFile or CancelledDrain.
         """

@@ -127,25 +127,31 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 def load_library() -> ctypes.CDLL:
     """Load the compiled core and check its version; raise UnusableLibrary with the reason otherwise."""
-    path = _find()
+    return load(find_library(LIBRARY_NAME), FUNCTIONS, version_function="ac_abi_version", version=ABI_VERSION)
+
+
+def load(
+    path: Path, functions: dict[str, tuple[Any, list[Any]]], *, version_function: str, version: int
+) -> ctypes.CDLL:
+    """Load the library at `path`, declare its functions and check its version; raises UnusableLibrary."""
     try:
         library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in FUNCTIONS.items():
+        for name, (result, arguments) in functions.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise UnusableLibrary(f"cannot load {str(path)!r}: {error}") from error
-    version = library.ac_abi_version()
-    if version != ABI_VERSION:
-        raise UnusableLibrary(f"{str(path)!r} has interface version {version}, expected {ABI_VERSION}")
+    found = getattr(library, version_function)()
+    if found != version:
+        raise UnusableLibrary(f"{str(path)!r} has interface version {found}, expected {version}")
     return library
 
 
-def _find() -> Path:
-    """The library lies in this package; an editable install spreads a package over the source and the build folder."""
+def find_library(name: str, *, hint: str = "") -> Path:
+    """Return the path of a library in this package, which an editable install spreads over source and build folder."""
     folders = [Path(folder) for folder in sys.modules[__name__.rpartition(".")[0]].__path__]
     for folder in folders:
-        if (folder / LIBRARY_NAME).is_file():
-            return folder / LIBRARY_NAME
-    raise UnusableLibrary(f"no {LIBRARY_NAME} in {' or '.join(repr(str(folder)) for folder in folders)}")
+        if (folder / name).is_file():
+            return folder / name
+    raise UnusableLibrary(f"no {name} in {' or '.join(repr(str(folder)) for folder in folders)}{hint}")

@@ -14,17 +14,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from asyncckpt.native.arrays import (
-    check_count,
-    check_file,
-    check_flags,
+    check_files,
     check_ids,
     check_mark,
     check_marks,
+    check_reads,
     check_row_pairs,
     check_table,
+    checked_row_columns,
 )
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
@@ -41,6 +40,7 @@ from asyncckpt.native.contract import (
     IdMap,
     Memory,
     Progress,
+    Reads,
     ShortFile,
 )
 from asyncckpt.native.twin_id_map import TwinIdMap
@@ -154,8 +154,7 @@ class TwinCore:
         copy_rows(columns, sources, targets, count)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        check_table(columns, columns_count=2, name="columns")
-        check_count(rows_count, name="rows_count")
+        checked_row_columns(columns, rows_count)
         return fingerprints(columns, rows_count)
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
@@ -172,7 +171,7 @@ class TwinCore:
         return TwinMemory(bytes)
 
     def advise_huge(self, address: int, bytes: int) -> None:
-        """Nothing: it is a wish."""
+        """Do nothing: a system may refuse, too."""
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
         return self._digests(spans, Progress())
@@ -182,8 +181,7 @@ class TwinCore:
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
         check_table(spans, columns_count=2, name="spans")
-        for item, file in enumerate(files):
-            check_file(file, item)
+        check_files(files)
         for item, file in enumerate(files):
             try:
                 self._write_file(file, options, progress)
@@ -200,27 +198,17 @@ class TwinCore:
         except OSError as error:
             raise _io_error(error, f"cannot write {bytes} bytes at offset {offset}", 0) from error
 
-    def read(
-        self,
-        items: U64,
-        fds: NDArray[np.int32],
-        *,
-        direct: NDArray[np.int32],
-        digests: bool,
-        threads: int,
-        progress: Progress,
-    ) -> U8 | None:
-        check_table(items, columns_count=3, name="items")
-        check_flags(fds, count=len(items), name="fds")
-        check_flags(direct, count=len(items), name="direct")
-        for item, ((address, offset, bytes), fd) in enumerate(zip(items.tolist(), fds.tolist(), strict=True)):
+    def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
+        check_reads(reads)
+        places, fds = reads.places.tolist(), reads.fds.tolist()
+        for item, ((address, offset, bytes), fd) in enumerate(zip(places, fds, strict=True)):
             try:
                 _clear_direct(fd)
                 _read_all(fd, memory_at(address, bytes), offset, item, progress)
             except OSError as error:
                 raise _io_error(error, f"cannot read {bytes} bytes at offset {offset}", item) from error
-        # The spans are the items without their file offsets.
-        return self._digests(np.ascontiguousarray(items[:, [0, 2]]), progress) if digests else None
+        # The spans are the places without their file offsets.
+        return self._digests(np.ascontiguousarray(reads.places[:, [0, 2]]), progress) if digests else None
 
     def id_map(self, capacity: int) -> IdMap:
         return TwinIdMap()
