@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from asyncckpt.adapters.fixed_marks import FixedMarks, TracksFixedRows
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import IdsLike, flat_ids
-from asyncckpt.tables.once import Once
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_lock import TableLock
 
@@ -215,7 +215,7 @@ class FixedCut:
         self._table = table
         self._columns = columns
         self._lock = lock
-        self._fenced = Once()
+        self._fenced = FirstCaller()
 
     @property
     def rows_count(self) -> int:
@@ -257,7 +257,7 @@ class FixedLoad:
         self._table = table
         self._columns = columns
         self._lock = lock
-        self._ended = Once()
+        self._ended = FirstCaller()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""

@@ -1,4 +1,4 @@
-"""What the modules and optimizers of this room need of a table."""
+"""What the modules and optimizers of this package need from a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncckpt.tables.ids import IdsLike, RowsLike
 class TrainableTable(Protocol):
     """A table whose rows training reads and updates in place.
 
-    What `lookup` returns indexes `embedding` and `slot(name)`, and does so until the next lookup: rows may move then.
+    The rows that `lookup` returns index `embedding` and `slot(name)` until the next lookup, which may move rows.
     """
 
     @property
@@ -27,7 +27,7 @@ class TrainableTable(Protocol):
     def device(self) -> torch.device: ...
     @property
     def embedding(self) -> torch.Tensor:
-        """The live rows, `[n, dim]`; fetch them anew after a lookup."""
+        """The live rows, `[n, dim]`; fetch them again after a lookup."""
         ...
 
     def slot(self, name: str) -> torch.Tensor:
@@ -40,23 +40,23 @@ class TrainableTable(Protocol):
         ...
 
     def touch(self, rows: RowsLike) -> None:
-        """Mark rows that are about to be written, or were: those of a lookup with insert are marked already.
+        """Mark rows that are about to be written, or were written; a lookup with insert marks its rows itself.
 
-        rows are what `lookup` returned, -1 is passed over. A table without marks may do nothing.
+        rows are what `lookup` returned; -1 is skipped. A table without marks may do nothing.
         """
         ...
 
 
 class FindsOnHost(Protocol):
-    """A TrainableTable that says on the host where rows are: nobody has to wait for its device to look at them."""
+    """A TrainableTable that returns rows on the host, so that reading them needs no wait for its device."""
 
     def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
-        """As TrainableTable.lookup: int64 [n] in the order of the flat ids."""
+        """Like TrainableTable.lookup, but return int64 [n] in the order of the flattened ids."""
         ...
 
 
 def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> NDArray[np.int64]:
-    """Look ids up, int64 [n]; the rows on the host. Waits for the device of a table that is no FindsOnHost."""
+    """Look ids up and return the rows on the host, int64 [n]; waits for the device unless the table FindsOnHost."""
     if hasattr(table, "lookup_rows"):  # An isinstance with a Protocol takes 50 microseconds.
         return cast(FindsOnHost, table).lookup_rows(ids, insert)
     found: NDArray[np.int64] = table.lookup(ids, insert=insert).cpu().numpy()
