@@ -1,4 +1,4 @@
-"""Tensors from devices to the host, now: for what goes a window at a time, without an arena."""
+"""Copy tensors from devices to the host and wait for them: for saves by windows, without an arena."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from asyncckpt.devices.sizes import SLOT_BYTES
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor as contiguous CPU memory; the tensor itself when it is that already. Waits for it.
+    """Return a tensor as contiguous CPU memory, the tensor itself if it is that already; waits for the copy.
 
-    What was queued for the tensor on this thread's current stream has its effect; work queued elsewhere must be done
-    (`wait_for`). DeviceError.
+    Work queued on this thread's current stream comes first; work queued elsewhere must be done (`wait_for`). Raises
+    DeviceError.
     """
     if device_of(tensor) is None:
         return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -25,9 +25,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values of tensors on devices as contiguous CPU memory, which they share: one round trip for all of them.
+    """Return tensors of devices in one shared piece of CPU memory, each contiguous: one round trip for all of them.
 
-    Waits for them, as `to_host` does. DeviceError.
+    Waits for the copies like `to_host`. Raises DeviceError.
     """
     found = runtime()
     copies = HostCopies(found)
@@ -54,9 +54,9 @@ def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def wait_for(tensors: Iterable[torch.Tensor], *, streams: Sequence[Stream] = ()) -> None:
-    """Wait until all is done that this thread has queued on the devices of these tensors, and all that is on `streams`.
+    """Wait for everything that this thread has queued on the devices of these tensors, and for `streams`.
 
-    DeviceError.
+    Raises DeviceError.
     """
     found = runtime()
     if found is None:

@@ -195,7 +195,7 @@ def test_columns_that_are_not_loaded_stay(tmp_path: Path) -> None:
 def test_a_module_that_was_resized_is_refused(tmp_path: Path) -> None:
     rows = Rows()
     rows.embedding = torch.zeros(11, DIM)
-    with pytest.raises(UsageError, match=r"columns of table 't1' are others than when it was made.*tables_of again"):
+    with pytest.raises(UsageError, match=r"columns of table 't1' have changed since it was made.*tables_of again"):
         rows.table.begin_cut()
     with pytest.raises(UsageError, match="columns of table 't1' are others"):
         rows.table.begin_load(clear=True, rows_count=11)
