@@ -17,7 +17,7 @@ async def print_updates(
     poll_seconds: float,
     until: int | None,
 ) -> None:
-    """Print updates until the last one that is wanted; each is finished when it is printed."""
+    """Print updates until the last wanted one; finish each after printing it."""
     updates = follow(path, after=after, cursor=cursor, poll_seconds=poll_seconds, until=until)
     async with updates:
         async for update in updates:

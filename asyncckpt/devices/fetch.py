@@ -11,6 +11,7 @@ from asyncckpt.devices.chosen import device_of, runtime
 from asyncckpt.devices.contract import Stream
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.sizes import SLOT_BYTES
+from asyncckpt.devices.upload_copies import is_plain
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,7 @@ def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert device is not None
         place = memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
         places.append(place)
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if is_plain(tensor):
             segments.setdefault(device, []).append((tensor.data_ptr(), place.data_ptr(), size))
         else:
             copies.on(device).add_tensor(place, tensor)

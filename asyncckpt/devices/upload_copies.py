@@ -108,7 +108,7 @@ class RowUpload:
         self, target: torch.Tensor, rows: I64, values: torch.Tensor, positions: I64 | None, batch: Batch
     ) -> None:
         self._target, self._rows, self._values, self._positions = target, rows, values, positions
-        self._is_plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        self._is_plain = is_plain(target)
         is_read_in_place = self._is_plain and batch.is_reachable(values.data_ptr(), values.nbytes)
         self.scratch_bytes = 0 if is_read_in_place else values.nbytes
 
@@ -127,6 +127,11 @@ class RowUpload:
         if self._positions is not None:
             values = values.index_select(0, _on_device(self._positions, batch))
         target.index_copy_(0, _on_device(self._rows, batch), values)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its values in order, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _runs(segments: U64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

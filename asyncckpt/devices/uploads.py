@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.contract import Event, Runtime
-from asyncckpt.devices.upload_copies import RowUpload, SegmentUpload, TensorUpload, Upload, run_uploads
+from asyncckpt.devices.upload_copies import RowUpload, SegmentUpload, TensorUpload, Upload, is_plain, run_uploads
 from asyncckpt.errors import DeviceError
 from asyncckpt.native import I64, U8
 
@@ -109,7 +108,7 @@ class Uploads:
         elif target.numel():
             listed = self._on(target)
             listed.kept += (target, values)
-            if values.is_contiguous() and _is_plain(target):
+            if values.is_contiguous() and is_plain(target):
                 listed.segments.append((values.data_ptr(), target.data_ptr(), values.nbytes))
             else:
                 listed.others.append(lambda batch: TensorUpload(target, values))
@@ -159,9 +158,7 @@ class Uploads:
     def __enter__(self) -> Uploads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.settle()
         except Exception as later:
@@ -193,7 +190,3 @@ def _settle(windows: list[_Window]) -> None:
             del window.running[0]
     if failed is not None:
         raise failed
-
-
-def _is_plain(target: torch.Tensor) -> bool:
-    return target.is_contiguous() and not target.is_conj() and not target.is_neg()

@@ -26,14 +26,6 @@ class AcError(ctypes.Structure):
     _fields_ = [("status", c_int32), ("sys_errno", c_int32), ("item", c_uint64), ("message", c_char * 240)]
 
 
-class AcSegment(ctypes.Structure):
-    _fields_ = [("source", c_void_p), ("target", c_void_p), ("bytes", c_uint64)]
-
-
-class AcSpan(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("bytes", c_uint64)]
-
-
 class AcFile(ctypes.Structure):
     _fields_ = [("extents", c_void_p), ("extents_count", c_uint64), ("fd", c_int32), ("direct", c_int32)]
 
@@ -48,34 +40,9 @@ class AcDrainOptions(ctypes.Structure):
     ]
 
 
-class AcReadItem(ctypes.Structure):
-    _fields_ = [
-        ("target", c_void_p),
-        ("offset", c_uint64),
-        ("bytes", c_uint64),
-        ("fd", c_int32),
-        ("direct", c_int32),
-    ]
-
-
 class AcReadOptions(ctypes.Structure):
     _fields_ = [("block_bytes", c_uint64), ("threads", c_uint32)]
 
-
-class AcRowColumn(ctypes.Structure):
-    _fields_ = [("source", c_void_p), ("target", c_void_p), ("row_bytes", c_uint64)]
-
-
-STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "ac_error": AcError,
-    "ac_segment": AcSegment,
-    "ac_span": AcSpan,
-    "ac_file": AcFile,
-    "ac_drain_options": AcDrainOptions,
-    "ac_read_item": AcReadItem,
-    "ac_read_options": AcReadOptions,
-    "ac_row_column": AcRowColumn,
-}
 
 _ERROR = POINTER(AcError)
 

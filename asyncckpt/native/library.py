@@ -8,16 +8,7 @@ from ctypes import byref, c_uint64
 
 import numpy as np
 
-from asyncckpt.native.arrays import (
-    check_files,
-    check_ids,
-    check_mark,
-    check_marks,
-    check_reads,
-    check_row_pairs,
-    check_table,
-    checked_row_columns,
-)
+from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
@@ -56,31 +47,31 @@ class NativeCore:
         return int(self._library.ac_cores_count())
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        check_table(segments, columns_count=3, name="segments")
+        arrays.check_table(segments, columns_count=3, name="segments")
         call(self._library.ac_copy, segments.ctypes.data, len(segments), threads)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = check_row_pairs(source_rows, target_rows)
+        arrays.check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
         rows = [None if side is None else side.ctypes.data for side in (sources, targets)]
         call(self._library.ac_copy_rows, columns.ctypes.data, len(columns), *rows, count, threads)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        row_columns = checked_row_columns(columns, rows_count)
+        row_columns = arrays.checked_row_columns(columns, rows_count)
         found = np.empty(rows_count, dtype=np.uint64)
         places = row_columns.ctypes.data, len(columns), rows_count, found.ctypes.data
         call(self._library.ac_fingerprint, *places, threads)
         return found
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        check_marks(marks, writable=True)
-        check_mark(value, name="value")
-        rows = check_ids(rows, name="rows")
+        arrays.check_marks(marks, writable=True)
+        arrays.check_mark(value, name="value")
+        rows = arrays.check_ids(rows, name="rows")
         call(self._library.ac_mark, marks.ctypes.data, len(marks), rows.ctypes.data, len(rows), value)
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        check_marks(marks, writable=False)
-        check_mark(above, name="above")
+        arrays.check_marks(marks, writable=False)
+        arrays.check_mark(above, name="above")
         room = max(_MARKED_ROOM_MIN, len(marks) // _MARKED_PART)
         while True:
             rows: I64 = np.empty(room, dtype=np.int64)
@@ -103,7 +94,7 @@ class NativeCore:
         self._library.ac_memory_advise_huge(address, bytes)
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        check_table(spans, columns_count=2, name="spans")
+        arrays.check_table(spans, columns_count=2, name="spans")
         digests = _empty_digests(len(spans))
         call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, threads)
         return digests
@@ -112,8 +103,8 @@ class NativeCore:
         return NativeDigester(self._library)
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
-        check_files(files)
+        arrays.check_table(spans, columns_count=2, name="spans")
+        arrays.check_files(files)
         extents = [np.array(file.extents, dtype=np.uint64).reshape(-1, 2) for file in files]
         images = (AcFile * len(files))(
             *(
@@ -138,7 +129,7 @@ class NativeCore:
         call(self._library.ac_write, fd, address, bytes, offset, direct)
 
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
-        check_reads(reads)
+        arrays.check_reads(reads)
         items = np.empty(len(reads.places), dtype=_READ_ITEM)
         items["place"], items["fd"], items["direct"] = reads.places, reads.fds, reads.direct
         taken = _empty_digests(len(items)) if digests else None

@@ -15,16 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from asyncckpt.native.arrays import (
-    check_files,
-    check_ids,
-    check_mark,
-    check_marks,
-    check_reads,
-    check_row_pairs,
-    check_table,
-    checked_row_columns,
-)
+from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
@@ -144,27 +135,27 @@ class TwinCore:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        check_table(segments, columns_count=3, name="segments")
+        arrays.check_table(segments, columns_count=3, name="segments")
         for source, target, bytes in segments.tolist():
             ctypes.memmove(target, source, bytes)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = check_row_pairs(source_rows, target_rows)
+        arrays.check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
         copy_rows(columns, sources, targets, count)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        checked_row_columns(columns, rows_count)
+        arrays.checked_row_columns(columns, rows_count)
         return fingerprints(columns, rows_count)
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        check_marks(marks, writable=True)
-        check_mark(value, name="value")
-        mark(marks, check_ids(rows, name="rows"), value)
+        arrays.check_marks(marks, writable=True)
+        arrays.check_mark(value, name="value")
+        mark(marks, arrays.check_ids(rows, name="rows"), value)
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        check_marks(marks, writable=False)
-        check_mark(above, name="above")
+        arrays.check_marks(marks, writable=False)
+        arrays.check_mark(above, name="above")
         return np.flatnonzero(marks > above).astype(np.int64, copy=False)
 
     def map_memory(self, bytes: int) -> Memory:
@@ -180,8 +171,8 @@ class TwinCore:
         return TwinDigester()
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
-        check_files(files)
+        arrays.check_table(spans, columns_count=2, name="spans")
+        arrays.check_files(files)
         for item, file in enumerate(files):
             try:
                 self._write_file(file, options, progress)
@@ -199,7 +190,7 @@ class TwinCore:
             raise _io_error(error, f"cannot write {bytes} bytes at offset {offset}", 0) from error
 
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
-        check_reads(reads)
+        arrays.check_reads(reads)
         places, fds = reads.places.tolist(), reads.fds.tolist()
         for item, ((address, offset, bytes), fd) in enumerate(zip(places, fds, strict=True)):
             try:
@@ -214,7 +205,7 @@ class TwinCore:
         return TwinIdMap()
 
     def _digests(self, spans: U64, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
+        arrays.check_table(spans, columns_count=2, name="spans")
         digests = np.empty((len(spans), DIGEST_BYTES), dtype=np.uint8)
         for index, (address, bytes) in enumerate(spans.tolist()):
             _check_cancelled(progress)

@@ -13,7 +13,7 @@ Source of the interface: TorchRec `EmbeddingBagCollection`, `EmbeddingCollection
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,22 +67,8 @@ class EmbCacheTableConfig:
 
     def new_table(self, *, shard: tuple[int, int], device: torch.device | str) -> MultiLevelTable:
         """Make the table with its cache level on `device`. Raises UsageError like MultiLevelTable."""
-        return MultiLevelTable(
-            self.name,
-            self.dim,
-            cache_rows=self.cache_rows,
-            dtype=self.dtype,
-            optimizer_slots=self.optimizer_slots,
-            metadata=self.metadata,
-            shard=shard,
-            device=device,
-            capacity=self.capacity,
-            initializer=self.initializer,
-            policy=self.policy,
-            admit_after=self.admit_after,
-            undo_bytes_max=self.undo_bytes_max,
-            pin_host_memory=self.pin_host_memory,
-        )
+        names = {field.name for field in fields(self)} - {"feature_names", "pooling"}
+        return MultiLevelTable(**{name: getattr(self, name) for name in names}, shard=shard, device=device)
 
 
 class JaggedRows(NamedTuple):

@@ -37,12 +37,12 @@ GROWTH_SHARE = 8
 class LevelCounts:
     """What has happened so far, in ids or rows."""
 
-    hits: int = 0
-    misses: int = 0
-    inserted: int = 0
-    evictions: int = 0
-    written_back: int = 0
-    prefetched: int = 0
+    hits_count: int = 0
+    misses_count: int = 0
+    inserted_count: int = 0
+    evictions_count: int = 0
+    written_back_count: int = 0
+    prefetched_count: int = 0
 
 
 class Levels:
@@ -73,8 +73,8 @@ class Levels:
         rows = cache.find(ids)
         missed = rows < 0
         hits = rows[~missed] if missed.any() else rows
-        self.counts.hits += hits.size
-        self.counts.misses += ids.size - hits.size
+        self.counts.hits_count += hits.size
+        self.counts.misses_count += ids.size - hits.size
         cache.use.touch(hits)
         if hits.size < ids.size:
             self._bring_missed(np.unique(ids[missed]), hits, insert=insert, admitted=admitted)
@@ -104,7 +104,7 @@ class Levels:
         room = self._make_room(missing.size, awaited_too=False)
         self._bring(missing[:room], host_rows[:room], awaited=True)
         brought_count = min(room, missing.size)
-        self.counts.prefetched += brought_count
+        self.counts.prefetched_count += brought_count
         return brought_count
 
     def insert(self, ids: I64, values: Mapping[str, torch.Tensor]) -> None:
@@ -185,7 +185,7 @@ class Levels:
     def _new_rows(self, ids: I64) -> I64:
         rows_before = len(self.store)
         rows = self.store.insert(ids)
-        self.counts.inserted += len(self.store) - rows_before
+        self.counts.inserted_count += len(self.store) - rows_before
         return rows
 
     def _bring(self, ids: I64, host_rows: I64, *, awaited: bool) -> None:
@@ -201,7 +201,7 @@ class Levels:
                 break
             self._write_back(victims)
             self.cache.drop(victims)
-            self.counts.evictions += victims.size
+            self.counts.evictions_count += victims.size
         return self.cache.free_count
 
     def _victims(self, count: int, *, awaited_too: bool) -> I64:
@@ -218,7 +218,7 @@ class Levels:
             self.store.take_over(host_rows, self.cache.columns(), rows)
         elif rows.size:
             self._landings.append((host_rows, self.cache.begin_to_host(rows)))
-        self.counts.written_back += rows.size
+        self.counts.written_back_count += rows.size
 
     def _land(self) -> None:
         while self._landings:

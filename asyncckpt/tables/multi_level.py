@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
@@ -100,11 +100,11 @@ class MultiLevelTable(StoredTable):
         dim: int,
         *,
         cache_rows: int,
+        device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
         shard: tuple[int, int] = (0, 1),
-        device: torch.device | str = "cpu",
         capacity: int = 1024,
         initializer: Initializer = None,
         policy: Literal["lru", "lfu"] = "lru",
@@ -287,17 +287,9 @@ class MultiLevelTable(StoredTable):
     def statistics(self) -> CacheStatistics:
         """Return the counts so far."""
         with self._lock.hold("listing"):
-            counts = self._levels.counts
-            return CacheStatistics(
-                hits_count=counts.hits,
-                misses_count=counts.misses,
-                inserted_count=counts.inserted,
-                evictions_count=counts.evictions,
-                written_back_count=counts.written_back,
-                prefetched_count=counts.prefetched,
-                cached_count=self._cache.rows_count - self._cache.free_count,
-                paused_seconds=self._paused_seconds,
-            )
+            cached_count = self._cache.rows_count - self._cache.free_count
+            counts = asdict(self._levels.counts)
+            return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
 
     def begin_cut(self) -> MultiLevelCut:
         """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end.

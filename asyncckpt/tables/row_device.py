@@ -16,7 +16,7 @@ Other kinds of devices use torch's own blocking copies.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +28,22 @@ from asyncckpt.tables.row_copy import RowMemory, copy_rows
 Values = Mapping[str, torch.Tensor]
 
 
-class Landing(Protocol):
-    """Values on their way to the host."""
+class Landing:
+    """Values on their way to the host: they arrive with `event`, None if they have arrived."""
+
+    def __init__(self, values: Values, event: Any = None) -> None:
+        self._values, self._event = values, event
 
     def wait(self) -> Values:
         """Wait for the values and return them, on the CPU."""
-        ...
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+        except RuntimeError as error:
+            what = f"a device failed before rows evicted from its cache had reached the host: {error}"
+            hint = "these rows are lost with the process: restart from a checkpoint"
+            raise DeviceError(what, hint=hint) from error
+        return self._values
 
 
 class RowDevice:
@@ -89,7 +99,7 @@ class RowDevice:
 
     def begin_to_host(self, values: Values) -> Landing:
         """Begin to copy values of the device to the host."""
-        return _Landed({name: value.cpu() for name, value in values.items()})
+        return Landing({name: value.cpu() for name, value in values.items()})
 
     def let_go(self, column: torch.Tensor) -> None:
         """Prepare for freeing a column on which work may still be queued."""
@@ -125,7 +135,7 @@ class CudaRowDevice(RowDevice):
         for name, value in values.items():
             landed[name] = pinned(tuple(value.shape), value.dtype)
             landed[name].copy_(value, non_blocking=True)
-        return _CudaLanding(landed, self._cuda.current_stream(self.device).record_event())
+        return Landing(landed, self._cuda.current_stream(self.device).record_event())
 
     def let_go(self, column: torch.Tensor) -> None:
         # It returns to the stream on which it was allocated, while this stream may still use it.
@@ -168,28 +178,3 @@ def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Ten
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return new pinned memory. torch rounds its size up to a power of two bytes and caches freed memory."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-
-
-class _Landed:
-    """Values that have arrived."""
-
-    def __init__(self, values: Values) -> None:
-        self._values = values
-
-    def wait(self) -> Values:
-        return self._values
-
-
-class _CudaLanding:
-    """Values that arrive with an event."""
-
-    def __init__(self, values: Values, event: Any) -> None:
-        self._values, self._event = values, event
-
-    def wait(self) -> Values:
-        try:
-            self._event.synchronize()
-        except RuntimeError as error:
-            what = f"a device failed before rows evicted from its cache had reached the host: {error}"
-            raise DeviceError(what, hint="these rows are lost with the process: restart from a checkpoint") from error
-        return self._values

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64, core
 from asyncckpt.tables.initializer import Initializer, Uniform
@@ -158,11 +159,7 @@ class RowStore:
 
     def rows(self) -> I64:
         """Return the used rows, ascending, int64 [n]."""
-        runs = self.runs()
-        begins, counts = runs[:, 0], runs[:, 1] - runs[:, 0]
-        # Row i of a run is its begin + i, and its rows come after those of the earlier runs.
-        places_before = np.cumsum(counts) - counts
-        return np.repeat(begins - places_before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+        return rows_of(self.runs())
 
     def ids(self) -> I64:
         """Return a copy of the ids in the order of `rows`, int64 [n]."""
