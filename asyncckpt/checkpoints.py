@@ -150,7 +150,6 @@ def _block_info(block: BlockFacts, head: ManifestHead) -> BlockInfo:
 
 
 def _table_infos(manifest: Manifest) -> dict[str, TableInfo]:
-    """Return every table, with the shards of all ranks together."""
     infos: dict[str, TableInfo] = {}
     for table in manifest.tables:
         known = infos.get(table.name, TableInfo(rows=0, whole=True, removed=0, filters=table.filters))

@@ -108,7 +108,6 @@ class DynamicEmbTable(ExportOnlyTable):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _export_level(self, state: Any, now: int) -> dict[str, torch.Tensor]:
-        """Copy the rows of the table that a level holds."""
         batches = [self._empty_batch()]
         policy = state.score_policy.name
         exported = state.key_index_map._batched_export_keys_scores(
@@ -275,7 +274,6 @@ def _tiers(storage: Any, table: str) -> list[Any]:
 
 
 def _device_of(tiers: list[Any]) -> torch.device | None:
-    """Return the GPU of a storage: that of its newest level."""
     found = getattr(tiers[0], "device", None)
     return None if found is None else torch.device(found)
 
@@ -296,7 +294,6 @@ def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:
 
 
 def _without_ids_of(newer: list[dict[str, torch.Tensor]], rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the rows whose ids no newer level holds."""
     ids = [part[ID_COLUMN].numpy() for part in newer]
     count = sum(len(part) for part in ids)
     if not count:

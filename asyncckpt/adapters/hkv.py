@@ -128,7 +128,6 @@ class HkvTable(ExportOnlyTable):
         return found
 
     def _export_batch(self, offset: int, stream: int) -> dict[str, torch.Tensor]:
-        """Copy the rows in the next BATCH_SLOTS slots."""
         slots = min(BATCH_SLOTS, self._table.capacity() - offset)
         counter = torch.zeros(1, dtype=torch.int64, device=self._device)
         keys = torch.empty(slots, dtype=torch.int64, device=self._device)

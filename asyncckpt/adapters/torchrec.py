@@ -101,7 +101,6 @@ def kernels_of(collection: Any) -> Iterator[Any]:
 
 
 def _place(config: Any, name: str) -> TablePlace:
-    """Return the place of a table's shard in the whole table."""
     row, column = _offsets(config)
     own_name = joined(name, config.name)
     if int(config.local_cols) != int(config.embedding_dim):

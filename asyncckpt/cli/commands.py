@@ -20,10 +20,10 @@ from asyncckpt.checkpoints import verify as verify_step
 from asyncckpt.cli import as_json, screen
 from asyncckpt.cli.exit_codes import EXIT_CODES, ExitCode, code_of, worst_code
 from asyncckpt.cli.finding import Finding
-from asyncckpt.cli.following import print_updates
 from asyncckpt.compaction import compact as compact_step
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.errors import CheckpointError, NotFoundError
+from asyncckpt.follower import follow as follow_steps
 
 Answer = TypeVar("Answer")
 
@@ -109,9 +109,15 @@ def follow(
 ) -> None:
     """Print each step as it is committed, until Ctrl-C. The directory need not exist yet."""
     print_update = as_json.print_update if json else partial(screen.print_update, _console())
-    printing = print_updates(path, print_update, after=after, cursor=cursor, poll_seconds=poll, until=until)
+
+    async def print_updates() -> None:
+        async with follow_steps(path, after=after, cursor=cursor, poll_seconds=poll, until=until) as updates:
+            async for update in updates:
+                print_update(update)
+                update.done()
+
     try:
-        _asked(lambda: asyncio.run(printing), json=json)
+        _asked(lambda: asyncio.run(print_updates()), json=json)
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.OK) from None
 

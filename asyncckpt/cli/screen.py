@@ -141,7 +141,6 @@ def _kind(info: CheckpointInfo) -> str:
 
 
 def _chain(parents: Sequence[int]) -> str:
-    """Return a whole chain, or its ends if it is long."""
     shown = [str(step) for step in parents]
     if len(shown) > CHAIN_STEPS_SHOWN_MAX:
         shown = [
@@ -153,7 +152,6 @@ def _chain(parents: Sequence[int]) -> str:
 
 
 def _tables(info: CheckpointInfo) -> Table:
-    """Return rows per table; for a delta also what they are."""
     if not info.parents:
         table = _table(("table", "left"), ("rows", "right"))
         for name, rows_count in info.tables.items():
@@ -166,7 +164,6 @@ def _tables(info: CheckpointInfo) -> Table:
 
 
 def _ranks(info: CheckpointInfo) -> Table:
-    """Return what each rank has written."""
     table = _table(("rank", "right"), ("files", "right"), ("size", "right"), ("table rows", "right"))
     for rank in info.ranks[:RANKS_SHOWN_MAX]:
         table.add_row(str(rank.rank), str(len(rank.files)), size(rank.bytes), f"{sum(rank.tables.values()):,}")

@@ -244,7 +244,6 @@ class TensorCopy:
 
 
 def _within(segments: U64) -> Work:
-    """Return the work that copies segments within the device."""
     return lambda batch: batch.kernels.copy(segments, batch)
 
 

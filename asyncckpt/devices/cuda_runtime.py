@@ -153,14 +153,12 @@ class CudaRuntime:
 
 
 class _OnDevice:
-    """Describes device memory to torch with the CUDA array interface."""
 
     def __init__(self, address: int, bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {**_described(address, bytes), "strides": None}
 
 
 class _OnHost:
-    """Describes host memory to NumPy."""
 
     def __init__(self, address: int, bytes: int) -> None:
         self.__array_interface__ = _described(address, bytes)

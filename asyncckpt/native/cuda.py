@@ -170,7 +170,6 @@ class CudaLibrary:
 
 
 def _casts(to_bfloat16: bool | Sequence[bool], columns_count: int) -> U8:
-    """The cast of every column, uint8 [columns_count]."""
     wishes = [to_bfloat16] * columns_count if isinstance(to_bfloat16, bool) else list(to_bfloat16)
     if len(wishes) != columns_count:
         raise ValueError(f"to_bfloat16 must have a value for each of {columns_count} columns, found {len(wishes)}")

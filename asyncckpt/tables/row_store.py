@@ -246,7 +246,6 @@ class RowStore:
 
 
 def _first_mentions(ids: I64) -> I64:
-    """Return the distinct ids in the order of their first mention."""
     distinct, first = np.unique(ids, return_index=True)
     return distinct[np.argsort(first)]
 

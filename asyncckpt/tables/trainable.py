@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.ids import IdsLike, RowsLike
 
 
@@ -47,17 +47,10 @@ class TrainableTable(Protocol):
         ...
 
 
-class FindsOnHost(Protocol):
-    """A TrainableTable that returns rows on the host, so that reading them needs no wait for its device."""
-
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
-        """Like TrainableTable.lookup, but return int64 [n] in the order of the flattened ids."""
-        ...
-
-
-def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> NDArray[np.int64]:
-    """Look ids up and return the rows on the host, int64 [n]; waits for the device unless the table FindsOnHost."""
-    if hasattr(table, "lookup_rows"):  # An isinstance with a Protocol takes 50 microseconds.
-        return cast(FindsOnHost, table).lookup_rows(ids, insert)
-    found: NDArray[np.int64] = table.lookup(ids, insert=insert).cpu().numpy()
+def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> I64:
+    """Look ids up and return the rows on the host, int64 [n]: by `lookup_rows`, or else after a wait for the device."""
+    find: Callable[[IdsLike, bool], I64] | None = getattr(table, "lookup_rows", None)
+    if find is not None:
+        return find(ids, insert)
+    found: I64 = table.lookup(ids, insert=insert).cpu().numpy()
     return found

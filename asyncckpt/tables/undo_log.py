@@ -191,7 +191,6 @@ class UndoLog:
         return rows[order], places[order]
 
     def _keep(self, rows: I64, places: I64) -> None:
-        """Copy rows into the log; there is room."""
         assert self._settled is not None
         if self._memory is None:
             self._map_memory()

@@ -9,7 +9,7 @@ import torch
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.model.table import ID_COLUMN, HasCompanions, OwnsIds, Role, Table
 from asyncckpt.testing.case import HELD_S, THREAD_S_MAX, TableCase, in_thread, skip, start_thread
-from asyncckpt.testing.cuts import cut_image
+from asyncckpt.testing.cuts import cut_image, ended
 
 
 class SchemaTests(TableCase):
@@ -91,8 +91,7 @@ class CutTests(TableCase):
     def test_cut_describes_its_rows(self) -> None:
         table = self.trained()
         count = len(self.image(table))
-        cut = table.begin_cut()
-        try:
+        with ended(table.begin_cut()) as cut:
             runs = cut.runs
             assert cut.rows_count == count
             assert runs.dtype == np.int64
@@ -107,31 +106,23 @@ class CutTests(TableCase):
                 assert tuple(storage.shape[1:]) == column.row_shape
                 assert storage.is_contiguous()
                 assert len(storage) >= (int(runs[-1, 1]) if len(runs) else 0)
-        finally:
-            cut.end(True)
 
     def test_cut_holds_the_contents(self) -> None:
         """Every column, all of them in the row order of the ids."""
         table = self.trained()
         for step in range(4, 8):
             expected = self.image(table)
-            cut = table.begin_cut()
-            try:
+            with ended(table.begin_cut()) as cut:
                 difference = cut_image(cut, table.schema()).difference(expected)
-            finally:
-                cut.end(True)
             assert difference is None, difference
             self.train(table, step, 1)
 
     def test_cut_of_a_new_table(self) -> None:
         table = self.make_table()
         expected = self.image(table)
-        cut = table.begin_cut()
-        try:
+        with ended(table.begin_cut()) as cut:
             assert cut.rows_count == len(expected)
             assert cut_image(cut, table.schema()).difference(expected) is None
-        finally:
-            cut.end(True)
 
     @pytest.mark.parametrize("ok", [True, False])
     def test_a_cut_changes_nothing(self, ok: bool) -> None:
@@ -151,22 +142,16 @@ class CutTests(TableCase):
             case "caller":
                 skip("the caller keeps training away from a cut of this table (cut_kind)")
             case "copies":
-                cut = table.begin_cut()
-                try:
+                with ended(table.begin_cut()) as cut:
                     self.train_steps(table, range(4, 7))
                     difference = cut_image(cut, schema).difference(expected)
-                finally:
-                    cut.end(True)
                 assert difference is None, f"the cut changed with the table: {difference}"
             case "waits":
-                cut = table.begin_cut()
-                try:
+                with ended(table.begin_cut()) as cut:
                     thread, failures = start_thread(lambda: self.train_steps(table, range(4, 7)))
                     thread.join(HELD_S)
                     assert thread.is_alive(), "training went on between begin_cut and fence"
                     difference = cut_image(cut, schema).difference(expected)
-                finally:
-                    cut.end(True)
                 assert difference is None, f"the table changed in its cut: {difference}"
                 thread.join(THREAD_S_MAX)
                 assert not thread.is_alive(), "training did not go on after the fence"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,17 @@ from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, OpenCut, OverlaidCut, TableCut, TableSchema
 from asyncckpt.testing.image import Image, raw_rows
+
+Cut = TypeVar("Cut", bound=TableCut)
+
+
+@contextmanager
+def ended(cut: Cut, ok: bool = True) -> Iterator[Cut]:
+    """End a cut after a block of code."""
+    try:
+        yield cut
+    finally:
+        cut.end(ok)
 
 
 def cut_image(cut: TableCut, schema: TableSchema, *, overlay: bool = True) -> Image:

@@ -10,9 +10,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import pytest
 import torch
 
-from asyncckpt.model.table import ID_COLUMN, OpenCut, OverlaidCut, Table, TableCut
+from asyncckpt.model.table import ID_COLUMN, OpenCut, OverlaidCut, Table
 from asyncckpt.testing.case import HELD_S, STEPS, THREAD_S_MAX, TableCase, shuffled, skip
-from asyncckpt.testing.cuts import Windows, cache_copy, cut_image
+from asyncckpt.testing.cuts import Windows, cache_copy, cut_image, ended
 from asyncckpt.testing.image import Image
 
 STEPS_MAX = 40
@@ -121,11 +121,8 @@ class LevelTests(TableCase):
     def _trained(self, *, stays_open: bool = False, seed: int = 1) -> Table:
         """Return a trained table with a cache level; skip the test, before training, if there is none."""
         table = self.make_table()
-        cut: TableCut = table.begin_cut()
-        try:
+        with ended(table.begin_cut()) as cut:
             has_level, is_open = isinstance(cut, OverlaidCut), isinstance(cut, OpenCut)
-        finally:
-            cut.end(True)
         if not has_level:
             skip("the table has no cache level: its cuts are no OverlaidCut")
         if stays_open and not is_open:
@@ -153,26 +150,20 @@ class LevelTests(TableCase):
 @contextlib.contextmanager
 def overlaid(table: Table) -> Iterator[OverlaidCut]:
     """Make a cut with a cache level and end it."""
-    cut: TableCut = table.begin_cut()
-    try:
+    with ended(table.begin_cut()) as cut:
         assert isinstance(cut, OverlaidCut), "cuts of the table are not always of one kind"
         yield cut
-    finally:
-        cut.end(True)
 
 
 @contextlib.contextmanager
 def open_cut(table: Table, *, window_rows: int) -> Iterator[tuple[OpenCut, Windows]]:
     """Make a deferred cut and end it."""
-    cut: TableCut = table.begin_cut()
-    try:
+    with ended(table.begin_cut()) as cut:
         assert isinstance(cut, OpenCut), "cuts of the table are not always of one kind"
         windows = Windows(cut, table.schema(), window_rows=window_rows)
         cut.stay_open(cache_copy(cut, table.schema()), window_rows=window_rows)
         cut.fence()
         yield cut, windows
-    finally:
-        cut.end(True)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ changed and not reported is lost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from asyncckpt.model.table import CutVersion, Table, TableCut, TableSchema, TracksIds, TracksRows
 from asyncckpt.native import I64
 from asyncckpt.testing.case import STEPS, TableCase, shuffled, skip
-from asyncckpt.testing.cuts import cut_rows, run_rows
+from asyncckpt.testing.cuts import cut_rows, ended, run_rows
 
 MANY_CUTS = 300
 # How many cuts a table must remember at least: two savers, a failed save or two, and other cuts meanwhile.
@@ -97,7 +99,7 @@ class MarkTests(TableCase):
         own = self._check_cut(table, [], ok=True).version
         assert own.source != theirs.source, "two tables have one source of versions"
         coming = CutVersion(source=own.source, number=own.number + 1000)
-        with _Cut(table) as cut:
+        with _tracked(table) as cut:
             for version in (theirs, coming):
                 assert cut.touched_since(version) is None, f"{version} is no version of this table"
                 assert cut.removed_since(version) is None, f"{version} is no version of this table"
@@ -119,12 +121,9 @@ class MarkTests(TableCase):
 
     def _load_rows_of(self, source: Table, table: Table, *, clear: bool, ok: bool) -> None:
         """Do what a Loader does, without files, and end the load with ok."""
-        cut = source.begin_cut()
-        try:
+        with ended(source.begin_cut()) as cut:
             rows = run_rows(cut.runs)
             columns = {column.name: cut.column(column.name)[rows].clone() for column in source.schema().columns}
-        finally:
-            cut.end(True)
         ids = columns.pop("id")
         load = table.begin_load(clear=clear, rows_count=len(ids), filled=set(columns))
         try:
@@ -146,7 +145,7 @@ class MarkTests(TableCase):
 
     def _check_cut(self, table: Table, earlier: list[Remembered], *, ok: bool, must_know: bool = False) -> Remembered:
         """Make a cut, compare what it reports with earlier ones, and remember it."""
-        with _Cut(table, ok=ok) as cut:
+        with _tracked(table, ok=ok) as cut:
             now = Remembered.of(cut, table.schema())
             for index in shuffled(len(earlier), len(earlier)):
                 since = earlier[index]
@@ -166,19 +165,11 @@ class MarkTests(TableCase):
         return now
 
 
-class _Cut:
-    """A context with a cut that tracks rows."""
-
-    def __init__(self, table: Table, *, ok: bool = True) -> None:
-        self._cut: TableCut = table.begin_cut()
-        self._ok = ok
-
-    def __enter__(self) -> TracksRows:
-        assert isinstance(self._cut, TracksRows), "cuts of the table are not always of one kind"
-        return self._cut
-
-    def __exit__(self, *_: object) -> None:
-        self._cut.end(self._ok)
+@contextmanager
+def _tracked(table: Table, *, ok: bool = True) -> Iterator[TracksRows]:
+    with ended(table.begin_cut(), ok) as cut:
+        assert isinstance(cut, TracksRows), "cuts of the table are not always of one kind"
+        yield cut
 
 
 def _check_touched(touched: I64, now: Remembered, since: Remembered, *, what: str) -> None:

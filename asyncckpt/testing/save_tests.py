@@ -212,7 +212,6 @@ class LoadTests(TableCase):
         self.assert_holds(back, expected, what=f"{count} shards loaded into one table")
 
     def _saved(self, path: Path) -> tuple[Table, Image]:
-        """Return a trained table that was saved to path, and its rows."""
         table = self.trained()
         expected = self.image(table)
         with saver(table, path) as saving:
