@@ -1,9 +1,9 @@
 """The CUDA library: copies and fingerprints that are ordered on a stream of a device.
 
 Callers who know that this process uses CUDA load it, never an import. csrc/include/asyncckpt_cuda.h says what each
-call does and asks for. Memory is named by address (int), as `Tensor.data_ptr()` gives it, a stream by its handle, as
-`torch.cuda.Stream.cuda_stream` does; the caller keeps memory alive until the stream has passed. No call on a stream
-waits for the device, and each leaves the current device of its thread as it was. Any thread may call at any time.
+call does and requires. Memory is given as an address (int), like `Tensor.data_ptr()`, a stream as its handle, like
+`torch.cuda.Stream.cuda_stream`; the caller keeps memory alive until the stream has executed the call. No call on a
+stream waits for the device, and each restores the current device of its thread. Any thread may call at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncckpt.native.native_objects import raise_error
 
 
 class DeviceFailure(Exception):
-    """A call of CUDA failed. Often the device is lost to this process, and all that follow fail alike.
+    """A call of CUDA failed. Often the device is lost to this process, and all later calls fail too.
 
     `name` and `number` are those of the cudaError_t, such as "cudaErrorIllegalAddress" and 700; `item` is the index of
     the segment that failed, 0 where there are none.
@@ -39,7 +39,7 @@ class DeviceFailure(Exception):
 def load_cuda_library(path: Path | None = None) -> CudaLibrary:
     """Load the CUDA library of this package, or the one at `path`; raises UnusableLibrary with the reason.
 
-    Needs no driver. That it loads does not mean that there is a device: ask `devices_count`.
+    Needs no driver. A library that loads does not imply a device: see `devices_count`.
     """
     return CudaLibrary(load_cuda_functions(path))
 
@@ -56,7 +56,7 @@ class CudaLibrary:
 
     @property
     def devices_count(self) -> int:
-        """How many devices this process can use, 0 also without a driver. Starts the driver if there is one."""
+        """How many devices this process can use, 0 without a driver. Starts the driver if there is one."""
         return self._count_devices()[0]
 
     @property
@@ -65,11 +65,11 @@ class CudaLibrary:
         return self._count_devices()[1]
 
     def check_usable(self, device: int) -> None:
-        """Load all kernels on a device; raises DeviceFailure when this library has no code for it."""
+        """Load all kernels on a device. Raises DeviceFailure if this library has no code for it."""
         self._call(self._library.ac_cuda_usable, device)
 
     def host_register(self, device: int, address: int, bytes: int) -> None:
-        """Lock pages of host memory and let kernels of all devices use them; `address` begins a page. Takes long."""
+        """Pin host memory for kernels of all devices; `address` must begin a page. Slow."""
         self._call(self._library.ac_cuda_host_register, device, address, bytes)
 
     def host_unregister(self, device: int, address: int) -> None:
@@ -91,7 +91,7 @@ class CudaLibrary:
 
         table: address of registered host memory of batch_table_bytes(n), aligned to 8, filled by this call.
         device_table: address of as much memory of the device; the table is copied there first, which is faster.
-        Both belong to this call until the stream has passed.
+        Both belong to this call until the stream has executed it.
         """
         check_table(segments, columns_count=3, name="segments")
         places = segments.ctypes.data, len(segments), table, device_table
@@ -111,7 +111,7 @@ class CudaLibrary:
         """Copy row source_rows[i] of every column to row target_rows[i], for i below `count`.
 
         columns: uint64 [c, 3] of (source address, target address, row bytes of the source). The rows are addresses of
-        int64 [count] that kernels can read, None for row i; a pair with a negative row is passed over.
+        int64 [count] that kernels can read, None for row i; pairs with a negative row are skipped.
         to_bfloat16: whether a column, or each one, is float32 and becomes bfloat16.
         """
         check_table(columns, columns_count=3, name="columns")

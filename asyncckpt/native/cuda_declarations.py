@@ -1,7 +1,7 @@
 """The C interface of csrc/include/asyncckpt_cuda.h in ctypes: functions, and loading the library.
 
-tests/unit/native/test_cuda_declarations.py reads the header and holds this file against it. The structures are those of
-declarations.py.
+tests/unit/native/test_cuda_declarations.py reads the header and compares this file with it. declarations.py has the
+structures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asyncckpt.native.declarations import AcError, find_library, load
 CUDA_ABI_VERSION = 1
 CUDA_LIBRARY_NAME = "libasyncckpt_cuda.so"
 
-# Beside the statuses of declarations.py.
+# In addition to the statuses of declarations.py.
 DEVICE = 6
 AS_IS, TO_BFLOAT16 = range(2)
 
@@ -46,9 +46,9 @@ CUDA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 
 def load_cuda_functions(path: Path | None) -> ctypes.CDLL:
-    """Load the library at `path`, None for that of this package, and check its version.
+    """Load the library at `path`, None for the one of this package, and check its version.
 
-    Raises UnusableLibrary with the reason. Loading neither needs a driver nor starts one.
+    Raises UnusableLibrary with the reason. Loading needs no driver and starts none.
     """
     if path is None:
         path = find_library(CUDA_LIBRARY_NAME, hint=": this package was built without a CUDA compiler")

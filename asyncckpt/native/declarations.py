@@ -1,6 +1,6 @@
 """The C interface of csrc/include/asyncckpt.h in ctypes: structures, functions, and loading the library.
 
-tests/unit/native/test_declarations.py reads the header and holds this file against it. Arrays travel as plain addresses
+tests/unit/native/test_declarations.py reads the header and compares this file with it. Arrays are passed as addresses
 (c_void_p); ctypes releases the GIL around every call.
 """
 
@@ -19,7 +19,7 @@ OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
 
 
 class UnusableLibrary(Exception):
-    """The compiled core is not there, does not load, or belongs to another version of this package."""
+    """The compiled core is missing, does not load, or belongs to another version of this package."""
 
 
 class AcError(ctypes.Structure):

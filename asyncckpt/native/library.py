@@ -1,4 +1,4 @@
-"""The compiled core behind contract.Core: each method checks its arrays and makes one C call."""
+"""The compiled core as a contract.Core: each method checks its arrays and makes one C call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncckpt.native.contract import (
 from asyncckpt.native.declarations import AcDrainOptions, AcFile, AcReadOptions, load_library
 from asyncckpt.native.native_objects import NativeDigester, NativeIdMap, NativeMemory, call
 
-# Room for the rows of a first call to ac_marked, as a part of all rows; a second one follows where more are marked.
+# Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
 _MARKED_PART = 16
 _MARKED_ROOM_MIN = 4096
 # The fields of ac_read_item.
@@ -147,7 +147,7 @@ def _empty_digests(count: int) -> U8:
 
 
 def _shared(progress: Progress) -> tuple[int, int]:
-    """The addresses of what a running call shares with other threads."""
+    """Return the addresses of what a running call shares with other threads."""
     return progress._done.ctypes.data, progress._cancel.ctypes.data
 
 

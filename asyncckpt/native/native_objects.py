@@ -43,7 +43,7 @@ def raise_error(error: AcError) -> None:
 
 
 class _Window:
-    """Lets NumPy see memory of the core, and keeps its owner alive as long as an array looks at it."""
+    """Gives NumPy access to memory of the core, and keeps its owner alive as long as the array."""
 
     def __init__(self, owner: object, address: int, count: int, typestr: str) -> None:
         self.owner = owner
@@ -51,7 +51,7 @@ class _Window:
 
 
 class NativeMemory:
-    """A mapped region; see contract.Memory. Forked children do not have it and must not look at it."""
+    """A mapped region; see contract.Memory. Forked children do not have it and must not access it."""
 
     def __init__(self, library: ctypes.CDLL, bytes: int) -> None:
         self._library = library
@@ -101,7 +101,7 @@ def _rounded(bytes: int) -> int:
 
 
 def _unmap(library: ctypes.CDLL, address: int, bytes: int, owner_pid: int) -> None:
-    # A forked child never had the mapping, and something of its own may lie at that address.
+    # A forked child never had the mapping, and may have something else at that address.
     if os.getpid() == owner_pid:
         library.ac_memory_unmap(address, bytes, None)
 

@@ -1,7 +1,7 @@
 """The portable twin of the compiled core: the same results from NumPy, xxhash and plain system calls, slower.
 
-It takes the same arguments, makes the same files, digests and rows, and raises the same errors. What it leaves out is
-speed: one thread, buffered writes, and a copy where the core remaps.
+It takes the same arguments, produces the same files, digests and rows, and raises the same errors. It is slower: one
+thread, buffered writes, and a copy where the core remaps.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class TwinCore:
 
 
 def _clear_direct(fd: int) -> None:
-    """Ordinary writes may have any length, so a descriptor opened with O_DIRECT goes on without it."""
+    """Clear O_DIRECT of a descriptor, because the twin's writes may have any length."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & _O_DIRECT:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
