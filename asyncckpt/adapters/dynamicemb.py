@@ -35,7 +35,7 @@ from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 MODULE_KIND = "dynamicemb.batched_dynamicemb_tables.BatchedDynamicEmbeddingTablesV2"
@@ -70,7 +70,7 @@ class DynamicEmbTable(ExportOnlyTable):
         self._dim = int(state.table_emb_dims_cpu[table_id])
         super().__init__(name, self._make_schema(state), shard=shard, device=_device_of(self._tiers))
 
-    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def owned(self, ids: I64) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) this rank holds: by the signed remainder, dynamicemb's own rule."""
         index, count = self.shard
         return np.asarray(ids % count == index)

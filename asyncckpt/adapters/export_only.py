@@ -23,11 +23,10 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN, TableSchema
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import flat_ids
 
@@ -97,7 +96,7 @@ class ExportOnlyTable:
         """Return the initial value of every element of a column that a load does not fill."""
         return 0.0
 
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+    def _check_ids(self, ids: I64) -> None:
         """Raise UnsupportedError for ids (int64 [n]) that the table cannot hold."""
 
 
@@ -107,17 +106,9 @@ class ExportOnlyCut:
     def __init__(self, table: str, rows: Rows) -> None:
         self._table = table
         self._rows = rows
-        self._rows_count = len(rows[ID_COLUMN])
+        self.rows_count = len(rows[ID_COLUMN])
+        self.runs = one_run(self.rows_count)
         self._is_fenced = False
-
-    @property
-    def rows_count(self) -> int:
-        return self._rows_count
-
-    @property
-    def runs(self) -> NDArray[np.int64]:
-        """Return one run of all rows, int64 [1, 2]; none if there are no rows."""
-        return one_run(self._rows_count)
 
     def column(self, name: str) -> torch.Tensor:
         """Return the copy of a column, `[n, *row_shape]` on the CPU. Raises UsageError."""
@@ -209,7 +200,7 @@ class ExportOnlyLoad:
             raise UsageError(f"{use} of a load of table {self._table.name!r} was asked for after its end")
 
 
-def one_run(rows_count: int) -> NDArray[np.int64]:
+def one_run(rows_count: int) -> I64:
     """Return the run of all rows, int64 [1, 2]; none if there are no rows."""
     return np.array([[0, rows_count]] if rows_count else [], dtype=np.int64).reshape(-1, 2)
 

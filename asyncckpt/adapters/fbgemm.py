@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from asyncckpt.adapters.fbgemm_cache import CachedTable, TbeCache
-from asyncckpt.adapters.fixed_marks import FixedMarks
 from asyncckpt.adapters.fixed_table import FixedTable
 from asyncckpt.adapters.lookup_hooks import marks_of_table
 from asyncckpt.adapters.registry import is_kind, register_adapter
@@ -112,12 +112,7 @@ class _TbeViews:
 
 
 def _table(tbe: Any, views: _TbeViews, cache: TbeCache, index: int, place: TablePlace) -> Table:
-    def live() -> dict[str, torch.Tensor]:
-        return views.columns(index)
-
-    def marks() -> FixedMarks | None:
-        return marks_of_table(tbe, index)
-
+    live, marks = partial(views.columns, index), partial(marks_of_table, tbe, index)
     first_id, ids_end = place.first_id, place.ids_end
     if cache.holds(index):
         return CachedTable(place.name, live, first_id=first_id, ids_end=ids_end, marks=marks, cache=cache, index=index)

@@ -60,12 +60,7 @@ class TracksFixedRows:
     """Makes a cut of a FixedTable a TracksRows; call `start_tracking` first."""
 
     _marks: FixedMarks
-    _version: CutVersion
-
-    @property
-    def version(self) -> CutVersion:
-        """Names the table's state at this cut; stays valid after the fence."""
-        return self._version
+    version: CutVersion
 
     def touched_since(self, version: CutVersion) -> I64 | None:
         """Return the rows marked since a cut, ascending int64 [n]; None if unknown. Raises UsageError."""
@@ -85,7 +80,7 @@ class TracksFixedRows:
     def start_tracking(self, marks: FixedMarks) -> None:
         """End an epoch of the marks with this cut."""
         self._marks = marks
-        self._version = marks.end_epoch()
+        self.version = marks.end_epoch()
 
     def _check_open(self, use: str) -> None:
         raise NotImplementedError

@@ -29,6 +29,7 @@ from asyncckpt.adapters.export_only import one_run
 from asyncckpt.adapters.fixed_marks import FixedMarks, TracksFixedRows
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
@@ -104,7 +105,7 @@ class FixedTable:
         """Return (first, end) of the ids here, and the end of those of the whole table."""
         return self._first_id, self._first_id + self._rows_count, self._ids_end
 
-    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def owned(self, ids: I64) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) are in the table's range: bool [n]."""
         return (ids >= self._first_id) & (ids < self._first_id + self._rows_count)
 
@@ -137,7 +138,7 @@ class FixedTable:
             cut.start_tracking(marks)
             return cut
 
-    def check_load(self, ids: NDArray[np.int64], *, clear: bool) -> None:
+    def check_load(self, ids: I64, *, clear: bool) -> None:
         """Raise IncompatibleError for a checkpoint of a smaller or larger table, if clear.
 
         A smaller one would leave rows of another step, a larger one would silently lose rows.
@@ -183,7 +184,7 @@ class FixedTable:
         for marks in self._all_marks():
             marks.lose_all()
 
-    def _check_owned(self, ids: NDArray[np.int64]) -> None:
+    def _check_owned(self, ids: I64) -> None:
         owned = self.owned(ids)
         if not owned.all():
             what = f"id {int(ids[int(np.argmin(owned))])} does not belong to table {self._name!r}"
@@ -209,15 +210,8 @@ class FixedCut:
         self._columns = columns
         self._lock = lock
         self._fenced = FirstCaller()
-
-    @property
-    def rows_count(self) -> int:
-        return len(self._table)
-
-    @property
-    def runs(self) -> NDArray[np.int64]:
-        """Return one run of all rows, int64 [1, 2]; none if there are no rows."""
-        return one_run(self.rows_count)
+        self.rows_count = len(table)
+        self.runs = one_run(self.rows_count)
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live memory of a column, on the module's device. Raises UsageError."""

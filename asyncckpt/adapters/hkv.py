@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
 from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 SCORE_COLUMN = "score"
@@ -173,7 +173,7 @@ class HkvTable(ExportOnlyTable):
             True,  # ignore_evict_strategy
         )
 
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+    def _check_ids(self, ids: I64) -> None:
         reserved = (ids.view(np.uint64) & np.uint64(self._reserved_mask)) == np.uint64(self._reserved)
         if reserved.any():
             what = f"HierarchicalKV table {self.name!r} cannot hold ids that mark empty and locked slots"

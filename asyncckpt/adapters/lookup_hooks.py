@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,18 +160,11 @@ class TbeMarks:
         settled_count = self.mark(rows)
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(_marking(self, rows, settled_count))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self.mark_again(rows, settled_count=settled_count))  # type: ignore[no-untyped-call]
 
     def _after_load(self, module: torch.nn.Module, incompatible_keys: object) -> None:
         for marks in self.tables.values():
             marks.lose_all()
-
-
-def _marking(marks: TbeMarks, rows: torch.Tensor, settled_count: int) -> Callable[[torch.Tensor], None]:
-    def mark(gradient: torch.Tensor) -> None:
-        marks.mark_again(rows, settled_count=settled_count)
-
-    return mark
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -153,13 +153,11 @@ class CudaRuntime:
 
 
 class _OnDevice:
-
     def __init__(self, address: int, bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {**_described(address, bytes), "strides": None}
 
 
 class _OnHost:
-
     def __init__(self, address: int, bytes: int) -> None:
         self.__array_interface__ = _described(address, bytes)
 

@@ -176,7 +176,7 @@ class HostCopies:
         """Return whether a device can compare rows."""
         return self.runtime is not None and isinstance(self.runtime.kernels(device), ComparesRows)
 
-    def is_stepped(self, addresses: U64, bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_stepped(self, addresses: U64, bytes: I64) -> NDArray[np.bool_]:
         """Return which memory ranges (addresses uint64 [n], bytes) only an optimizer step changes: bool [n].
 
         True for memory that begins where such a tensor begins and is not longer.

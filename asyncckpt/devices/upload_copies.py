@@ -10,7 +10,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.sizes import LARGE_BYTES, SLOT_BYTES
@@ -134,7 +133,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _runs(segments: U64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _runs(segments: U64) -> tuple[I64, I64]:
     """Return (begins, ends) of the host memory of ascending segments, including small gaps."""
     begins = segments[:, 0].astype(np.int64)
     ends = begins + segments[:, 2].astype(np.int64)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CutVersion
+from asyncckpt.native import I64
 from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
@@ -28,7 +27,8 @@ from asyncckpt.tables.table_lock import TableLock
 class HashTableCut:
     """A TableCut and TracksRows of a HashTable. The caller holds the lock, which `fence` releases from any thread.
 
-    It ends an epoch of the table's marks, whether the save succeeds or not.
+    It ends an epoch of the table's marks, whether the save succeeds or not. `rows_count`, `runs` (ascending ranges
+    `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
     """
 
     def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
@@ -36,25 +36,11 @@ class HashTableCut:
         self._store = store
         self._lock = lock
         self._fenced = FirstCaller()
-        self._runs = store.runs()
-        self._rows_count = len(store)
-        self._version = store.marks.end_epoch()
+        self.rows_count = len(store)
+        self.runs = store.runs()
+        self.version: CutVersion = store.marks.end_epoch()
 
-    @property
-    def rows_count(self) -> int:
-        return self._rows_count
-
-    @property
-    def runs(self) -> NDArray[np.int64]:
-        """Ascending row ranges `[begin, end)`, int64 [k, 2]; stays valid after the fence."""
-        return self._runs
-
-    @property
-    def version(self) -> CutVersion:
-        """Names the table's state at this cut; stays valid after the fence."""
-        return self._version
-
-    def touched_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+    def touched_since(self, version: CutVersion) -> I64 | None:
         """Return the rows of `runs` written since a cut, ascending int64 [n]; None if unknown.
 
         Costs one pass over the marks, a byte per row. Raises UsageError.
@@ -62,7 +48,7 @@ class HashTableCut:
         self._check_held("touched rows")
         return self._store.marks.touched_since(version)
 
-    def removed_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+    def removed_since(self, version: CutVersion) -> I64 | None:
         """Return the distinct ids removed since a cut, ascending int64 [n], even if inserted again; None if unknown.
 
         Raises UsageError.
@@ -70,7 +56,7 @@ class HashTableCut:
         self._check_held("removed ids")
         return self._store.marks.removed_since(version)
 
-    def begun_since(self, version: CutVersion) -> NDArray[np.int64] | None:
+    def begun_since(self, version: CutVersion) -> I64 | None:
         """Return the rows assigned to an id since a cut, ascending int64 [n]; None if unknown. Raises UsageError."""
         self._check_held("begun rows")
         return self._store.marks.begun_since(version)

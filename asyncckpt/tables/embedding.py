@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
+from asyncckpt.native import I64
 from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import flat_ids
@@ -71,10 +71,7 @@ class HashEmbedding(nn.Module):
         return repr(self.table)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows, `[*ids.shape, dim]`, of ids, int64 of any shape.
-
-        Raises UsageError like HashTable.lookup.
-        """
+        """Return the rows, `[*ids.shape, dim]`, of ids, int64 of any shape. Raises UsageError like HashTable.lookup."""
         places, rows = self._distinct_rows(ids)
         return functional.embedding(places, rows)
 
@@ -103,7 +100,7 @@ class HashEmbedding(nn.Module):
         zeros = torch.zeros((distinct.size, *trained.shape[1:]), dtype=trained.dtype, device=device)
         return places, zeros.index_copy(0, kept, trained)
 
-    def _trained_rows(self, index: torch.Tensor, ids: NDArray[np.int64], mentions: NDArray[np.int64]) -> torch.Tensor:
+    def _trained_rows(self, index: torch.Tensor, ids: I64, mentions: I64) -> torch.Tensor:
         """Return rows `[n, dim]` of distinct ids, at `index`; record their step and mentions, watch their gradient."""
         with torch.no_grad():
             if self._step_column is not None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.native import I64
 from asyncckpt.tables.row_device import sent
 
 # Far above any gradient accumulation; a training loop without an optimizer step must not eat all memory.
@@ -29,7 +29,7 @@ class PendingRows:
     """One forward that has a gradient: `leaf.grad`, `[n, dim]`, belongs to ids, int64 [n], distinct and ascending."""
 
     forward_index: int
-    ids: NDArray[np.int64]
+    ids: I64
     leaf: torch.Tensor
 
 
@@ -47,7 +47,7 @@ class PendingGradients:
         """Return what is pending in the order of the forwards; `leaf.grad` may be changed, for example to clip it."""
         return sorted(self._entries, key=lambda entry: entry.forward_index)
 
-    def watch(self, leaf: torch.Tensor, ids: NDArray[np.int64]) -> None:
+    def watch(self, leaf: torch.Tensor, ids: I64) -> None:
         """Make `leaf` (float [n, dim]) require a gradient, and add it here when it has one."""
         index = self._forwards_count
         self._forwards_count += 1
@@ -63,7 +63,7 @@ class PendingGradients:
         leaf.requires_grad_()
         leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
-    def take(self) -> list[tuple[NDArray[np.int64], torch.Tensor]]:
+    def take(self) -> list[tuple[I64, torch.Tensor]]:
         """Return (ids, gradient) of everything pending, in the order of the forwards, and drop it."""
         taken = [(entry.ids, entry.leaf.grad) for entry in self.entries()]
         self.drop()
@@ -77,8 +77,8 @@ class PendingGradients:
 
 
 def sum_per_id(
-    gradients: list[tuple[NDArray[np.int64], torch.Tensor]],
-) -> tuple[NDArray[np.int64], torch.Tensor]:
+    gradients: list[tuple[I64, torch.Tensor]],
+) -> tuple[I64, torch.Tensor]:
     """Sum gradients of the same id in list order; return the distinct ids, ascending, and a gradient row for each.
 
     The ids of one entry are distinct, so each step below writes a row once: the sum has the same order on every device.

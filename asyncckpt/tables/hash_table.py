@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut
 from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
@@ -117,7 +116,7 @@ class HashTable(StoredTable):
         rows = self.lookup_rows(ids, insert)
         return sent(torch.from_numpy(rows).view(ids.shape), self.device)
 
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
+    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
         """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the table's device."""
         flat = flat_ids(ids, table=self._name)
         if insert:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.native import I64
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
@@ -48,7 +49,7 @@ class Uniform:
         if not isinstance(self.seed, int):
             raise UsageError("seed of Uniform is wrong", found=self.seed, expected="an int")
 
-    def rows(self, ids: NDArray[np.int64], *, dim: int) -> FloatRows:
+    def rows(self, ids: I64, *, dim: int) -> FloatRows:
         """Return the initial rows, float32 [n, dim], of ids, int64 [n]."""
         seed_key = _splitmix64(np.array([self.seed % 2**64], dtype=np.uint64))
         keys = _splitmix64(ids.view(np.uint64) + seed_key)

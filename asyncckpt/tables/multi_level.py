@@ -34,10 +34,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
@@ -193,7 +193,7 @@ class MultiLevelTable(StoredTable):
         self._warn_of_growth()
         return sent(torch.from_numpy(rows).view(ids.shape), self._device)
 
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
+    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
         """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the cache's device."""
         rows = self._lookup(ids, insert)
         self._warn_of_growth()
@@ -314,7 +314,7 @@ class MultiLevelTable(StoredTable):
         self._store.watchers.storage_moves()
         self._levels.empty_cache(write_back=not clear)
 
-    def _lookup(self, ids: IdsLike, insert: bool) -> NDArray[np.int64]:
+    def _lookup(self, ids: IdsLike, insert: bool) -> I64:
         flat = flat_ids(ids, table=self._name)
         if insert:
             check_owned(flat, shard=self._shard, table=self._name)
@@ -322,7 +322,7 @@ class MultiLevelTable(StoredTable):
         with self._lock.hold("lookup"):
             return self._levels.lookup(flat, insert=insert, admitted=admitted)
 
-    def _admitted(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _admitted(self, ids: I64) -> I64:
         """Count a lookup of the absent ids among ids and return those that get a row now, distinct.
 
         Holds no lock between the steps: a cut holds the locks of both tables, and took them in any order.

@@ -92,7 +92,7 @@ class MultiLevelCut(HashTableCut):
             raise UsageError(f"window_rows of table {self._table!r} is wrong", found=window_rows, expected=">= 1")
         assert len(copy.map) == len(self._cache.host_rows)
         assert copy.columns.keys() == self._cache.columns().keys()
-        places = CutPlaces(self._runs, rows_count=self._rows_count, window_rows=window_rows)
+        places = CutPlaces(self.runs, rows_count=self.rows_count, window_rows=window_rows)
         names = [ID_COLUMN, *copy.columns]
         columns = {name: RowMemory.of(self._store.column(name)) for name in names}
         log = UndoLog(

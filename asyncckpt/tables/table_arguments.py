@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 
@@ -102,7 +102,7 @@ def check_eviction(schema: TableSchema, column: object, below: object, *, table:
         raise UsageError(f"bound of an eviction from table {table!r} is wrong", found=below, expected="a number")
 
 
-def last_mentions(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def last_mentions(values: I64) -> I64:
     """Return where each value is mentioned last, ordered by value: index_copy_ has no order among equal rows."""
     _, first_from_end = np.unique(values[::-1], return_index=True)
     return np.asarray(values.size - 1 - first_from_end, dtype=np.int64)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, OpenCut, OverlaidCut, TableCut, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.testing.image import Image, raw_rows
 
 Cut = TypeVar("Cut", bound=TableCut)
@@ -49,7 +50,7 @@ def _column_rows(cut: TableCut, name: str, *, overlay: bool) -> NDArray[np.uint8
     return rows
 
 
-def run_rows(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+def run_rows(runs: I64) -> I64:
     """Return the storage rows of runs, in order, int64 [n]."""
     parts = [np.arange(begin, end, dtype=np.int64) for begin, end in runs.tolist()]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

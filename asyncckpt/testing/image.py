@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.native import I64
 
 Contents: TypeAlias = Mapping[str, torch.Tensor | NDArray[Any]]
 """Column name -> its rows, `[n, *row_shape]`; all columns in one row order, `id` (int64) among them."""
@@ -23,7 +24,7 @@ IDS_SHOWN_MAX = 5
 class Image:
     """The rows of a table by ascending id: `ids` int64 [n], every other column as its bytes, uint8 [n, row bytes]."""
 
-    ids: NDArray[np.int64]
+    ids: I64
     columns: Mapping[str, NDArray[np.uint8]]
 
     @staticmethod
@@ -94,5 +95,5 @@ def raw_rows(values: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     return copied
 
 
-def _shown(ids: NDArray[np.int64]) -> str:
+def _shown(ids: I64) -> str:
     return f"{ids[:IDS_SHOWN_MAX].tolist()}{'...' if ids.size > IDS_SHOWN_MAX else ''}"
