@@ -352,5 +352,5 @@ def test_an_unknown_storage_is_refused() -> None:
         tables = known.tables
 
     module._storage = Elsewhere()
-    with pytest.raises(asyncckpt.UnsupportedError, match="storage of dynamicemb table 't0' is not known"):
+    with pytest.raises(asyncckpt.UnsupportedError, match="storage of dynamicemb table 't0' is unknown"):
         dynamicemb_tables(module, "")
