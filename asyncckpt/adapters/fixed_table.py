@@ -197,7 +197,7 @@ class FixedTable:
             column.name: ((self._rows_count, *column.row_shape), column.dtype) for column in self._schema.columns[1:]
         }
         if found != expected:
-            what = f"the columns of table {self._name!r} have changed since it was made"
+            what = f"the columns of table {self._name!r} do not fit its schema"
             raise UsageError(what, found=found, expected=expected, hint="call tables_of again")
         return live
 
