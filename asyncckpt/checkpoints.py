@@ -1,4 +1,4 @@
-"""Look at a checkpoint directory: what is there, and is it sound. Reads only."""
+"""Inspect a checkpoint directory: what it holds, and whether it is sound. Reads only."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockInfo:
-    """One block of a checkpoint. `bytes` are those in the file; `encoding` names the steps that made them.
+    """One block of a checkpoint. `bytes` is the size in the file; `encoding` names the steps that produced them.
 
-    rank         that wrote it
-    whole_shape  of the tensor, where the block is only a part of it, which begins at `begin`; else None
+    rank         the rank that wrote it
+    whole_shape  the shape of the tensor of which the block is a part that begins at `begin`; else None
     """
 
     name: str
@@ -58,8 +58,8 @@ class TableInfo:
     """What one checkpoint itself holds of a table.
 
     rows      rows in its files
-    whole     these are all; else they and the removed ids are laid over what its parents hold
-    removed   ids that it takes out of what its parents hold
+    whole     whether these are all rows; else they and the removed ids change what its parents hold
+    removed   ids that it removes from what its parents hold
     filters   the row filters that chose the rows, as plain values
     """
 
@@ -71,7 +71,7 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank has written of a checkpoint: its files and their bytes, and its rows per table."""
+    """The part of a checkpoint that one rank has written: its files and their bytes, and its rows per table."""
 
     rank: int
     files: tuple[str, ...]
@@ -81,15 +81,15 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One committed checkpoint, as its manifest tells it.
+    """One committed checkpoint, from its manifest.
 
     kind         "full" or "delta"
     parents      steps that a delta builds upon, newest first; empty for a full one
-    compacted    it was folded into a full checkpoint after it was saved
-    bytes        of its own files; a delta needs those of its parents too
+    compacted    whether it was folded into a full checkpoint after it was saved
+    bytes        the size of its own files; a delta needs those of its parents too
     tables       rows per table in its own files, of all ranks
-    table_infos  the same tables, with more
-    blocks       in manifest order, without what only fills a file up to a page
+    table_infos  more about the same tables
+    blocks       in manifest order, without padding
     ranks        what each rank has written, in their order
     """
 
@@ -115,13 +115,13 @@ class CheckpointInfo:
 
 
 def list_steps(path: str | os.PathLike[str]) -> list[int]:
-    """Committed steps of a checkpoint directory, ascending. NotFoundError when it is none."""
+    """Return the committed steps of a checkpoint directory, ascending. Raises NotFoundError if it is not one."""
     with CheckpointRoot.for_reading(check_path(path)) as root:
         return committed_steps(root)
 
 
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
-    """What one checkpoint (default: the newest) holds. NotFoundError, CorruptError, IncompatibleError."""
+    """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
     with CheckpointRoot.for_reading(check_path(path)) as root:
         manifest = read_manifest(root, newest_step(root) if step is None else step)
     head = manifest.head
@@ -163,7 +163,6 @@ def _block_info(block: BlockFacts, head: ManifestHead) -> BlockInfo:
 
 
 def _table_infos(manifest: Manifest) -> dict[str, TableInfo]:
-    """Of every table, the shards of all ranks together."""
     infos: dict[str, TableInfo] = {}
     for table in manifest.tables:
         known = infos.get(table.name, TableInfo(rows=0, whole=True, removed=0, filters=table.filters))
@@ -187,9 +186,9 @@ def _rank_info(part: RankPart, head: ManifestHead) -> RankInfo:
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyReport:
-    """Read and check every byte of one checkpoint (default: the newest), of a delta with all it builds upon.
+    """Read and check every byte of one checkpoint (default: the newest), and for a delta of its whole chain.
 
-    CorruptError says what is wrong with it.
+    Raises CorruptError that says what is wrong.
     """
     with CheckpointRoot.for_reading(check_path(path)) as root:
         return verify_root(root, step)

@@ -20,11 +20,11 @@ from asyncckpt.storage.owner_lock import OwnerLock
 def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
     """Fold the chain of a delta checkpoint (default: the newest) into a full one of the same step.
 
-    The new checkpoint stands for the old one from then on: loads read it alone, later deltas that build upon the step
-    stay valid with shorter chains, and retention may remove what only the old one needed. Nothing is removed here. A
-    step that is full already is left as it is, and the result says `skipped`. What several ranks have saved stays in as
-    many parts. Blocks until the new checkpoint is durable; takes some 300 MiB for chunks and windows, and 8 to 24 bytes
-    per row of the largest table.
+    The new checkpoint replaces the old one: loads read only it, later deltas that build upon the step stay valid with
+    shorter chains, and retention may remove what only the old one needed. Nothing is removed here. A step that is
+    already full stays as it is, and the result is `skipped`. A checkpoint of several ranks keeps as many parts. Blocks
+    until the new checkpoint is durable; needs about 300 MiB for chunks and windows, and 8 to 24 bytes per row of the
+    largest table.
 
     Raises ConflictError while another process writes to the directory: use the `compact` of its Saver. Also
     NotFoundError, CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.
@@ -37,7 +37,7 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     try:
         return future.result()
     except BaseException:
-        # Interrupted: what is open belongs to the thread, which ends soon, and its commit is not cut in two.
+        # Interrupted: wait for the thread, which owns open files and may be committing.
         progress.cancel()
         future.exception()
         raise

@@ -1,14 +1,14 @@
-"""Follow a checkpoint directory that another process writes to, so that a server stays seconds behind training.
+"""Follow a checkpoint directory that another process writes, so that a server stays only seconds behind training.
 
     async for update in asyncckpt.follow("run", cursor="served.json"):
         await update.load(hashtables={"user": table}, tensors={"model": model})
 
-Each committed step is yielded once, ascending. It is finished when the next one is asked for, or with `update.done()`;
-then the cursor file names it, and a follower that starts anew goes on behind it. A step that was not finished when the
-process died is yielded again. Steps that retention removes before they are seen are passed over; nobody knows of them.
+Each committed step is yielded once, in ascending order. A step is finished when the next one is requested, or with
+`update.done()`; then the cursor file names it, and a restarted follower continues after it. A step that was not
+finished when the process died is yielded again. Steps that retention removes before they are seen are skipped.
 
-The directory is only read: manifests are listed every `poll_seconds`, and no lock is taken. All files of an update are
-open until it is finished, so retention cannot take them away meanwhile.
+The directory is only read: a follower lists the manifests every `poll_seconds` and takes no lock. All files of an
+update are open until it is finished, so retention cannot remove their content meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -53,13 +52,13 @@ def follow(
     """Yield each step that is committed in a checkpoint directory: an async iterator of Updates.
 
     path          the directory; it need not exist yet
-    after         begin behind this step; None: with the oldest step there is. A cursor file that exists wins
+    after         begin after this step; None: with the oldest step. An existing cursor file takes precedence
     cursor        a small file, outside of the directory, that remembers the last finished step
-    poll_seconds  how long to wait between two looks
+    poll_seconds  how long to wait before listing the manifests again
     until         end when this step, or a later one, is finished; None: never
 
-    Used on one event loop, one update at a time. Ends by cancellation, `break` or `aclose()`; no thread stays behind.
-    Raises UsageError at once; while iterating CorruptError for a step that is damaged (asked again, it looks again),
+    Use it on one event loop, one update at a time. Ends by cancellation, `break` or `aclose()`; leaves no thread.
+    Raises UsageError at once; while iterating CorruptError for a damaged step (the next call tries again),
     IncompatibleError, UnsupportedError, IOFailedError.
     """
     checked = check_path(path)
@@ -77,7 +76,7 @@ def _cursor(cursor: str | os.PathLike[str] | None, path: Path) -> CursorFile | N
     checked = check_path(cursor)
     if path == checked or path in checked.parents:
         raise UsageError(
-            "cursor lies in the checkpoint directory, into which only its writer writes",
+            "cursor is in the checkpoint directory, which only its writer may change",
             found=str(checked),
             expected="a file elsewhere",
         )
@@ -85,7 +84,7 @@ def _cursor(cursor: str | os.PathLike[str] | None, path: Path) -> CursorFile | N
 
 
 class Follower:
-    """Made by `follow`; see there. `async with` closes it."""
+    """The result of `follow`. `async with` closes it."""
 
     def __init__(
         self, path: Path, *, after: int | None, cursor: CursorFile | None, poll_seconds: float, until: int | None
@@ -112,7 +111,7 @@ class Follower:
         return self
 
     async def __anext__(self) -> Update:
-        """Finish the update before, wait for the next one and return it."""
+        """Finish the previous update, wait for the next one and return it."""
         if self._busy:
             raise UsageError("a follower is used by one task at a time")
         self._busy = True
@@ -139,7 +138,7 @@ class Follower:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """End the iteration. An update that was not finished will be yielded again by whoever goes on."""
+        """End the iteration. The next follower yields an unfinished update again."""
         self._closed = True
         current, self._current = self._current, None
         found, self._found = self._found, None
@@ -151,9 +150,7 @@ class Follower:
     async def __aenter__(self) -> Follower:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         await self.aclose()
 
     async def _begin(self) -> None:
@@ -162,31 +159,31 @@ class Follower:
             self._begun = True
 
     def _first_seen(self) -> SeenStep | None:
-        """On a worker thread: where the last follower ended."""
+        """Return where the last follower ended. Runs on a worker thread."""
         seen = None if self._cursor is None else self._cursor.read()
         if seen is None and self._after is not None:
             return seen_step(self._path, self._after)
         return seen
 
     def _look(self) -> None:
-        """On a worker thread: open the next update. Whoever waits may be cancelled meanwhile; so it is kept here."""
+        """Open the next update, on a worker thread. Keep it here, because the caller may be cancelled meanwhile."""
         if self._found is None:
             self._found = find_update(self._path, self._seen)
 
     def _finish(self, seen: SeenStep) -> None:
-        """On any thread: an update is finished."""
+        """Record that an update is finished, on any thread."""
         if self._cursor is not None:
             self._cursor.write(seen)
         self._seen = seen
 
 
 class Update:
-    """A committed step. Valid until it is finished, by asking for the next one or by `done()`, or the follower ends.
+    """A committed step. Valid until it is finished, by requesting the next one or by `done()`, or the follower ends.
 
     step      the step
-    kind      "full": it stands for itself. "delta": it tells what differs from `previous`
-    previous  of a delta: the step finished before it; else None
-    tables    per table its rows and removed ids here, and whether they are the whole table, also in a delta
+    kind      "full": independent of others. "delta": holds the differences from `previous`
+    previous  the step finished before a delta; else None
+    tables    per table its rows and removed ids, and whether the rows are the whole table, which a delta may hold too
     metadata  the user metadata given to the save
     """
 
@@ -210,15 +207,15 @@ class Update:
     ) -> LoadReport:
         """Bring tables and tensors to this step, on another thread; they must not be used until it is done.
 
-        A table that this follower has brought to `previous`, and that nobody has changed since, gets the removed ids
-        removed and the rows inserted over what it holds; any other one is emptied and loaded as by a Loader, from the
-        whole chain. Tensors are always all of this step. Of what several ranks have saved, each table takes the ids
-        that it owns from all of them, and plain values are those of the lowest rank that has them. Waits while a save
-        or load of this process is in flight.
+        For a table that this follower has brought to `previous` and that has not changed since, removes the removed ids
+        and inserts the rows; empties any other table and loads it like a Loader, from the whole chain. Tensors are
+        always loaded completely. If several ranks have saved, each table takes the ids that it owns from all of them,
+        and plain values are those of the lowest rank that has them. Waits while a save or load of this process is in
+        flight.
 
-        Cancelled, it ends within a moment. That, or an error, may leave tables empty; the next load of them is a whole
-        one. Give the same table objects each time: where `hashtables` is a module whose tables are made anew for every
-        call, all loads are whole. Raises what Loader.load raises.
+        Ends soon after a cancellation. That, or an error, may leave tables empty; their next load is complete. Pass the
+        same table objects each time: if `hashtables` is a module whose tables are made again in every call, all loads
+        are complete. Raises what Loader.load raises.
         """
         tables = dict(named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables))
         state = named_state(tensors)
@@ -237,21 +234,21 @@ class Update:
         return await in_thread(work, on_cancel=progress.cancel, on_refused=lambda: save_lock.release(ticket))
 
     async def rows(self, table: str) -> dict[str, torch.Tensor]:
-        """The rows of a table that are here: column -> tensor [n, *row_shape] on the CPU, `id` among them.
+        """Return the rows of a table in this update: column -> tensor [n, *row_shape] on the CPU, including `id`.
 
-        Of a full update, and of a table that is whole here, these are all rows. Read and verified anew at every call.
+        These are all rows in a full update, or if the table is whole here. Reads and verifies them at every call.
         Raises UsageError for a table that is not in this step, CorruptError, IOFailedError.
         """
         return await in_thread(lambda: self._read(self._opened.rows, table))
 
     async def removed(self, table: str) -> torch.Tensor:
-        """The ids to remove before the rows are inserted: distinct, int64 [n] on the CPU. Raises as `rows`."""
+        """Return the ids to remove before inserting the rows: distinct, int64 [n] on the CPU. Raises like `rows`."""
         return await in_thread(lambda: self._read(self._opened.removed, table))
 
     def done(self) -> None:
-        """Finish this update now: the cursor names it when this returns, and its files are closed.
+        """Finish this update now: write the cursor and close its files. Any thread may call it.
 
-        May be called from any thread. IOFailedError when the cursor cannot be written: it is not finished then.
+        Raises IOFailedError if the cursor cannot be written; the update is not finished then.
         """
         with self._guard:
             if self._is_open:

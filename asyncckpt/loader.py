@@ -1,4 +1,4 @@
-"""The Loader: RecIS' shape (`checkpoint_path, hashtables, tensors, parallel, filter_func`), and ours behind it."""
+"""The Loader: first RecIS' arguments (`checkpoint_path, hashtables, tensors, parallel, filter_func`), then ours."""
 
 from __future__ import annotations
 
@@ -35,34 +35,33 @@ class Loader:
     """Load a checkpoint into hash tables and tensors.
 
     checkpoint_path  the directory a Saver wrote to
-    hashtables       mapping name -> Table, or a module, whose tables are found by asyncckpt.adapters.tables_of; a table
-                     takes just the ids it owns (unsigned id modulo its shard count, or its range of rows), so tables of
-                     any sharding load from checkpoints of any other
+    hashtables       mapping name -> Table, or a module (see asyncckpt.adapters.tables_of); a table takes only the ids
+                     it owns (unsigned id modulo its shard count, or its range of rows), so tables of any sharding load
+                     from checkpoints of any other
     tensors          like the Saver's: tensors, arrays and modules are filled in place, other objects get
-                     load_state_dict, plain values come back in LoadReport.values. Of a tensor that is spread over ranks
-                     (DTensor, ShardedTensor, Sharded) this rank's part is filled, whatever part of it which rank saved
-    parallel         most threads that read (this version uses up to 4)
+                     load_state_dict, plain values are returned in LoadReport.values. For a tensor that is spread over
+                     ranks (DTensor, ShardedTensor, Sharded), fills this rank's part, whichever rank saved which part
+    parallel         maximal number of reading threads (this version uses up to 4)
     filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources
     step             None: the newest
-    strict           missing entries, and unexpected ones inside a module, are an IncompatibleError; else they are
-                     reported
-    verify           True: digests are checked while reading. "before": all is read and checked before any target is
-                     touched (of what several ranks have saved: all that this one needs). False: not checked
-    merge            rows are added to what a table holds (RecIS' way); by default a table is emptied first
-    fallback         when the wanted step is damaged, load the newest older one that is sound, and say so in the report
+    strict           raise IncompatibleError for missing entries, and for unexpected ones inside a module; else report
+                     them
+    verify           True: check digests while reading. "before": read and check everything (if several ranks have
+                     saved, everything that this one needs) before any target is touched. False: do not check
+    merge            add rows to what a table holds (as RecIS does); by default a table is emptied first
+    fallback         if the wanted step is damaged, load the newest older one that is sound, and report that
     on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy
-    shard_index      which rank of shard_num this process is; None: of ranks.process_group, or of torch.distributed when
-                     it is initialised, else 0 of 1. It decides which plain values, and which state of objects, are
-                     loaded: where as many ranks have saved, those of the same rank, else those of all ranks, the lowest
-                     first
+    shard_index      which rank of shard_num this process is; None: of ranks.process_group, or of torch.distributed if
+                     it is initialised, else 0 of 1. It decides which plain values, and which state of objects, are loaded:
+                     those of the same rank if as many ranks have saved, else those of all ranks, the lowest first
     ranks            RankOptions, as the Saver's: its process_group names the ranks that load together, if not all of
                      torch.distributed
 
-    In a job of several ranks each one loads for itself: none waits for another, and each reads only the blocks that it
+    In a job of several ranks, each one loads by itself: none waits for another, and each reads only the blocks that it
     needs. All of them should name the same step. Never writes or deletes.
 
-    Targets on devices are written behind what the caller has queued on the current streams, and are complete for every
-    stream when the load returns, or its future is done. Source of the interface: RecIS `Loader`.
+    Targets on devices are written after what the caller has queued on the current streams, and are complete for every
+    stream when the load returns or its future is done. Source of the interface: RecIS `Loader`.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Loader:
         self._fallback = fallback
 
     def load(self) -> LoadReport:
-        """Load now. Until reading begins no target is touched.
+        """Load now. Touches no target before reading begins.
 
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
@@ -125,7 +124,7 @@ class Loader:
                 streams.follow()
                 try:
                     report = self._run(future)
-                finally:  # Nothing is written behind the end of the future, however it ends.
+                finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
             except BaseException as error:
                 save_lock.release(ticket)

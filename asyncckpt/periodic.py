@@ -6,8 +6,8 @@
             train(step)
             periodic.step(step)
 
-A checkpoint that falls due while another is in flight is skipped and counted. Errors of background saves reach the loop
-at the next `.step`; at the end of the `with` block (or `drain`) everything in flight is waited for.
+A checkpoint that is due while another save is in flight is skipped and counted. The next `.step` raises errors of
+background saves; the end of the `with` block of the Saver (or `drain`) waits for everything in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds
@@ -30,7 +30,7 @@ ErrorHandler = Literal["raise", "warn"] | Callable[[BaseException], object]
 
 @dataclass(frozen=True)
 class PeriodicStatistics:
-    """Saves that were begun, skipped because one was in flight, and failed; and the newest committed one."""
+    """How many saves were begun, skipped because one was in flight, or failed; and the newest committed one."""
 
     begun_count: int = 0
     skipped_count: int = 0
@@ -41,7 +41,7 @@ class PeriodicStatistics:
 class PeriodicSaver:
     """Saves every `every_steps` steps or `every_seconds` seconds. Used by one thread: the training loop's.
 
-    With several ranks every rank has one, of the same `every_steps`; they have no clock in common.
+    With several ranks, every rank has one with the same `every_steps`; they share no clock.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PeriodicSaver:
         self._statistics = PeriodicStatistics()
 
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
-        """Tell that a training step has ended; returns the future when a save was begun."""
+        """Note that a training step has ended; return the future if a save was begun."""
         is_due = self._is_due(step)
         try:
             self._collect()
@@ -88,7 +88,7 @@ class PeriodicSaver:
             raise
         if not is_due:
             return None
-        # The clock starts anew also when a save is skipped, so that a slow disk does not make every step try again.
+        # Restart the clock even if the save is skipped, so that a slow disk does not make every step try again.
         self._last_time = self._clock()
         try:
             future = self._saver.save_async(step, metadata=metadata, on_busy="skip")
@@ -124,7 +124,7 @@ class PeriodicSaver:
         return self._clock() - self._last_time >= self._every_seconds
 
     def _collect(self) -> None:
-        """Take the outcome of the last save, if it has one."""
+        """Take the outcome of the last save if it is done."""
         future = self._future
         if future is None or not future.done():
             return
@@ -135,12 +135,7 @@ class PeriodicSaver:
         elif future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
-            self._statistics = PeriodicStatistics(
-                begun_count=self._statistics.begun_count,
-                skipped_count=self._statistics.skipped_count,
-                failed_count=self._statistics.failed_count,
-                last_result=future.result(),
-            )
+            self._statistics = replace(self._statistics, last_result=future.result())
 
     def _handle(self, error: BaseException) -> None:
         self._count(failed_count=1)
@@ -153,9 +148,9 @@ class PeriodicSaver:
 
     def _count(self, *, begun_count: int = 0, skipped_count: int = 0, failed_count: int = 0) -> None:
         old = self._statistics
-        self._statistics = PeriodicStatistics(
+        self._statistics = replace(
+            old,
             begun_count=old.begun_count + begun_count,
             skipped_count=old.skipped_count + skipped_count,
             failed_count=old.failed_count + failed_count,
-            last_result=old.last_result,
         )

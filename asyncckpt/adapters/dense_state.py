@@ -1,15 +1,16 @@
-"""All of a module that its adapters do not take: parameters, buffers, extra state.
+"""The dense state of a module: the parameters, buffers and extra state that its adapters do not take.
 
     tables, dense = tables_of(model), dense_state_of(model)
     Saver(path=path, hashtables=tables, tensors={"model": dense})       everything once
     Loader(path, hashtables=tables, tensors={"model": dense}).load()
 
-`model.state_dict()` would hold the tables a second time, and for a sharded model tensors that are spread over ranks.
-So the state is taken module by module: each gives its own parameters and persistent buffers, and gets them back, with
-its load hooks, as in torch's state dict; hooks on whole state dicts and overridden state_dict() methods are not called.
+`model.state_dict()` would hold the tables a second time and, for a sharded model, tensors that are spread over ranks.
+So the state is collected module by module: each contributes its own parameters and persistent buffers, and loads them
+with its load hooks, as in torch's state dict. Hooks on whole state dicts and overridden state_dict() methods are not
+called.
 
-What a sharded module of TorchRec holds beside its tables (counters of fused optimizers, the maps of managed collision
-modules) belongs to one rank. Its name ends in `rank_<rank>_of_<ranks>`, so that no rank takes it for that of another.
+What a sharded module of TorchRec holds besides its tables (counters of fused optimizers, the maps of managed collision
+modules) belongs to one rank. Its name ends in `rank_<rank>_of_<ranks>`, so that no rank loads that of another.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ ZCH_PART = "zch"
 
 
 class DenseState(Mapping[str, Any]):
-    """What `dense_state_of` returns; goes where a module goes in `tensors`.
+    """The result of `dense_state_of`; can be used like a module in `tensors`.
 
     A mapping of parts: `module`, whose tensors a load fills in place, and `zch`, the histories of managed collision
-    modules by path, which have to be made anew. Read at every save; made once, for the modules there were then.
+    modules by path, which a load replaces. It reads the modules that existed when it was made, at every save.
     """
 
     def __init__(self, walked: Walked) -> None:
@@ -61,7 +62,7 @@ class DenseState(Mapping[str, Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a state into the modules. Raises IncompatibleError when its names or shapes are others."""
+        """Copy a state into the modules. Raises IncompatibleError if its names or shapes differ."""
         histories = self._parts.get(ZCH_PART, {})
         found = sorted(state), sorted(state.get(ZCH_PART, {}))
         expected = sorted(self._parts), sorted(histories)
@@ -94,14 +95,14 @@ class OwnState(torch.nn.Module):
         return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names of those tensors of the state that are buffers, with them."""
+        """Yield (name, tensor) of the buffers in the state."""
         for path, module, own in self._parts():
             for name, buffer in module._buffers.items():
                 if name in own and buffer is not None:
                     yield self._walked.own_name(path, name), buffer
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Give every module its own state, with its load hooks. Raises IncompatibleError."""
+        """Load every module's own state, with its load hooks. Raises IncompatibleError."""
         self._check_fits(state_dict)
         errors: list[str] = []
         with torch.no_grad():
@@ -119,7 +120,7 @@ class OwnState(torch.nn.Module):
         return _IncompatibleKeys([], [])
 
     def _parts(self) -> Iterator[tuple[str, torch.nn.Module, dict[str, Any]]]:
-        """(path, module, its own state), without tensors that tables hold or an earlier module has."""
+        """Yield (path, module, its own state), without tensors of tables or of an earlier module."""
         taken = _tensors_of_claims(self._walked)
         for path, module in self._walked.others:
             own: dict[str, Any] = {}
@@ -128,7 +129,7 @@ class OwnState(torch.nn.Module):
                 if isinstance(value, torch.Tensor):
                     if id(value) in taken:
                         del own[name]
-                    taken[id(value)] = value  # Kept alive: an id is that of one tensor only while it lives.
+                    taken[id(value)] = value  # Kept alive, so that its id stays unique.
             yield path, module, own
 
     def _rests(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
@@ -152,14 +153,14 @@ class OwnState(torch.nn.Module):
 def dense_state_of(module: torch.nn.Module) -> DenseState:
     """Return what `tables_of` leaves of a module, as an object to save and load beside the tables.
 
-    Each tensor is in it once, under the path that comes first, and none that a table holds. Made for the modules there
-    are now: call it again when the module is rebuilt. Raises UsageError as tables_of does.
+    It holds each tensor once, under its first path, and no tensor of a table. It is made for the modules that exist
+    now: call it again after the module is rebuilt. Raises UsageError like tables_of.
     """
     return DenseState(walk(module))
 
 
 def _tensors_of_claims(walked: Walked) -> dict[int, torch.Tensor]:
-    """Every tensor inside a module that an adapter took, by its id: tied weights are in no second place."""
+    """Return every tensor inside a module that an adapter took, by its id, so that tied weights are saved once."""
     return {
         id(tensor): tensor
         for claim in walked.claims

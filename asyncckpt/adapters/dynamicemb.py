@@ -1,19 +1,19 @@
 """dynamicemb (NVIDIA recsys-examples): `BatchedDynamicEmbeddingTablesV2`, tables on a GPU with or without a cache.
 
 Source of the interface: dynamicemb's `batched_dynamicemb_tables.py` and `key_value_table.py`. A module holds several
-logical tables over shared levels: a cache (a write-back set) if there is one, then a storage of one level, or of two
-(HybridStorage: on the device and on the host). What a cut reads, and does not call:
+logical tables over shared levels: an optional write-back cache, then a storage of one level, or of two (HybridStorage:
+on the device and on the host). What a cut reads, and what it must not call:
 
-1. Levels are read one by one, newest first; the first one that holds a key wins. `flush()` would write every cached row
-   into the storage, which can grow and evict; `export_keys_values` of a HybridStorage erases keys from its host level;
-   `split_embedding_weights()` returns dummies.
-2. Values are read by `load_from_flat_single_table` in the table's own dtype. Its rows are the slots of the keys, but in
-   tables that never evict the rows are the scores, so that the score is no state there and is not saved.
-3. Timestamps are those of a device's clock since it was started: they are saved as age, as dynamicemb's own files do.
+1. It reads the levels one by one, newest first; the first one that holds a key wins. `flush()` would write every cached
+   row into the storage, which can grow and evict; `export_keys_values` of a HybridStorage erases keys from its host
+   level; `split_embedding_weights()` returns dummies.
+2. It reads values with `load_from_flat_single_table` in the table's own dtype. Its rows are the slots of the keys; but
+   in tables that never evict, the scores are the rows, so the score is not state there and is not saved.
+3. Timestamps count from the start of a device's clock, so they are saved as age, as in dynamicemb's own files.
 4. Optimizer states are saved in the width of dynamicemb's own files, without padding.
 
 A load empties the logical table in every level and writes its rows with `_load_key_values` (a HybridStorage: `insert`).
-The cache can only be reset whole: rows of the module's other tables are flushed before, which keeps their values.
+The cache can only be reset as a whole: rows of the module's other tables are flushed first, which keeps their values.
 
 Not saved: the counts of an admission counter.
 """
@@ -35,7 +35,7 @@ from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 MODULE_KIND = "dynamicemb.batched_dynamicemb_tables.BatchedDynamicEmbeddingTablesV2"
@@ -57,8 +57,8 @@ SCORE_COLUMNS: Mapping[str, tuple[str, ...]] = {
 class DynamicEmbTable(ExportOnlyTable):
     """One logical table of a `BatchedDynamicEmbeddingTablesV2`. Implements `Table` and `OwnsIds`.
 
-    Cuts and loads are made on the thread and the current stream that train, between two steps. Raises UnsupportedError
-    for a storage or a score policy that is not known.
+    Make cuts and loads on the training thread and its current stream, between two steps. Raises UnsupportedError for an
+    unknown storage or score policy.
     """
 
     def __init__(self, name: str, module: Any, table_id: int, *, shard: tuple[int, int] = (0, 1)) -> None:
@@ -70,8 +70,8 @@ class DynamicEmbTable(ExportOnlyTable):
         self._dim = int(state.table_emb_dims_cpu[table_id])
         super().__init__(name, self._make_schema(state), shard=shard, device=_device_of(self._tiers))
 
-    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of ids (int64 [n]) this rank holds: dynamicemb's own rule, by the signed remainder."""
+    def owned(self, ids: I64) -> NDArray[np.bool_]:
+        """Return which of ids (int64 [n]) this rank holds: by the signed remainder, dynamicemb's own rule."""
         index, count = self.shard
         return np.asarray(ids % count == index)
 
@@ -89,10 +89,10 @@ class DynamicEmbTable(ExportOnlyTable):
         return TableSchema(columns=tuple(columns))
 
     def _optimizer_width(self, state: Any) -> int:
-        """How many elements of optimizer state of a row are saved."""
+        """Return how many elements of a row's optimizer state are saved."""
         width = int(state.table_value_dims_cpu[self._table_id]) - self._dim
         ckpt_width = getattr(state.optimizer, "get_ckpt_state_dim", None)
-        # Zero says that nothing is cut off.
+        # Zero means that nothing is cut off.
         return min(width, int(ckpt_width(self._dim)) or width) if ckpt_width is not None else width
 
     # -- export --------------------------------------------------------------------------------------------------------
@@ -108,7 +108,6 @@ class DynamicEmbTable(ExportOnlyTable):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _export_level(self, state: Any, now: int) -> dict[str, torch.Tensor]:
-        """Copies of the rows that a level holds of the table."""
         batches = [self._empty_batch()]
         policy = state.score_policy.name
         exported = state.key_index_map._batched_export_keys_scores(
@@ -161,7 +160,7 @@ class DynamicEmbTable(ExportOnlyTable):
             raise
 
     def _drop_cache(self) -> None:
-        """Forget all cached rows; those of other tables get into the storage before."""
+        """Drop all cached rows, after those of other tables were flushed to the storage."""
         cache = self._module.cache
         if cache is None:
             return
@@ -176,7 +175,7 @@ class DynamicEmbTable(ExportOnlyTable):
             exported = state.key_index_map._batched_export_keys_scores(
                 [state.score_policy.name], state.device, table_id=self._table_id, batch_size=BATCH_ROWS
             )
-            # All keys first: an export must not run over a map that changes.
+            # Collect all keys first: the map must not change during the export.
             for keys in [batch[0] for batch in exported]:
                 state.key_index_map.erase(keys, self._table_ids(keys))
             for next_row in ("no_eviction_next_index", "no_eviction_next_index_dev"):
@@ -197,9 +196,9 @@ class DynamicEmbTable(ExportOnlyTable):
             self._write_batch({name: column[begin : begin + BATCH_ROWS] for name, column in rows.items()}, now)
         kept = sum(int(state.key_index_map.size(self._table_id)) for state in self._tiers)
         if kept != count:
-            what = f"dynamicemb table {self.name!r} is too small for the checkpoint and evicted rows of it"
+            what = f"dynamicemb table {self.name!r} is too small for the checkpoint: rows were evicted"
             raise IncompatibleError(what, found=kept, expected=count, hint="give it a larger max_capacity")
-        self._go_on_with_steps(rows)
+        self._continue_steps(rows)
 
     def _write_batch(self, rows: Rows, now: int) -> None:
         state = self._tiers[0]
@@ -218,7 +217,7 @@ class DynamicEmbTable(ExportOnlyTable):
             first = state.initial_optim_state
             padded = pad(state.optimizer, self._dim, states, first, state.emb_dtype, state.device)
             values = torch.cat([embeddings, padded], dim=1)
-        # Into the device level; what does not fit there goes on to the host level.
+        # Into the device level; what does not fit there goes to the host level.
         self._module.tables.insert(keys, self._table_ids(keys), values, scores)
 
     def _scores(self, rows: Rows, now: int) -> torch.Tensor | None:
@@ -227,8 +226,8 @@ class DynamicEmbTable(ExportOnlyTable):
             return None
         return words[0] if len(words) == 1 else torch.stack(words, dim=1)
 
-    def _go_on_with_steps(self, rows: Rows) -> None:
-        """Let the module count steps on from the newest one of the rows: new rows must not be the first to go."""
+    def _continue_steps(self, rows: Rows) -> None:
+        """Continue the module's step count from the newest row, so that new rows are not evicted first."""
         scores = getattr(self._module, "_scores", None)
         name = self._module.table_names[self._table_id]
         if self._tiers[-1].score_policy.name == "step" and scores is not None and len(rows["score"]):
@@ -241,7 +240,7 @@ class DynamicEmbTable(ExportOnlyTable):
 def dynamicemb_tables(module: Any, name: str) -> Mapping[str, DynamicEmbTable]:
     """Make the tables of a `BatchedDynamicEmbeddingTablesV2`: the factory for `register_adapter`.
 
-    Each rank's module holds the ids whose remainder by the number of ranks is the rank. Raises UnsupportedError for
+    Each rank's module holds the ids whose remainder modulo the number of ranks is the rank. Raises UnsupportedError for
     another distribution of ids over several ranks.
     """
     index, count = _ranks(module)
@@ -250,14 +249,14 @@ def dynamicemb_tables(module: Any, name: str) -> Mapping[str, DynamicEmbTable]:
         whole = joined(name, table_name)
         spread = getattr(module._dynamicemb_options[table_id], "dist_type", "roundrobin")
         if count > 1 and spread != "roundrobin":
-            what = f"dynamicemb table {whole!r} spreads its ids over ranks in a way that is not known"
+            what = f"dynamicemb table {whole!r} distributes its ids over ranks in an unknown way"
             raise UnsupportedError(what, found=spread, expected="roundrobin")
         tables[whole] = DynamicEmbTable(whole, module, table_id, shard=(index, count))
     return tables
 
 
 def _ranks(module: Any) -> tuple[int, int]:
-    """(rank, number of ranks) over which a module's rows are spread; older modules do not say, all ranks are meant."""
+    """Return (rank, number of ranks) of a module's rows; older modules do not say, and mean all ranks."""
     is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
     everyone = torch.distributed.get_world_size() if is_initialized else 1
     count = int(getattr(module, "_shard_world_size", everyone))
@@ -265,23 +264,22 @@ def _ranks(module: Any) -> tuple[int, int]:
 
 
 def _tiers(storage: Any, table: str) -> list[Any]:
-    """The states of a storage, newest first."""
+    """Return the states of a storage, newest first."""
     if hasattr(storage, "_hbm") and hasattr(storage, "_host"):
         return [storage._hbm, storage._host]
     if hasattr(storage, "_state"):
         return [storage._state]
-    what = f"storage of dynamicemb table {table!r} is not known"
+    what = f"storage of dynamicemb table {table!r} is unknown"
     raise UnsupportedError(what, found=type(storage).__name__, expected="DynamicEmbStorage or HybridStorage")
 
 
 def _device_of(tiers: list[Any]) -> torch.device | None:
-    """The GPU of a storage: that of its newest level."""
     found = getattr(tiers[0], "device", None)
     return None if found is None else torch.device(found)
 
 
 def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:
-    """The columns of the scores, which all levels must have in common."""
+    """Return the columns of the scores, which must be the same in all levels."""
     policies = [state.score_policy.name for state in tiers]
     known = SCORE_COLUMNS.get(policies[-1])
     if known == ():
@@ -296,7 +294,6 @@ def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:
 
 
 def _without_ids_of(newer: list[dict[str, torch.Tensor]], rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows whose ids no newer level holds."""
     ids = [part[ID_COLUMN].numpy() for part in newer]
     count = sum(len(part) for part in ids)
     if not count:
@@ -309,7 +306,7 @@ def _without_ids_of(newer: list[dict[str, torch.Tensor]], rows: dict[str, torch.
 
 
 def _library(state: Any) -> Any:
-    """The module of dynamicemb that the state's class is of: its functions, without an import of the library."""
+    """Return dynamicemb's module that defines the state's class, without importing the library."""
     return sys.modules[type(state).__module__]
 
 

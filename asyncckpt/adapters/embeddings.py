@@ -1,6 +1,6 @@
 """Adapters for torch.nn.Embedding and nn.EmbeddingBag, and for asyncckpt's own modules.
 
-Of an nn.Embedding the table holds the weight. Optimizer states of it are in a torch optimizer, which is saved as one:
+The table of an nn.Embedding holds the weight. Its optimizer states belong to a torch optimizer, which is saved as one:
 `tensors={"optim": optimizer}`.
 """
 
@@ -20,11 +20,11 @@ from asyncckpt.tables.embedding import HashEmbedding
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 WEIGHT = "weight"
-ROOT_NAME = "embedding"  # Of a module that is no part of another one.
+ROOT_NAME = "embedding"  # Of a root module.
 
 
 def embedding_tables(module: torch.nn.Module, name: str) -> Mapping[str, Table]:
-    """One table, the weight; none where the weight is computed from other parameters (parametrizations)."""
+    """Make one table, of the weight; none if the weight is computed from other parameters (parametrizations)."""
     if not has_own_weight(module):
         return {}
     name = name or ROOT_NAME
@@ -32,12 +32,12 @@ def embedding_tables(module: torch.nn.Module, name: str) -> Mapping[str, Table]:
 
 
 def embedding_rest(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What else there is in a subclass of nn.Embedding."""
+    """Return what a subclass of nn.Embedding adds."""
     return rest_besides(module, [own_weight(module)] if has_own_weight(module) else [])
 
 
 def hash_embedding_tables(module: HashEmbedding, name: str) -> Mapping[str, Table]:
-    """The table behind a HashEmbedding; one that several modules share is found under each."""
+    """Return the table of a HashEmbedding; modules that share a table each return it."""
     table = module.table
     if not isinstance(table, Table):
         what = f"the table {table.name!r} behind module {name!r} cannot be saved"
@@ -46,34 +46,34 @@ def hash_embedding_tables(module: HashEmbedding, name: str) -> Mapping[str, Tabl
 
 
 def collection_tables(module: EmbCacheCollection, name: str) -> Mapping[str, Table]:
-    """The tables of a collection by their own names."""
+    """Return the tables of a collection by their own names."""
     return {joined(name, table_name): table for table_name, table in module.tables().items()}
 
 
 def no_tensors_held(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """What else there is in a subclass of a module of ours: tables are no parameters, so all it has."""
+    """Return all tensors of a module of this package: its tables are not parameters."""
     return rest_besides(module, [])
 
 
 def has_own_weight(module: torch.nn.Module) -> bool:
-    """Whether the weight is a parameter of the module, and not computed at every use."""
+    """Return whether the weight is a parameter of the module, not computed at every use."""
     return module._parameters.get(WEIGHT) is not None
 
 
 def own_weight(module: torch.nn.Module) -> torch.Tensor:
-    """The weight as it is now: torch may put a new tensor there, for example when a module moves."""
+    """Return the current weight: torch may replace the tensor, for example when a module moves."""
     weight = module._parameters[WEIGHT]
     assert weight is not None
     return weight
 
 
 def rest_besides(module: torch.nn.Module, held: Collection[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a module's state dict besides those held by tables. UnsupportedError for state of other types."""
+    """Return the tensors of a module's state dict that no table holds. Raises UnsupportedError for other values."""
     held_ids = {id(tensor) for tensor in held}
     rest: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
-            what = f"state {name!r} of a {type(module).__name__} is no tensor"
+            what = f"state {name!r} of a {type(module).__name__} is not a tensor"
             hint = "register an adapter for this class, or one that returns no tables"
             raise UnsupportedError(what, found=type(value).__name__, hint=hint)
         if id(value) not in held_ids:

@@ -1,34 +1,33 @@
-"""A table whose memory nobody else may touch: its rows can only be exported, and be written back as a whole.
+"""A table whose memory only its library may access: its rows can only be exported, and replaced as a whole.
 
-For libraries that keep their rows behind an API. A cut is a copy, made in one pause; a load gathers all rows beside the
-table and writes them when it has them all.
+For libraries that keep their rows behind an API. A cut is a copy, made in one pause; a load collects all rows in host
+memory and writes them to the table at its end.
 
     from   to     done by            the table
     free   cut    begin_cut          was copied into host memory; it may change at once
     cut    free   fence, or end      the copy is dropped
-    free   load   begin_load         is as before; the rows that are to be lie in host memory
-    load   free   end(True)          holds these rows; when writing them fails, none
+    free   load   begin_load         is as before; its future rows are in host memory
+    load   free   end(True)          holds these rows; none if writing them fails
     load   free   end(False)         is as before the load
 
-So a cut and a load both need the table's size in host memory. Nothing here waits for training: whoever makes a cut
-makes it on the thread (and stream) that trains.
+So a cut and a load both need the table's size in host memory. Nothing here waits for training: make cuts on the
+training thread (and stream).
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN, TableSchema
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
+from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import flat_ids
 
 Rows: TypeAlias = Mapping[str, torch.Tensor]
@@ -36,9 +35,9 @@ Rows: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class ExportOnlyTable:
-    """Base of such tables. Implements `asyncckpt.model.table.Table`; what is below `-- to override --` is theirs.
+    """Base of such tables. Implements `asyncckpt.model.table.Table`; a subclass overrides `_export` and the rest.
 
-    device: where the library has the table; it is the current one while the library is called.
+    device: where the library has the table; it is the current device while the library is called.
     """
 
     def __init__(
@@ -65,21 +64,21 @@ class ExportOnlyTable:
         return self._schema
 
     def begin_cut(self) -> ExportOnlyCut:
-        """Copy the table, on the thread and stream that train it. Raises what `_export` raises."""
+        """Copy the table; call it on the training thread and stream. Raises what `_export` raises."""
         with torch.no_grad(), self.on_device():
             return ExportOnlyCut(self._name, self._export())
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> ExportOnlyLoad:
-        """Begin to gather about rows_count rows, on top of those that are there unless clear.
+        """Begin to collect about rows_count rows, in addition to the present ones unless clear.
 
-        Columns outside of `filled` start from the table's first values. Nothing changes before `end`.
+        Columns outside of `filled` get the table's initial values. The table does not change before `end`.
         """
         with torch.no_grad(), self.on_device():
             present = None if clear else self._export()
             return ExportOnlyLoad(self, present, rows_count=rows_count, filled=filled)
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Make the table's device the current one: libraries launch there, whatever device their arguments are on."""
+        """Make the table's device the current one: libraries launch there, wherever their arguments are."""
         device = self._library_device
         return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
@@ -90,34 +89,26 @@ class ExportOnlyTable:
         raise NotImplementedError
 
     def _replace(self, rows: Rows) -> None:
-        """Make the table hold these rows and no others. When that fails it holds none."""
+        """Make the table hold these rows and no others; none if that fails."""
         raise NotImplementedError
 
     def _first_value(self, column: str) -> float:
-        """What every element of a column is in a row that a load does not fill."""
+        """Return the initial value of every element of a column that a load does not fill."""
         return 0.0
 
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+    def _check_ids(self, ids: I64) -> None:
         """Raise UnsupportedError for ids (int64 [n]) that the table cannot hold."""
 
 
 class ExportOnlyCut:
-    """A TableCut over a copy, which lives until the fence."""
+    """A TableCut of a copy, which exists until the fence."""
 
     def __init__(self, table: str, rows: Rows) -> None:
         self._table = table
         self._rows = rows
-        self._rows_count = len(rows[ID_COLUMN])
+        self.rows_count = len(rows[ID_COLUMN])
+        self.runs = one_run(self.rows_count)
         self._is_fenced = False
-
-    @property
-    def rows_count(self) -> int:
-        return self._rows_count
-
-    @property
-    def runs(self) -> NDArray[np.int64]:
-        """One run of all rows, int64 [1, 2]; none when there are no rows."""
-        return np.array([[0, self._rows_count]] if self._rows_count else [], dtype=np.int64).reshape(-1, 2)
 
     def column(self, name: str) -> torch.Tensor:
         """Return the copy of a column, `[n, *row_shape]` on the CPU. Raises UsageError."""
@@ -129,17 +120,17 @@ class ExportOnlyCut:
         return rows[name]
 
     def fence(self) -> None:
-        """Drop the copy. A second call does nothing."""
+        """Drop the copy. Idempotent."""
         self._is_fenced = True
         self._rows = {}
 
     def end(self, ok: bool) -> None:
-        """Take note that the save has committed or failed."""
+        """Note that the save has committed or failed."""
         self.fence()
 
 
 class ExportOnlyLoad:
-    """A TableLoad that gathers rows in host memory. `end` may come from any thread."""
+    """A TableLoad that collects rows in host memory. Any thread may call `end`."""
 
     def __init__(
         self, table: ExportOnlyTable, present: Rows | None, *, rows_count: int, filled: Collection[str]
@@ -148,7 +139,7 @@ class ExportOnlyLoad:
         self._table = table
         self._ids = core.id_map(max(1, present_count + rows_count))
         self._filled = frozenset(filled)
-        self._first_end = threading.Lock()  # Taken once.
+        self._ended = FirstCaller()
         self._rows_count = 0
         self._columns = {
             column.name: torch.empty((0, *column.row_shape), dtype=column.dtype)
@@ -168,7 +159,7 @@ class ExportOnlyLoad:
         self._table._check_ids(flat)
         rows, new_rows = self._ids.insert(flat)
         self._reserve(self._ids.rows_end)
-        # Rows are never freed here, so new ones come behind the old ones.
+        # Rows are never freed here, so new ones follow the old ones.
         for name, tensor in self._columns.items():
             if name not in self._filled:
                 tensor[self._rows_count : self._ids.rows_end] = self._table._first_value(name)
@@ -176,7 +167,7 @@ class ExportOnlyLoad:
         return torch.from_numpy(rows)
 
     def column(self, name: str) -> torch.Tensor:
-        """Return the gathered rows of a column; fetch it again after an insert. Raises UsageError."""
+        """Return the collected rows of a column; fetch it again after an insert. Raises UsageError."""
         self._check_open(f"column {name!r}")
         if name == ID_COLUMN:
             return torch.from_numpy(self._ids.ids_by_row())
@@ -186,8 +177,8 @@ class ExportOnlyLoad:
         return self._columns[name]
 
     def end(self, ok: bool) -> None:
-        """Write the rows to the table when ok, else drop them; raises what writing does. A second call does nothing."""
-        if not self._first_end.acquire(blocking=False):
+        """Write the rows to the table if ok, else drop them; raises what writing raises. Idempotent."""
+        if not self._ended.first():
             return
         columns, self._columns = self._columns, {}
         if not ok:
@@ -205,12 +196,17 @@ class ExportOnlyLoad:
                 self._columns[name] = new
 
     def _check_open(self, use: str) -> None:
-        if self._first_end.locked():
+        if self._ended.done:
             raise UsageError(f"{use} of a load of table {self._table.name!r} was asked for after its end")
 
 
+def one_run(rows_count: int) -> I64:
+    """Return the run of all rows, int64 [1, 2]; none if there are no rows."""
+    return np.array([[0, rows_count]] if rows_count else [], dtype=np.int64).reshape(-1, 2)
+
+
 def split_columns(values: torch.Tensor, schema: TableSchema, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Cut value rows, `[n, width]`, into the named columns of a schema, one behind the other; copies on the CPU."""
+    """Split value rows, `[n, width]`, into the named columns of a schema, in their order; copies on the CPU."""
     found = {}
     at = 0
     for column in schema.columns:

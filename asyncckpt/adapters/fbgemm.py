@@ -2,23 +2,23 @@
 
 One TBE holds many tables, their rows and the states of its fused optimizer. `split_embedding_weights()` and
 `split_optimizer_states()` give views of the live memory by table, which are the columns `embedding`, `momentum1`,
-`momentum2`; on the host, on a device and in managed memory alike. Tables behind a device cache are overlaid, see
-fbgemm_cache.py. Iteration counters are left to dense_state_of; the learning rate and the other arguments of the
+`momentum2`, on the host, on a device and in managed memory alike. Tables behind a device cache are overlaid (see
+fbgemm_cache.py). dense_state_of saves the iteration counters. The learning rate and the other arguments of the
 optimizer are not state: they come from the constructor, or from a scheduler.
 
-Source of the interface: fbgemm_gpu 1.8.0, found by attributes, without importing it.
+Source of the interface: fbgemm_gpu 1.8.0, detected by attributes, without importing it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from asyncckpt.adapters.fbgemm_cache import CachedTable, TbeCache
-from asyncckpt.adapters.fixed_marks import FixedMarks
 from asyncckpt.adapters.fixed_table import FixedTable
 from asyncckpt.adapters.lookup_hooks import marks_of_table
 from asyncckpt.adapters.registry import is_kind, register_adapter
@@ -44,7 +44,7 @@ _MEMORIES = tuple(
 
 @dataclass(frozen=True)
 class TablePlace:
-    """The name of a table of a TBE, the id of its first row, and how many rows all its parts have (None: no others)."""
+    """The name of a table of a TBE, the id of its first row, and the rows of all parts (None: it is the only one)."""
 
     name: str
     first_id: int = 0
@@ -52,7 +52,7 @@ class TablePlace:
 
 
 def tbe_tables(tbe: Any, places: Sequence[TablePlace]) -> dict[str, Table]:
-    """The tables of a TBE in its order, one per place. Raises UnsupportedError, and UsageError for two of one name."""
+    """Return the tables of a TBE in its order, one per place. Raises UnsupportedError, UsageError for equal names."""
     if not is_kind(tbe, frozenset((SPLIT_TBE, DENSE_TBE))):
         shown = [place.name for place in places]
         what = f"the embedding kernel of tables {shown} is not supported"
@@ -70,13 +70,13 @@ def tbe_tables(tbe: Any, places: Sequence[TablePlace]) -> dict[str, Table]:
 
 
 def tbe_counters(tbe: Any) -> dict[str, torch.Tensor]:
-    """The counters that a TBE's optimizer needs besides the rows; not all of them are in its state dict."""
+    """Return the counters that a TBE's optimizer needs besides the rows; its state dict lacks some of them."""
     found = {name: getattr(tbe, name, None) for name in COUNTERS}
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def split_tbe_tables(tbe: Any, name: str) -> Mapping[str, Table]:
-    """The tables of a TBE that stands alone, by its `table_names`, else `table_<index>`."""
+    """Return the tables of a TBE outside of a collection, named by its `table_names`, else `table_<index>`."""
     count = len(tbe.embedding_specs)
     given = list(getattr(tbe, "table_names", None) or [])
     names = given if len(given) == count else [f"table_{index}" for index in range(count)]
@@ -84,12 +84,12 @@ def split_tbe_tables(tbe: Any, name: str) -> Mapping[str, Table]:
 
 
 def refuse_key_value_tbe(tbe: Any, name: str) -> Mapping[str, Table]:
-    """Refuse a TBE over an SSD or a key-value store: its rows cannot be had in one cut."""
+    """Refuse a TBE over an SSD or a key-value store: one cut cannot get its rows."""
     raise UnsupportedError(f"module {name!r} keeps its rows in a key-value store", found=type(tbe).__name__)
 
 
 class _TbeViews:
-    """Views of all tables of a TBE, made once: making them takes a call over all tables."""
+    """Views of all tables of a TBE, made once, because that takes a call over all tables."""
 
     def __init__(self, tbe: Any) -> None:
         self._tbe = tbe
@@ -101,7 +101,7 @@ class _TbeViews:
         return len(self.weights)
 
     def columns(self, index: int) -> dict[str, torch.Tensor]:
-        """The columns of a table. Raises UsageError when the TBE has other memory now."""
+        """Return the columns of a table. Raises UsageError if the TBE has other memory now."""
         if self._live_addresses() != self._addresses:
             raise UsageError("a TBE has moved since its tables were made", hint="call tables_of again")
         return {EMBEDDING_COLUMN: self.weights[index], **self._states[index]}
@@ -112,12 +112,7 @@ class _TbeViews:
 
 
 def _table(tbe: Any, views: _TbeViews, cache: TbeCache, index: int, place: TablePlace) -> Table:
-    def live() -> dict[str, torch.Tensor]:
-        return views.columns(index)
-
-    def marks() -> FixedMarks | None:
-        return marks_of_table(tbe, index)
-
+    live, marks = partial(views.columns, index), partial(marks_of_table, tbe, index)
     first_id, ids_end = place.first_id, place.ids_end
     if cache.holds(index):
         return CachedTable(place.name, live, first_id=first_id, ids_end=ids_end, marks=marks, cache=cache, index=index)
@@ -125,7 +120,7 @@ def _table(tbe: Any, views: _TbeViews, cache: TbeCache, index: int, place: Table
 
 
 def _states_by_table(tbe: Any, *, tables_count: int) -> list[dict[str, torch.Tensor]]:
-    """The optimizer states of every table by name. The plain SGD has an empty list, not a list of empty ones."""
+    """Return the optimizer states of every table by name. For plain SGD, FBGEMM returns no list per table."""
     none: list[dict[str, torch.Tensor]] = [{} for _ in range(tables_count)]
     is_plain = getattr(getattr(tbe, "optimizer", None), "value", NO_OPTIMIZER) == NO_OPTIMIZER
     if is_plain or not hasattr(tbe, "split_optimizer_states"):
@@ -140,7 +135,7 @@ def _states_by_table(tbe: Any, *, tables_count: int) -> list[dict[str, torch.Ten
 
 
 def _state_names(tbe: Any, *, count: int) -> list[str]:
-    """Names of the states of one table, in the order of split_optimizer_states(): what is by row comes last."""
+    """Return the names of one table's states, in the order of split_optimizer_states(): row-wise ones come last."""
     has_counter = getattr(tbe, "_used_rowwise_adagrad_with_counter", False)
     by_row = []
     if has_counter or getattr(tbe, "_used_rowwise_adagrad_with_global_weight_decay", False):

@@ -1,21 +1,21 @@
-"""Tables of a TBE behind its device cache (MANAGED_CACHING): the cached rows are laid over the managed ones.
+"""Tables of a TBE behind its device cache (MANAGED_CACHING): cached rows overlay the managed ones.
 
-FBGEMM's own way is to flush before it saves. That writes to the live table, and where the cache has another dtype than
-the table it rounds with random numbers of the training's generator. Here nothing is written: the cut shows the managed
-rows, and for each cached row its number and its values.
+FBGEMM itself flushes the cache before it saves. That writes to the live table and, if the cache has another dtype than
+the table, rounds with random numbers of the training's generator. Here nothing is written: the cut has the managed
+rows, and the number and values of each cached row.
 
-- The cache's slots hold linear row numbers over all tables. A table's begin in them is kept per *feature*, and features
-  may share a table: the begin of its first feature counts, and its end is that plus its rows.
-- A prefetch moves weights and slots together, in kernels of its own stream. A cut comes behind those that are queued,
-  and holds back later ones until it is past its fence, for they write to managed rows. So the cut is that of the step
-  of the weights, however far the prefetch is ahead.
+- The cache's slots hold linear row numbers over all tables. Each *feature* has the first number of its table, and
+  features may share a table: use that of the table's first feature; the end is that plus the table's rows.
+- A prefetch moves weights and slots together, in kernels on its own stream. A cut waits for those that are queued, and
+  makes later ones wait for its fence, because they write to managed rows. So the cut belongs to the step of the
+  weights, however far the prefetch is ahead.
 - Optimizer states are not cached.
-- A cache in another dtype than its table is rounded to the nearest value: such a save is deterministic, but a row that
-  was in the cache comes back as the table can hold it. Quantized tables with a cache are refused.
+- Rows of a cache in another dtype than its table are rounded to the nearest value: such a save is deterministic, but a
+  row that was in the cache loads as the table can hold it. Quantized tables with a cache are refused.
 
-A load writes the managed rows. Before it begins, cached rows of all tables of the TBE are written back and the cache is
-emptied: a stale cached row would win over a loaded one, and columns or rows that are not loaded must keep their newest
-values. After it the cache is empty.
+A load writes the managed rows. Before it begins, it writes back the cached rows of all tables of the TBE and empties
+the cache: a stale cached row would win over a loaded one, and columns or rows that are not loaded must keep their
+newest values. The cache is empty after the load.
 
 Attributes used, per fbgemm_gpu 1.8.0: lxu_cache_weights `[slots, widest D]`, lxu_cache_state (int64, linear row or -1),
 cache_hash_size_cumsum, feature_table_map, prefetch_stream, timesteps_prefetched, reset_cache_states().
@@ -46,7 +46,7 @@ class TbeCache:
 
     @staticmethod
     def of(tbe: Any, *, weights: Sequence[torch.Tensor]) -> TbeCache:
-        """The cache of a TBE; one without a cache holds no table. Raises UnsupportedError for quantized tables."""
+        """Return the cache of a TBE; without one, it holds no table. Raises UnsupportedError for quantized tables."""
         slots = getattr(tbe, "lxu_cache_weights", None)
         if slots is None or not slots.numel():
             return TbeCache(tbe, weights=weights, begins={})
@@ -63,14 +63,14 @@ class TbeCache:
         return TbeCache(tbe, weights=weights, begins=begins)
 
     def holds(self, index: int) -> bool:
-        """Whether a table is behind the cache."""
+        """Return whether a table is behind the cache."""
         return index in self._begins
 
     def cached_rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (rows, values) of a table: int64 [k] on the CPU and `[k, D]` in its dtype on the cache's device.
 
-        Copies: as much as the cache holds of this table. The host waits until all is done that the current stream was
-        given: it has to know which rows these are.
+        Copies the part of the cache that belongs to this table. The host waits for the current stream, because it needs
+        the row numbers.
         """
         follow_prefetch(self._tbe)
         table, begin = self._weights[index], self._begins[index]
@@ -80,7 +80,7 @@ class TbeCache:
         return (linear.index_select(0, slots) - begin).cpu(), values
 
     def check_idle(self) -> None:
-        """UsageError when a batch was prefetched and not used yet: its places in the cache would be wrong."""
+        """Raise UsageError if a prefetched batch is still unused: its places in the cache would become wrong."""
         waiting = len(getattr(self._tbe, "timesteps_prefetched", ()))
         if waiting:
             what = "a load into a TBE while prefetched batches wait for their forward"
@@ -100,7 +100,7 @@ class TbeCache:
         self._tbe.reset_cache_states()
 
     def hold_prefetch_back(self) -> None:
-        """Let further prefetches, which move rows, wait for the fence of a cut."""
+        """Make further prefetches, which move rows, wait for the fence of a cut."""
         hold_prefetch_back(self._tbe)
 
 
@@ -123,9 +123,8 @@ class CachedTable(FixedTable):
         self._index = index
 
     def begin_cut(self) -> CachedCut:
-        """Show the live columns and copy the cached rows. Raises UsageError as FixedTable does."""
-        self._lock.acquire("cut")
-        try:
+        """Cut the live columns and a copy of the cached rows. Raises UsageError like FixedTable."""
+        with self._lock.hold_for_result("cut"):
             rows, values = self._cache.cached_rows(self._index)
             columns, marks = self._checked_live(), self._live_marks()
             if marks is None:
@@ -133,22 +132,15 @@ class CachedTable(FixedTable):
             cut = TrackedCachedCut(self, columns=columns, lock=self._lock, cache=self._cache, rows=rows, values=values)
             cut.start_tracking(marks)
             return cut
-        except BaseException:
-            self._lock.release()
-            raise
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> CachedLoad:
         """Take the table for a load, with an empty cache. Raises UsageError while prefetched batches wait."""
         self._cache.check_idle()
-        self._lock.acquire("load")
-        try:
+        with self._lock.hold_for_result("load"):
             columns = self._checked_live()
             self._lose_marks()
             self._cache.write_back()
             return CachedLoad(self, columns=columns, lock=self._lock, cache=self._cache)
-        except BaseException:
-            self._lock.release()
-            raise
 
 
 class CachedCut(FixedCut):
@@ -171,16 +163,16 @@ class CachedCut(FixedCut):
 
     @property
     def cache_map(self) -> torch.Tensor:
-        """The row that each cached row holds: int64 [k] on the CPU; no row twice and no -1."""
+        """Return the row of each cached row: int64 [k] on the CPU, distinct, without -1."""
         return self._rows
 
     def cached_column(self, name: str) -> torch.Tensor | None:
-        """The cached values of `embedding`, `[k, D]` on the cache's device; the other columns have no cache."""
+        """Return the cached values of `embedding`, `[k, D]` on the cache's device; other columns have no cache."""
         self._check_open(f"cached column {name!r}")
         return self._values if name == EMBEDDING_COLUMN else None
 
     def fence(self) -> None:
-        """Let the table be used again, and drop the copy of the cached rows. A second call does nothing."""
+        """Release the table and drop the copy of the cached rows. Idempotent."""
         if not self._fenced.done:
             self._cache.hold_prefetch_back()
         self._values = None
@@ -188,7 +180,7 @@ class CachedCut(FixedCut):
 
 
 class TrackedCachedCut(CachedCut, TracksFixedRows):
-    """A CachedCut that is a TracksRows too: what moves between cache and managed rows is no write."""
+    """A CachedCut that is a TracksRows too; a move between cache and managed rows is not a write."""
 
 
 class CachedLoad(FixedLoad):
@@ -201,7 +193,7 @@ class CachedLoad(FixedLoad):
         self._cache = cache
 
     def end(self, ok: bool) -> None:
-        """Give the table back; the cache is empty, so that no stale row is read. A second call does nothing."""
+        """Release the table with an empty cache, so that no stale row is read. Idempotent."""
         if not self._ended.done:
             self._cache.reset()
         super().end(ok)

@@ -1,19 +1,19 @@
 """A table of fixed rows over live tensors: row i has the id first_id + i.
 
-For embeddings whose ids are row numbers: nn.Embedding, FBGEMM, a row-wise shard of TorchRec. Nothing is copied to make
-one; its columns are the module's own memory.
+For embeddings whose ids are row numbers: nn.Embedding, FBGEMM, a row-wise shard of TorchRec. The columns are the
+module's own memory, not copies.
 
-    from   to     done by                   the table
-    free   cut    FixedTable.begin_cut      whoever trains must not change the tensors
-    cut    free   fence, or end             everything may change again
-    free   load   FixedTable.begin_load     the load alone writes the tensors
-    load   free   end                       filled on end(True)
+    from   to     done by                   the tensors
+    free   cut    FixedTable.begin_cut      must not be changed by training
+    cut    free   fence, or end             may change again
+    free   load   FixedTable.begin_load     are written by the load alone
+    load   free   end                       are filled on end(True)
 
-A fixed table cannot be emptied: it has no other place for its rows. What a load that fails leaves is undefined, as for
-dense tensors: each row is from before or from the checkpoint. In cut and load the table's lock is held, so that a save
-and a load exclude each other; training does not know the lock.
+A fixed table cannot be emptied: its rows always exist. After a failed load its content is undefined, as for dense
+tensors: each row is from before or from the checkpoint. The table's lock is held in the states cut and load, so that a
+save and a load exclude each other; training does not use the lock.
 
-Which rows were written between two cuts a table knows only where it is tracked, see fixed_marks.py.
+A table knows which rows were written between two cuts only if it is tracked, see fixed_marks.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.adapters.export_only import one_run
 from asyncckpt.adapters.fixed_marks import FixedMarks, TracksFixedRows
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.native import I64
+from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import IdsLike, flat_ids
-from asyncckpt.tables.once import Once
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_lock import TableLock
 
@@ -40,13 +42,13 @@ LiveMarks: TypeAlias = Callable[[], FixedMarks | None]
 class FixedTable:
     """Rows [first_id, first_id + n) of a module. Implements `asyncckpt.model.table.Table`, `OwnsIds` and `ChecksLoad`.
 
-    live returns the columns as they are now, `[n, *row_shape]` each: `embedding`, then optimizer states. It is asked at
-    every cut and load, because a module may put new memory behind a name; rows, shapes and dtypes must stay.
+    live returns the current columns, `[n, *row_shape]` each: `embedding`, then optimizer states. It is called at every
+    cut and load, because a module may replace its tensors; rows, shapes and dtypes must stay the same.
 
-    A checkpoint's rows outside of the range are not the table's, up to ids_end: how many rows all parts of the table
-    have together (None: this is the only part). A load that empties first (no merge) has to bring all rows of the range
-    and none behind ids_end. marks returns the marks of the rows while somebody keeps them. Raises UsageError for wrong
-    arguments and UnsupportedError for tensors that cannot be read by row.
+    Rows of a checkpoint outside of the range belong to other parts of the table, up to ids_end: how many rows all parts
+    have together (None: this is the only part). A load that empties first (no merge) must have all rows of the range
+    and none from ids_end on. marks returns the marks of the rows, if there are any now. Raises UsageError for wrong
+    arguments, UnsupportedError for tensors that cannot be read by row.
     """
 
     def __init__(
@@ -103,21 +105,21 @@ class FixedTable:
         """Return (first, end) of the ids here, and the end of those of the whole table."""
         return self._first_id, self._first_id + self._rows_count, self._ids_end
 
-    def owned(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which of ids (int64 [n]) lie in the table's range: bool [n]."""
+    def owned(self, ids: I64) -> NDArray[np.bool_]:
+        """Return which of ids (int64 [n]) are in the table's range: bool [n]."""
         return (ids >= self._first_id) & (ids < self._first_id + self._rows_count)
 
     def track(self) -> None:
         """Keep marks of rows from now on, a byte each: the caller promises to call `touch` for every write.
 
-        Cuts are TracksRows then, and saves may take the touched rows alone. A second call does nothing.
+        Cuts are then TracksRows, and saves may take only the touched rows. Idempotent.
         """
         with self._lock.hold("track"):
             if self._own_marks is None:
                 self._own_marks = FixedMarks(self._rows_count)
 
     def touch(self, ids: IdsLike) -> None:
-        """Mark the rows of ids (int64, any shape) as written, before or after they are; nothing where none are kept.
+        """Mark the rows of ids (int64, any shape) as written, before or after they are; do nothing without marks.
 
         Raises UsageError for ids outside of the range.
         """
@@ -127,23 +129,19 @@ class FixedTable:
             marks.mark(flat - self._first_id)
 
     def begin_cut(self) -> FixedCut:
-        """Show the live columns to a save. Raises UsageError when rows, shapes or dtypes are others now."""
-        self._lock.acquire("cut")
-        try:
+        """Cut the live columns. Raises UsageError if rows, shapes or dtypes have changed."""
+        with self._lock.hold_for_result("cut"):
             columns, marks = self._checked_live(), self._live_marks()
             if marks is None:
                 return FixedCut(self, columns=columns, lock=self._lock)
             cut = TrackedFixedCut(self, columns=columns, lock=self._lock)
             cut.start_tracking(marks)
             return cut
-        except BaseException:
-            self._lock.release()
-            raise
 
-    def check_load(self, ids: NDArray[np.int64], *, clear: bool) -> None:
-        """Raise IncompatibleError for a checkpoint of a smaller or larger table, when clear is asked for.
+    def check_load(self, ids: I64, *, clear: bool) -> None:
+        """Raise IncompatibleError for a checkpoint of a smaller or larger table, if clear.
 
-        A smaller one would leave rows of another step, a larger one would lose rows without a word.
+        A smaller one would leave rows of another step, a larger one would silently lose rows.
         """
         if not clear:
             return
@@ -161,25 +159,21 @@ class FixedTable:
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> FixedLoad:
         """Take the table for a load until its end; nothing is emptied, columns outside of `filled` stay.
 
-        Raises UsageError when rows, shapes or dtypes of the module are others now.
+        Raises UsageError if rows, shapes or dtypes of the module have changed.
         """
-        self._lock.acquire("load")
-        try:
+        with self._lock.hold_for_result("load"):
             columns = self._checked_live()
             self._lose_marks()
             return FixedLoad(self, columns=columns, lock=self._lock)
-        except BaseException:
-            self._lock.release()
-            raise
 
     def ids(self) -> torch.Tensor:
-        """Return the ids, int64 [n] on the CPU, ordered by row. Made once, when first needed: eight bytes a row."""
+        """Return the ids, int64 [n] on the CPU, ordered by row. Made when first needed: eight bytes a row."""
         if self._ids is None:
             self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64)
         return self._ids
 
     def _live_marks(self) -> FixedMarks | None:
-        """The marks that cuts show now: those of whoever has the module, else the table's own."""
+        """Return the current marks for cuts: those kept for the module, else the table's own."""
         return next(iter(self._all_marks()), None)
 
     def _all_marks(self) -> list[FixedMarks]:
@@ -190,7 +184,7 @@ class FixedTable:
         for marks in self._all_marks():
             marks.lose_all()
 
-    def _check_owned(self, ids: NDArray[np.int64]) -> None:
+    def _check_owned(self, ids: I64) -> None:
         owned = self.owned(ids)
         if not owned.all():
             what = f"id {int(ids[int(np.argmin(owned))])} does not belong to table {self._name!r}"
@@ -203,28 +197,21 @@ class FixedTable:
             column.name: ((self._rows_count, *column.row_shape), column.dtype) for column in self._schema.columns[1:]
         }
         if found != expected:
-            what = f"the columns of table {self._name!r} are others than when it was made"
+            what = f"the columns of table {self._name!r} do not fit its schema"
             raise UsageError(what, found=found, expected=expected, hint="call tables_of again")
         return live
 
 
 class FixedCut:
-    """A TableCut of a FixedTable. It is made holding the lock, which `fence` gives back, from any thread."""
+    """A TableCut of a FixedTable. The caller holds the lock, which `fence` releases from any thread."""
 
     def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
         self._table = table
         self._columns = columns
         self._lock = lock
-        self._fenced = Once()
-
-    @property
-    def rows_count(self) -> int:
-        return len(self._table)
-
-    @property
-    def runs(self) -> NDArray[np.int64]:
-        """One run of all rows, int64 [1, 2]; none when there are no rows."""
-        return np.array([[0, self.rows_count]] if self.rows_count else [], dtype=np.int64).reshape(-1, 2)
+        self._fenced = FirstCaller()
+        self.rows_count = len(table)
+        self.runs = one_run(self.rows_count)
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live memory of a column, on the module's device. Raises UsageError."""
@@ -232,13 +219,13 @@ class FixedCut:
         return _named_column(self._table, self._columns, name)
 
     def fence(self) -> None:
-        """Let the table be used again. A second call does nothing."""
+        """Release the table. Idempotent."""
         if self._fenced.first():
             self._columns = {}
             self._lock.release()
 
     def end(self, ok: bool) -> None:
-        """Take note that the save has committed or failed; a cut that never came to its fence is past it now."""
+        """Note that the save has committed or failed, and make up for a fence that was never called."""
         self.fence()
 
     def _check_open(self, use: str) -> None:
@@ -251,13 +238,13 @@ class TrackedFixedCut(FixedCut, TracksFixedRows):
 
 
 class FixedLoad:
-    """A TableLoad of a FixedTable. It is made holding the lock, which `end` gives back, from any thread."""
+    """A TableLoad of a FixedTable. The caller holds the lock, which `end` releases from any thread."""
 
     def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
         self._table = table
         self._columns = columns
         self._lock = lock
-        self._ended = Once()
+        self._ended = FirstCaller()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""
@@ -272,7 +259,7 @@ class FixedLoad:
         return _named_column(self._table, self._columns, name)
 
     def end(self, ok: bool) -> None:
-        """Give the table back, as far as it was filled. A second call does nothing."""
+        """Release the table, as far as it was filled. Idempotent."""
         if self._ended.first():
             self._columns = {}
             self._lock.release()
@@ -311,8 +298,8 @@ def _check_plain(tensor: torch.Tensor, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{what} is wrong", found=type(tensor).__name__, expected="a torch.Tensor")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        hint = "give the rows of this rank as a plain tensor, by an adapter of your own"
-        raise UnsupportedError(f"{what} is no plain tensor", found=type(tensor).__name__, hint=hint)
+        hint = "register an adapter that gives the rows of this rank as a plain tensor"
+        raise UnsupportedError(f"{what} is not a plain tensor", found=type(tensor).__name__, hint=hint)
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.dim() == 0:
         found = (tensor.layout, str(tensor.device), tuple(tensor.shape))
         raise UnsupportedError(f"{what} has no rows in memory", found=found, expected="a strided tensor with rows")

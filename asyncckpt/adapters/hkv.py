@@ -1,16 +1,16 @@
 """HierarchicalKV (NVIDIA Merlin): tables on a GPU that evict by score.
 
-Source of the interface: `nv::merlin::HashTable` of HierarchicalKV. It is a C++ header library; HkvBinding names what a
-Python binding of it has to show, with the names and the order of arguments of the C++ methods. Facts that shape this:
+Source of the interface: `nv::merlin::HashTable` of HierarchicalKV. It is a C++ header library; HkvBinding is what a
+Python binding must provide, with the names and the order of arguments of the C++ methods. Facts that shape this:
 
-1. `export_batch(n, offset, ...)` counts slots of the capacity, not rows, and is locked for that one call: a scan is a
-   cut only while nothing else changes the table. So the whole scan is one pause, and the size must be the same behind
+1. `export_batch(n, offset, ...)` counts slots of the capacity, not rows, and holds the lock for one call: a scan is a
+   cut only while nothing else changes the table. So the whole scan is one pause, and the size must be the same after
    it.
 2. A value row is the user's vector: the weights, then optimizer states. They are split into columns here.
 3. Scores are uint64. The column `score` holds their bit pattern as int64.
 4. `insert_or_assign` keeps given scores only with `ignore_evict_strategy`.
-5. Four ids are marks of empty and locked slots: as int64 -1, -2, -3 and, by the mask that is compared, -4. Rows under
-   them would be lost in silence, so they are refused on the way out and on the way in.
+5. Four ids mark empty and locked slots: as int64 -1, -2, -3 and, because of the mask in the comparison, -4. Rows with
+   these ids would be silently lost, so both saves and loads refuse them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import ExportOnlyTable, Rows, split_columns
 from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 SCORE_COLUMN = "score"
@@ -39,7 +39,7 @@ class HkvBinding(Protocol):
     """`nv::merlin::HashTable`; pointers are tensors on its device, streams are handles (0: the default one)."""
 
     def dim(self) -> int:
-        """How many elements a value row has: weights and states together."""
+        """Return how many elements a value row has: weights and states together."""
         ...
 
     def capacity(self) -> int: ...
@@ -54,8 +54,10 @@ class HkvBinding(Protocol):
         scores: torch.Tensor,
         stream: int,
     ) -> None:
-        """Write the rows in slots [offset, offset + n) to the front of keys int64 [n], values [n, dim], scores uint64
-        [n], and how many there are to d_counter int64 [1]."""
+        """Write the rows in slots [offset, offset + n) to keys, values and scores, and their count to d_counter.
+
+        keys int64 [n], values [n, dim], scores uint64 [n], d_counter int64 [1].
+        """
         ...
 
     def insert_or_assign(
@@ -76,14 +78,14 @@ class HkvTable(ExportOnlyTable):
     """A HierarchicalKV table as a Table.
 
     dim      how many of the first elements of a value row are the column `embedding`
-    states   name -> how many elements, for the columns behind it in their order
+    states   name -> how many elements, for the columns after it in their order
     dtype    of the value row
-    device   where the table's arguments have to be
+    device   where the table expects its arguments
     shard    (index, count): the ids whose unsigned value modulo count is index
-    reserved_key_start_bit  as the option of the table: it moves the reserved ids
+    reserved_key_start_bit  the table's option of this name, which changes the reserved ids
 
-    A cut is made on the thread and the current stream that train. Raises UsageError when the columns are not the whole
-    value row.
+    Make cuts on the training thread and its current stream. Raises UsageError if the columns are not the whole value
+    row.
     """
 
     def __init__(
@@ -126,7 +128,6 @@ class HkvTable(ExportOnlyTable):
         return found
 
     def _export_batch(self, offset: int, stream: int) -> dict[str, torch.Tensor]:
-        """Copies of the rows in the next BATCH_SLOTS slots."""
         slots = min(BATCH_SLOTS, self._table.capacity() - offset)
         counter = torch.zeros(1, dtype=torch.int64, device=self._device)
         keys = torch.empty(slots, dtype=torch.int64, device=self._device)
@@ -151,7 +152,9 @@ class HkvTable(ExportOnlyTable):
                 self._insert({name: column[begin : begin + BATCH_SLOTS] for name, column in rows.items()}, stream)
             kept = self._table.size(stream)
             if kept != count:
-                what = f"HierarchicalKV table {self.name!r} is too small for the checkpoint and evicted rows of it"
+                what = (
+                    f"HierarchicalKV table {self.name!r} is too small for the checkpoint and evicted some of its rows"
+                )
                 raise IncompatibleError(what, found=kept, expected=count, hint="give it a larger max_capacity")
         except BaseException:
             self._table.clear(stream)
@@ -170,7 +173,7 @@ class HkvTable(ExportOnlyTable):
             True,  # ignore_evict_strategy
         )
 
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+    def _check_ids(self, ids: I64) -> None:
         reserved = (ids.view(np.uint64) & np.uint64(self._reserved_mask)) == np.uint64(self._reserved)
         if reserved.any():
             what = f"HierarchicalKV table {self.name!r} cannot hold ids that mark empty and locked slots"
@@ -184,8 +187,8 @@ class HkvTable(ExportOnlyTable):
 def hkv_tables(module: Any, name: str) -> Mapping[str, HkvTable]:
     """Make the table of a torch module over a HierarchicalKV table: the factory for `register_adapter`.
 
-    The module has the attributes `table` (an HkvBinding), `dim`, `states`, `dtype` and `device` as HkvTable takes them,
-    and may have `shard` and `reserved_key_start_bit`.
+    The module has the attributes `table` (an HkvBinding), `dim`, `states`, `dtype` and `device`, and may have `shard`
+    and `reserved_key_start_bit`: the arguments of HkvTable.
     """
     table = HkvTable(
         name or "hkv",
@@ -219,7 +222,7 @@ def _schema(widths: Mapping[str, int], dtype: torch.dtype) -> TableSchema:
 
 
 def _reserved_ids(start_bit: int) -> tuple[int, int]:
-    """(mask, value): an id is reserved when its bits under mask are value."""
+    """Return (mask, value): an id is reserved if `id & mask == value`."""
     mask = (2**64 - 1) & ~(3 << start_bit)
     return mask, mask if start_bit == 0 else mask & ~1
 

@@ -2,25 +2,24 @@
 
 A TBE with a fused optimizer writes rows in its backward, and only those that its forward looked up:
 
-1. A hook behind the forward finds the rows of the batch from `indices` and `offsets`, and marks them.
-2. Where a save came between, as it may where batches are pipelined, a hook on the gradient of the forward's output
-   marks them once more, just before the backward writes.
+1. A hook after the forward computes the rows of the batch from `indices` and `offsets`, and marks them.
+2. If there is a save between forward and backward, as with pipelined batches, a hook on the gradient of the forward's
+   output marks them again, just before the backward writes.
 
 Marks are collected in one mask per TBE, on the device of its indices, without waiting for it; the next cut reads it
-(row_mask.py). On a GPU that cut makes the host wait until the device has come to the last mark: behind the last forward
-of the TBE, while its backward may still be to come. A save of tables without marks does not wait, but copies all rows.
+(row_mask.py). On a GPU, that cut makes the host wait until the device has executed the last mark, which is after the
+last forward of the TBE, perhaps before its backward. A save of tables without marks does not wait, but copies all rows.
 
-What else writes to rows is not seen. Loads, by asyncckpt or into the module by load_state_dict, are a change of all
-rows.
+Other writes to rows are not seen. A load, by asyncckpt or with load_state_dict, counts as a change of all rows.
 
-Source of the interface: fbgemm_gpu 1.8.0, found by attributes, without importing it.
+Source of the interface: fbgemm_gpu 1.8.0, detected by attributes, without importing it.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,25 +36,25 @@ _tracked: weakref.WeakKeyDictionary[torch.nn.Module, TbeMarks] = weakref.WeakKey
 
 
 def marks_of_table(tbe: torch.nn.Module, index: int) -> FixedMarks | None:
-    """The marks of a table of a TBE, while its lookups are tracked."""
+    """Return the marks of a table of a TBE while its lookups are tracked."""
     found = _tracked.get(tbe)
     return None if found is None else found.tables.get(index)
 
 
 def is_tracked(tbe: torch.nn.Module) -> bool:
-    """Whether lookups of a TBE are tracked."""
+    """Return whether lookups of a TBE are tracked."""
     return tbe in _tracked
 
 
 class TbeMarks:
     """The marks of one TBE's tables, and the hooks that make them, from `start` to `remove`.
 
-    tables are the numbers of those to track. Hooks run on the threads of forward and backward.
+    tables: the indices of the tables to track. Hooks run on the threads of forward and backward.
     """
 
     def __init__(self, tbe: Any, tables: Sequence[int]) -> None:
         rows_counts = [int(spec[0]) for spec in tbe.embedding_specs]
-        # All rows of all tables are numbered in one go; a table's begin at begins[table].
+        # Rows are numbered over all tables; those of a table begin at begins[table].
         self._begins = np.cumsum([0, *rows_counts])
         self._table_of_feature = [int(table) for table in tbe.feature_table_map]
         self._by_feature = torch.tensor(
@@ -76,43 +75,43 @@ class TbeMarks:
         _tracked[tbe] = self
 
     def remove(self, tbe: torch.nn.Module) -> None:
-        """End it: cuts of the tables know nothing of touched rows from now on."""
+        """Stop tracking: cuts of the tables do not know touched rows from now on."""
         if _tracked.get(tbe) is self:
             del _tracked[tbe]
         for handle in self._handles:
             handle.remove()
 
     def rows_of(self, indices: Any, offsets: Any, batch_sizes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
-        """The rows of a batch, numbered over all tables: int64 [n] on the device of indices.
+        """Return the rows of a batch, numbered over all tables: int64 [n] on the device of indices.
 
-        indices and offsets are tensors, `[n]` and `[samples + 1]`, feature by feature; batch_sizes tell the samples of
-        each feature, rank by rank, where these differ.
+        indices and offsets are tensors, `[n]` and `[samples + 1]`, feature by feature. batch_sizes: the samples of
+        each feature, rank by rank, if they differ.
         """
         device = indices.device
-        # Which feature an index belongs to: the last one that begins at its place or before. All on the device.
+        # The feature of an index is the last one that begins at or before its place. All on the device.
         first_places = self._first_places(offsets.to(device), batch_sizes)[1:].long()
         places = torch.arange(indices.numel(), device=device)
         feature = torch.searchsorted(first_places.contiguous(), places, right=True)
         by_feature = self._features(device).index_select(0, feature)
         index = indices.reshape(-1).long()
-        # FBGEMM's bounds check makes row 0 of an index that is out of range.
+        # FBGEMM's bounds check replaces an index out of range with 0.
         in_range = (index >= 0) & (index < by_feature[:, 1])
         return by_feature[:, 0] + torch.where(in_range, index, 0)
 
     def mark(self, rows: torch.Tensor) -> int:
-        """Mark rows that `rows_of` returned, at the next `settle`; return how many of these there were before."""
+        """Collect rows of `rows_of` for the next `settle`; return how many calls of it there were so far."""
         with self._guard:
             self._mark(rows)
             return self._settled_count
 
     def mark_again(self, rows: torch.Tensor, *, settled_count: int) -> None:
-        """Mark rows once more, unless their first mark, which gave settled_count, is not settled yet."""
+        """Mark rows again if their first mark, which returned settled_count, has been settled since."""
         with self._guard:
             if settled_count != self._settled_count:
                 self._mark(rows)
 
     def settle(self) -> None:
-        """Put what was collected into the marks of the tables; waits for the device, see RowMask.take."""
+        """Move what was collected to the marks of the tables; waits for the device, see RowMask.take."""
         with self._guard:
             self._settle()
 
@@ -135,17 +134,17 @@ class TbeMarks:
             marks.mark(rows[begin:end] - self._begins[table])
 
     def _first_places(self, offsets: torch.Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> torch.Tensor:
-        """Where each feature begins among the indices: a value for each on the device of offsets."""
+        """Return where each feature begins among the indices, on the device of offsets."""
         features_count, samples_count = len(self._table_of_feature), offsets.numel() - 1
         if batch_sizes is None:
             step = samples_count // features_count
-            # A view: nothing has to be told to the device.
+            # A view: nothing is sent to the device.
             return offsets[: step * features_count : step] if step else offsets[:1].expand(features_count)
         begins = np.cumsum([0, *(sum(sizes) for sizes in batch_sizes)])[:-1]
         return offsets.index_select(0, sent(torch.from_numpy(begins), offsets.device))
 
     def _features(self, device: torch.device) -> torch.Tensor:
-        """(first row, rows) of the table of each feature, on a device; brought there once, with a wait."""
+        """Return (first row, rows) of the table of each feature, on a device; copied there once, with a wait."""
         if device not in self._by_feature_on:
             self._by_feature_on[device] = self._by_feature.to(device)
         return self._by_feature_on[device]
@@ -161,18 +160,11 @@ class TbeMarks:
         settled_count = self.mark(rows)
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(_marking(self, rows, settled_count))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self.mark_again(rows, settled_count=settled_count))  # type: ignore[no-untyped-call]
 
     def _after_load(self, module: torch.nn.Module, incompatible_keys: object) -> None:
         for marks in self.tables.values():
             marks.lose_all()
-
-
-def _marking(marks: TbeMarks, rows: torch.Tensor, settled_count: int) -> Callable[[torch.Tensor], None]:
-    def mark(gradient: torch.Tensor) -> None:
-        marks.mark_again(rows, settled_count=settled_count)
-
-    return mark
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Which adapter makes tables of which kind of module.
 
-A kind is a type, or the qualified name of one, so that an adapter for a library needs no import of it. A module's kinds
-are looked for along its method resolution order: the adapter of the nearest class is taken, and of two for one class
-the one that was registered later.
+A kind is a type or its qualified name, so that an adapter for a library need not import it. The lookup follows the
+method resolution order of the module's class: the nearest class wins, and of two adapters for a class the later one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ RestFunction: TypeAlias = Callable[[Any], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """What was registered for a kind; of two adapters the one with the higher `order` is the newer."""
+    """What was registered for a kind; a higher `order` was registered later."""
 
     kind: str
     factory: AdapterFactory
@@ -31,7 +30,7 @@ class Adapter:
     order: int
 
     def tables(self, module: torch.nn.Module, name: str) -> Mapping[str, Table]:
-        """The tables of a module by name. UsageError when the factory returns something else."""
+        """Return the tables of a module by name. Raises UsageError if the factory returns something else."""
         tables = self.factory(module, name)
         if not isinstance(tables, Mapping):
             what = f"the adapter for {self.kind} returned no mapping for module {name!r}"
@@ -43,7 +42,7 @@ class Adapter:
         return tables
 
     def rest_of(self, module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """What the tables of a module do not hold of it, by name."""
+        """Return the tensors of a module that its tables do not hold, by name."""
         return {} if self.rest is None else self.rest(module)
 
 
@@ -52,14 +51,14 @@ _orders = itertools.count()
 
 
 def register_adapter(kind: type | str, factory: AdapterFactory, *, rest: RestFunction | None = None) -> None:
-    """Let `tables_of` make tables of the modules of a kind.
+    """Register how `tables_of` makes tables of the modules of a kind.
 
     kind     a type, or its qualified name ("fbgemm_gpu....SplitTableBatchedEmbeddingBagsCodegen"): the module's class
              or a base of it
-    factory  (module, name) -> mapping of name to Table. `name` is the module's path ("" for the root), by which the
-             names of its tables begin; called at every tables_of, so it should cost little
-    rest     module -> mapping of name to the live tensors that the tables do not hold but a checkpoint needs;
-             `dense_state_of` saves them and fills them in place. Without it the tables hold all of the module
+    factory  (module, name) -> mapping of name to Table. `name` is the module's path ("" for the root), with which the
+             names of its tables begin. Called at every tables_of, so it should be cheap
+    rest     module -> mapping of name to the live tensors that a checkpoint needs besides the tables; `dense_state_of`
+             saves them and fills them in place. None: the tables hold all of the module
 
     Later registrations win. Raises UsageError.
     """
@@ -77,7 +76,7 @@ def register_adapter(kind: type | str, factory: AdapterFactory, *, rest: RestFun
 
 
 def adapter_of(module: torch.nn.Module) -> Adapter | None:
-    """The adapter that a module is handed to, if any."""
+    """Return the adapter of a module, if any."""
     for cls in type(module).__mro__:
         found = [_adapters[kind] for kind in (cls, qualified_name(cls)) if kind in _adapters]
         if found:
@@ -90,7 +89,7 @@ def qualified_name(cls: type) -> str:
 
 
 def is_kind(module: object, names: frozenset[str]) -> bool:
-    """Whether a class of the module, or a base of it, has one of the qualified names."""
+    """Return whether the module's class or a base of it has one of the qualified names."""
     return any(qualified_name(cls) in names for cls in type(module).__mro__)
 
 

@@ -1,8 +1,7 @@
-"""Which rows were marked since somebody asked, collected on the device of their numbers.
+"""A mask of marked rows, collected on the device that holds their numbers.
 
-On a CUDA device a mark is queued on the current stream, behind the mark before on whichever stream that was. `take`
-waits on the host until the device has come to the last mark, and for nothing that was queued behind it: it reads the
-mask on a stream of its own.
+On a CUDA device, a mark is queued on the current stream, after the previous mark on whatever stream that used. `take`
+makes the host wait for the last mark, and for nothing that was queued after it: it reads the mask on its own stream.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 
-I64 = NDArray[np.int64]
-
-# The mask is read in parts of so many rows, which bounds the memory of the device that the row numbers take.
+# The mask is read in parts of this many rows, to bound the device memory for the row numbers.
 PART_ROWS = 1 << 24
 
 
@@ -30,24 +26,21 @@ class RowMask:
         self._mask = torch.zeros(rows_count, dtype=torch.uint8, device=device)
 
     def mark(self, rows: torch.Tensor) -> None:
-        """Mark rows, int64 [n] on the device; each may be mentioned often."""
+        """Mark rows, int64 [n] on the device; each may be mentioned several times."""
         self._mask.index_fill_(0, rows, 1)
 
     def take(self) -> I64:
-        """Return the marked rows, ascending int64 [n]. The mask is used up: nothing may be marked any more.
-
-        DeviceError.
-        """
+        """Return the marked rows, ascending int64 [n]. Nothing may be marked afterwards. Raises DeviceError."""
         return core.marked(self._mask.cpu().numpy(), 0)
 
 
 class CudaRowMask(RowMask):
-    """A RowMask on a CUDA device. cuda: torch.cuda, or what stands for it in a test."""
+    """A RowMask on a CUDA device. cuda: torch.cuda, or its replacement in a test."""
 
     def __init__(self, rows_count: int, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         super().__init__(rows_count, device)
         self._cuda = cuda
-        # Of the zeros.
+        # The initial zeros.
         self._last: Any = cuda.current_stream(device).record_event()
 
     def mark(self, rows: torch.Tensor) -> None:
@@ -61,7 +54,7 @@ class CudaRowMask(RowMask):
         try:
             with self._cuda.stream(stream):
                 stream.wait_event(self._last)
-                # Found on the device: of what was touched there is mostly less than a mask of all rows.
+                # On the device: the numbers of touched rows are mostly smaller than a mask of all rows.
                 parts = [
                     torch.nonzero(self._mask[begin : begin + PART_ROWS]).view(-1).cpu().numpy() + begin
                     for begin in range(0, len(self._mask), PART_ROWS)
@@ -72,5 +65,5 @@ class CudaRowMask(RowMask):
 
 
 def row_mask(rows_count: int, device: torch.device) -> RowMask:
-    """An empty mask on a device."""
+    """Return an empty mask on a device."""
     return CudaRowMask(rows_count, device) if device.type == "cuda" else RowMask(rows_count, device)

@@ -1,21 +1,20 @@
 """Adapters for TorchRec's embedding collections: plain ones, and sharded ones under DistributedModelParallel.
 
 A plain EmbeddingBagCollection or EmbeddingCollection holds one nn.EmbeddingBag or nn.Embedding a table. A sharded one
-holds, per sharding type, lookups with FBGEMM kernels: `_lookups[*]._emb_modules[*]`, each with the TBE in
-`_emb_module` and its tables, in the same order, in `_config.embedding_tables`. Those are the tables of this rank; the
-TBE's views are the live memory, fused optimizer states included.
+holds, per sharding type, lookups with FBGEMM kernels: `_lookups[*]._emb_modules[*]`, each with a TBE in `_emb_module`
+and its tables, in the same order, in `_config.embedding_tables`. These are the tables of this rank; the TBE's views are
+the live memory, including fused optimizer states.
 
-Ids are row numbers of the whole table, and names are the table's own where the rows are whole:
+Ids are row numbers of the whole table, and a table keeps its own name if its rows have all columns:
 
     table-wise, data parallel   `t1`, all rows
-    row-wise                    `t1`, the rows from shard_offsets[0]; a load takes just those, from any other sharding
+    row-wise                    `t1`, the rows from shard_offsets[0]; a load takes these rows from any other sharding
     column-wise                 `t1.columns_<shard_offsets[1]>`, all rows, some of the columns
-    table-row-wise, grid        as the two above together
+    table-row-wise, grid        both of the above
 
-Row numbers of a managed collision (ZCH) module are made by a map from raw ids; the map's tensors are found by
-dense_state_of, see zch.py.
+A managed collision (ZCH) module maps raw ids to row numbers; dense_state_of saves the map's tensors, see zch.py.
 
-Source of the interface: torchrec 1.8.0, found by attributes, without importing it.
+Source of the interface: torchrec 1.8.0, detected by attributes, without importing it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ SHARDED_COLLECTIONS = (
 
 
 def sharded_tables(collection: Any, name: str) -> Mapping[str, Table]:
-    """The tables of this rank in a sharded collection. Raises UnsupportedError for kernels without rows in memory."""
+    """Return this rank's tables of a sharded collection. Raises UnsupportedError for kernels without rows in memory."""
     tables: dict[str, Table] = {}
     for kernel in kernels_of(collection):
         places = [_place(config, name) for config in kernel._config.embedding_tables]
@@ -57,7 +56,7 @@ def sharded_tables(collection: Any, name: str) -> Mapping[str, Table]:
 
 
 def sharded_rest(collection: Any) -> Mapping[str, torch.Tensor]:
-    """The counters of the fused optimizers, one set a kernel."""
+    """Return the counters of the fused optimizers, one set per kernel."""
     return {
         f"kernel_{number}.{counter}": tensor
         for number, kernel in enumerate(kernels_of(collection))
@@ -72,14 +71,14 @@ class PlainCollection:
         self._holder = holder
 
     def tables(self, collection: torch.nn.Module, name: str) -> Mapping[str, Table]:
-        """One table for every embedding, its weight."""
+        """Return one table for every embedding, its weight."""
         return {
             joined(name, table): _weight_table(joined(name, table), module)
             for table, module in self._embeddings(collection)
         }
 
     def rest(self, collection: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """What else there is in a subclass."""
+        """Return what a subclass adds."""
         return rest_besides(collection, [own_weight(module) for _, module in self._embeddings(collection)])
 
     def _embeddings(self, collection: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -92,7 +91,7 @@ def _weight_table(name: str, module: torch.nn.Module) -> FixedTable:
 
 
 def kernels_of(collection: Any) -> Iterator[Any]:
-    """The FBGEMM kernels of a sharded collection. Raises UnsupportedError for a lookup without any."""
+    """Yield the FBGEMM kernels of a sharded collection. Raises UnsupportedError for a lookup without any."""
     for lookup in collection._lookups:
         # Lookups of data parallel tables are wrapped in DistributedDataParallel.
         inner: Any = unwrapped(lookup)
@@ -102,7 +101,6 @@ def kernels_of(collection: Any) -> Iterator[Any]:
 
 
 def _place(config: Any, name: str) -> TablePlace:
-    """Where the rows of a table's shard lie in the whole table."""
     row, column = _offsets(config)
     own_name = joined(name, config.name)
     if int(config.local_cols) != int(config.embedding_dim):

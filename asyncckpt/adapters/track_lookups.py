@@ -1,11 +1,11 @@
-"""track_lookups: let saves of FBGEMM and TorchRec tables know which rows were written.
+"""track_lookups: find out which rows of FBGEMM and TorchRec tables were written, for saves.
 
-Opt-in, since a TBE's memory may be written by anybody. Not tracked, and so saved in whole:
+Opt-in, because any code may write to a TBE's memory. Not tracked, and so saved completely:
 
 - tables of other modules, whose optimizer is a torch one: nn.Embedding, plain collections, dense TBEs;
-- TBEs whose fused optimizer goes through all rows (ensemble, EMA) or is none;
-- tables behind a cache of another dtype: a row is rounded at random when it leaves the cache, without a lookup;
-- tables of sharded managed collision (ZCH) modules: an eviction gives rows their first values, without a lookup.
+- TBEs without a fused optimizer, or with one that updates all rows (ensemble, EMA);
+- tables behind a cache of another dtype: a row is randomly rounded when it is evicted, without a lookup;
+- tables of sharded managed collision (ZCH) modules: an eviction resets rows, without a lookup.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncckpt.adapters.torchrec import SHARDED_COLLECTIONS, kernels_of
 from asyncckpt.adapters.walk import Claim, walk
 from asyncckpt.errors import UsageError
 
-# Values of OptimType: fused optimizers that write the rows of a batch and no others.
+# Values of OptimType: fused optimizers that write only the rows of a batch.
 ROW_OPTIMIZERS = frozenset(
     (
         "sgd",
@@ -44,27 +44,27 @@ MANAGED_COLLISIONS = frozenset(
 
 
 class LookupTracking:
-    """What track_lookups returns. `tables_count` is how many tables of the module are tracked."""
+    """The result of track_lookups. `tables_count` is how many tables of the module are tracked."""
 
     def __init__(self, tables_count: int, started: list[tuple[torch.nn.Module, TbeMarks]]) -> None:
         self.tables_count = tables_count
         self._started = started
 
     def remove(self) -> None:
-        """End what this call began: later saves take all rows. A second call does nothing."""
+        """Stop the tracking that this call began: later saves take all rows. Idempotent."""
         for tbe, marks in self._started:
             marks.remove(tbe)
         self._started = []
 
 
 def track_lookups(module: torch.nn.Module) -> LookupTracking:
-    """Keep marks of the rows that the fused optimizers in a module write, from now on.
+    """Mark the rows that the fused optimizers in a module write, from now on.
 
-    Their tables, made by `tables_of` before or after, then know which rows changed between saves. Rows that a
-    training forward looked up count as written. Whoever writes rows in another way tells the tables by
-    `FixedTable.touch(ids)`. Costs two bytes per row and a pass over the ids of a batch; where the ids are on a GPU, a
-    save waits on the host until the last forward has run there (lookup_hooks.py). CUDA graphs replay no hooks and must
-    not be used beside it. Raises UsageError when the module holds no table that can be tracked.
+    Their tables, made by `tables_of` before or after, then know which rows changed between saves. Rows that a training
+    forward looked up count as written. Report other writes with `FixedTable.touch(ids)`. Costs two bytes per row and a
+    pass over the ids of a batch; if the ids are on a GPU, a save makes the host wait until the last forward has run
+    there (lookup_hooks.py). Cannot be used with CUDA graphs, which replay no hooks. Raises UsageError if the module
+    holds no table that can be tracked.
     """
     started: list[tuple[torch.nn.Module, TbeMarks]] = []
     tables_count = 0

@@ -1,8 +1,8 @@
-"""Walk a module: which of its submodules adapters take, and which are left.
+"""Walk a module: find the submodules that adapters take, and the others.
 
-Every module is visited once, also where it is shared or contains itself, under the path that comes first. Nobody looks
-below a module that an adapter takes. Wrappers that only hold another module are not part of a path, so that a
-checkpoint of a wrapped module fits an unwrapped one.
+Every module is visited once, under its first path, even if it is shared or contains itself. The walk does not descend
+into a module that an adapter takes. Wrappers that only hold another module are not part of a path, so that a checkpoint
+of a wrapped module fits an unwrapped one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Walked:
-    """A module taken apart, in the order of its children. `others` are (path, module) without their children.
+    """The result of a walk, in the order of children. `others` are (path, module), without their children.
 
     ranks: (path, `rank_<rank>_of_<ranks>`) of modules that hold one rank's part of something.
     """
@@ -50,13 +50,13 @@ class Walked:
     ranks: tuple[tuple[str, str], ...] = ()
 
     def own_name(self, path: str, name: str = "") -> str:
-        """The path of something of the module at `path`; with its rank, where that is one rank's own."""
+        """Return the path of `name` in the module at `path`, with the rank if it belongs to one rank."""
         inside = [rank for above, rank in self.ranks if path == above or path.startswith(f"{above}.") or not above]
         return joined(path, name, *inside[:1])
 
 
 def walk(module: torch.nn.Module) -> Walked:
-    """Take a module apart. Raises UsageError for something else, or for modules nested deeper than DEPTH_MAX."""
+    """Walk a module. Raises UsageError for anything else, or for modules nested deeper than DEPTH_MAX."""
     if not isinstance(module, torch.nn.Module):
         raise UsageError("there is no module to walk", found=type(module).__name__, expected="a torch.nn.Module")
     claims: list[Claim] = []
@@ -78,7 +78,7 @@ def walk(module: torch.nn.Module) -> Walked:
             ranks.append((path, rank))
         adapter = adapter_of(current)
         parameters = {id(parameter) for parameter in current._parameters.values() if parameter is not None}
-        # Parameters that are tied to those of an earlier claim are saved with that one already.
+        # Parameters that are tied to those of an earlier claim are saved with that one.
         if adapter is not None and not (parameters and parameters <= taken):
             claims.append(Claim(path=path, module=current, adapter=adapter))
             taken |= parameters
@@ -89,11 +89,11 @@ def walk(module: torch.nn.Module) -> Walked:
 
 
 def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
-    """Find the tables of a module by name: the module's path and, where it holds several, the table's own name.
+    """Return the tables of a module by name: the module's path and, if it holds several, the table's own name.
 
-    prefix is put before every name, with a dot. The tables stand for the live memory of the module: one call serves all
-    saves and loads as long as the module is neither rebuilt nor moved to another device. Raises UsageError for two
-    tables of one name, UnsupportedError for a module whose state cannot be had.
+    prefix is put before every name, with a dot. The tables are the live memory of the module: one call is enough for
+    all saves and loads, until the module is rebuilt or moved to another device. Raises UsageError for two tables with
+    one name, UnsupportedError for a module whose state is out of reach.
     """
     tables: dict[str, Table] = {}
     paths: dict[str, str] = {}
@@ -101,7 +101,7 @@ def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
     for claim in walk(module).claims:
         for name, table in claim.adapter.tables(claim.module, joined(prefix, claim.path)).items():
             if id(table) in known:
-                continue  # Shared by two modules: it is saved under the first name.
+                continue  # Shared by two modules: saved under the first name.
             if name in tables:
                 what = f"modules {paths[name]!r} and {claim.path!r} both hold a table {name!r}"
                 raise UsageError(what, hint="rename one of them")
@@ -111,12 +111,12 @@ def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
 
 
 def joined(*parts: str) -> str:
-    """A path of the parts that are not empty."""
+    """Return the path of the parts that are not empty."""
     return ".".join(part for part in parts if part)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of wrappers."""
+    """Return the module inside of wrappers."""
     for _ in range(DEPTH_MAX):
         attribute = _wrapped_attribute(module)
         if attribute is None:
@@ -126,7 +126,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _rank_of(module: torch.nn.Module) -> str | None:
-    """Of which rank the part is that a sharded module of TorchRec holds; None for any other, or on a rank alone."""
+    """Return whose part a sharded module of TorchRec holds; None for other modules, or with one rank."""
     names = [qualified_name(cls) for cls in type(module).__mro__]
     if not any(name.startswith(SHARDED_MODULES) and name.rpartition(".")[2].startswith("Sharded") for name in names):
         return None

@@ -1,10 +1,10 @@
-"""What a managed collision (ZCH) module needs besides its buffers to go on exactly as it would have.
+"""What a managed collision (ZCH) module needs besides its buffers to resume exactly.
 
 An MCHManagedCollisionModule maps raw ids to rows. The map and its metadata (`_mch_sorted_raw_ids`,
 `_mch_remapped_ids_mapping`, `_mch_<metadata>`, `_output_segments_tensor`, `_current_iter_tensor`) are persistent
-buffers, which dense_state_of holds as those of any module, in the same cut as the rows. Between two evictions a module
-also gathers a history of ids, in memory that is made at the first batch and in no state dict: a module without it would
-choose other ids to evict, and count the eviction interval from the load.
+buffers, which dense_state_of saves like those of any module, in the same cut as the rows. Between two evictions, a
+module also collects a history of ids, in memory that is allocated at the first batch and is in no state dict: without
+it, a module would evict other ids, and count the eviction interval from the load.
 
 A HashZchManagedCollisionModule has no such memory: its identities and metadata are a parameter and a buffer.
 
@@ -36,7 +36,7 @@ class ZchHistory:
         self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts, and the gathered part of the history: int64 [n] each, views of the live memory."""
+        """Return counts, and the filled part of the history: int64 [n] each, views of the live memory."""
         module = self._module
         state: dict[str, Any] = {
             "current_iter": int(module._current_iter),
@@ -52,7 +52,7 @@ class ZchHistory:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put a history back, in new memory. Raises IncompatibleError before anything is changed."""
+        """Load a history into new memory. Raises IncompatibleError before anything is changed."""
         module = self._module
         if not all(type(state.get(name)) is int for name in _COUNTS):
             what = "history of a managed collision module lacks a count"
@@ -72,7 +72,7 @@ class ZchHistory:
     def _check(self, columns: Mapping[str, Any], *, size: int) -> None:
         wanted = {RAW_IDS, *(info.metadata_name for info in self._history_infos())}
         if columns.keys() != wanted:
-            what = "history of a managed collision module is that of another eviction policy"
+            what = "history of a managed collision module belongs to another eviction policy"
             raise IncompatibleError(what, found=sorted(columns), expected=sorted(wanted))
         shapes = {tuple(column.shape) for column in columns.values()}
         if len(shapes) != 1 or any(len(shape) != 1 or shape[0] > size for shape in shapes):

@@ -1,7 +1,7 @@
 """Answers as JSON, one object on standard output.
 
-Numbers are plain (bytes, not "1.2 GiB"). Metadata that JSON cannot hold (bytes, nan, complex, keys that are no text) is
-shown as its Python text; `asyncckpt.describe` returns it exactly.
+Numbers are plain (bytes, not "1.2 GiB"). Metadata that JSON cannot hold (bytes, nan, complex, keys other than str) is
+shown as its Python repr; `asyncckpt.describe` returns it exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def print_list(path: Path, findings: Sequence[Finding[CheckpointInfo]]) -> None:
 
 
 def print_info(path: Path, info: CheckpointInfo) -> None:
-    """Everything `show` knows, with all blocks."""
+    """Print everything that `show` knows, with all blocks."""
     blocks = [asdict(block) for block in info.blocks]
     _print({"path": str(path), **_summary(info), "metadata": _plain(info.metadata), "blocks": blocks})
 
@@ -47,13 +47,13 @@ def print_verified(path: Path, findings: Sequence[Finding[VerifyReport]]) -> Non
 
 
 def print_compacted(result: SaveResult) -> None:
-    """`{"path": ..., "step": ..., "compacted": true, ...}`; compacted is false where there was nothing to do."""
+    """`{"path": ..., "step": ..., "compacted": true, ...}`; compacted is false if there was nothing to do."""
     facts = {"step": result.step, "compacted": not result.skipped, "bytes_written": result.bytes_written}
     _print({"path": str(result.path), **facts, "seconds": result.seconds})
 
 
 def print_update(update: Update) -> None:
-    """One line, at once: somebody waits for it."""
+    """Print one line and flush it."""
     tables = {name: asdict(table) for name, table in update.tables.items()}
     facts = {"step": update.step, "kind": update.kind, "previous": update.previous, "tables": tables}
     print(json.dumps({**facts, "metadata": _plain(update.metadata)}, allow_nan=False), flush=True)

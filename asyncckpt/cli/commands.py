@@ -1,7 +1,7 @@
 """The commands.
 
-Each command asks the library, prints for people (screen.py) or as JSON (as_json.py), and ends with the code of the
-worst thing it met (exit_codes.py). An error of the library becomes one line and a code, never a traceback.
+Each command calls the library, prints for people (screen.py) or as JSON (as_json.py), and exits with the code of the
+worst finding (exit_codes.py). An error of the library becomes one line and a code, never a traceback.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asyncckpt.checkpoints import verify as verify_step
 from asyncckpt.cli import as_json, screen
 from asyncckpt.cli.exit_codes import EXIT_CODES, ExitCode, code_of, worst_code
 from asyncckpt.cli.finding import Finding
-from asyncckpt.cli.following import print_updates
 from asyncckpt.compaction import compact as compact_step
 from asyncckpt.engine.verify import VerifyReport
 from asyncckpt.errors import CheckpointError, NotFoundError
+from asyncckpt.follower import follow as follow_steps
 
 Answer = TypeVar("Answer")
 
@@ -89,7 +89,7 @@ def verify(
 
 @app.command(epilog=EXIT_CODES)
 def compact(path: Directory, step: Step = None, json: AsJson = False) -> None:
-    """Fold a delta and all it builds upon into a full checkpoint of the same step. Not while training writes there."""
+    """Fold the chain of a delta into a full checkpoint of the same step. Not while training writes there."""
     with Console(stderr=True).status("compacting"):
         result = _asked(lambda: compact_step(path, step), json=json)
     if json:
@@ -101,17 +101,23 @@ def compact(path: Directory, step: Step = None, json: AsJson = False) -> None:
 @app.command(epilog=EXIT_CODES)
 def follow(
     path: Directory,
-    after: Annotated[int | None, typer.Option(min=0, help="begin behind this step; default: with the oldest")] = None,
+    after: Annotated[int | None, typer.Option(min=0, help="begin after this step; default: with the oldest")] = None,
     cursor: Annotated[Path | None, typer.Option(help="a small file that remembers the last step printed")] = None,
-    poll: Annotated[float, typer.Option(min=0.01, help="seconds between two looks")] = 1.0,
-    until: Annotated[int | None, typer.Option(min=0, help="end behind this step; default: never")] = None,
+    poll: Annotated[float, typer.Option(min=0.01, help="seconds between two checks")] = 1.0,
+    until: Annotated[int | None, typer.Option(min=0, help="end after this step; default: never")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object a line")] = False,
 ) -> None:
     """Print each step as it is committed, until Ctrl-C. The directory need not exist yet."""
     print_update = as_json.print_update if json else partial(screen.print_update, _console())
-    printing = print_updates(path, print_update, after=after, cursor=cursor, poll_seconds=poll, until=until)
+
+    async def print_updates() -> None:
+        async with follow_steps(path, after=after, cursor=cursor, poll_seconds=poll, until=until) as updates:
+            async for update in updates:
+                print_update(update)
+                update.done()
+
     try:
-        _asked(lambda: asyncio.run(printing), json=json)
+        _asked(lambda: asyncio.run(print_updates()), json=json)
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.OK) from None
 
@@ -130,7 +136,7 @@ def _verified(path: Path, steps: Sequence[int]) -> list[Finding[VerifyReport]]:
     waiting = Console(stderr=True)
     for step in steps:
         with waiting.status(f"verifying step {step}"):
-            # A step that retention removes meanwhile is passed over, unless it is the only one that was asked for.
+            # Skip a step that retention removes meanwhile, unless it is the only one.
             finding = _find(verify_step, path, step, keep_missing=len(steps) == 1)
         if finding is not None:
             findings.append(finding)
@@ -140,7 +146,7 @@ def _verified(path: Path, steps: Sequence[int]) -> list[Finding[VerifyReport]]:
 def _find(
     ask: Callable[[Path, int], Answer], path: Path, step: int, *, keep_missing: bool = False
 ) -> Finding[Answer] | None:
-    """What is known of a step, or what is wrong with it; None when it has gone since it was listed."""
+    """Return the facts of a step, or its error; None if it was removed since it was listed."""
     try:
         return Finding(step=step, fact=ask(path, step))
     except NotFoundError as error:
@@ -150,7 +156,7 @@ def _find(
 
 
 def _asked(ask: Callable[[], Answer], *, json: bool) -> Answer:
-    """An answer of the library; its error ends the program."""
+    """Return an answer of the library; its error ends the program."""
     try:
         return ask()
     except CheckpointError as error:
@@ -161,6 +167,6 @@ def _asked(ask: Callable[[], Answer], *, json: bool) -> Answer:
 
 
 def _console() -> Console:
-    """Standard output; as wide as it needs to be when nobody sees it, so that pipes get whole lines."""
+    """Return standard output, very wide if it is not a terminal, so that pipes get whole lines."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=screen.PIPE_WIDTH)

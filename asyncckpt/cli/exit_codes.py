@@ -1,4 +1,4 @@
-"""What a command ends with."""
+"""The exit codes of commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncckpt.errors import (
 
 
 class ExitCode(IntEnum):
-    """Of several, the first in this order that occurred (OK last)."""
+    """Of several codes, the smallest except OK is returned."""
 
     OK = 0
     DAMAGED = 1

@@ -1,4 +1,4 @@
-"""What a command found out about one step: a fact, or the error that stands in its way."""
+"""What a command found out about one step: a fact, or an error."""
 
 from __future__ import annotations
 

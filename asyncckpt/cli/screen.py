@@ -1,6 +1,6 @@
 """Answers for people: tables on a terminal, the same text in a pipe.
 
-Names come from a file that anybody may have written, so nothing in them is taken as markup or as a control code.
+Names come from files of unknown origin, so nothing in them is interpreted as markup or as a control code.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def print_list(console: Console, path: Path, findings: Sequence[Finding[CheckpointInfo]]) -> None:
-    """A line per checkpoint; damaged ones are named as such, with the reason below."""
+    """Print a line per checkpoint; damaged ones are marked, with the reason below."""
     if not findings:
         console.print(_text(f"no checkpoints in {path}"))
         return
-    # Where nothing builds upon anything, nobody wants to read so.
+    # Leave out columns that only deltas fill.
     has_deltas = any(finding.fact is not None and finding.fact.parents for finding in findings)
     columns = [("step", "right"), ("created", "left"), ("kind", "left")]
     columns += [("upon", "right")] if has_deltas else []
@@ -59,7 +59,7 @@ def print_list(console: Console, path: Path, findings: Sequence[Finding[Checkpoi
 
 
 def print_info(console: Console, path: Path, info: CheckpointInfo, *, blocks_count_max: int) -> None:
-    """One checkpoint: head, tables, blocks, files."""
+    """Print one checkpoint: head, tables, blocks, files."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("checkpoint", _text(f"step {info.step} of {path}"))
     facts.add_row("kind", _kind(info))
@@ -85,7 +85,7 @@ def print_info(console: Console, path: Path, info: CheckpointInfo, *, blocks_cou
 
 
 def print_verified(console: Console, path: Path, findings: Sequence[Finding[VerifyReport]]) -> None:
-    """A line per verified checkpoint, then what is wrong and what lies beside."""
+    """Print a line per verified checkpoint, then errors and leftovers."""
     table = _table(("step", "right"), ("state", "left"), ("blocks", "right"), ("read", "right"))
     strays: list[str] = []
     for finding in findings:
@@ -115,7 +115,7 @@ def print_compacted(console: Console, result: SaveResult) -> None:
 
 
 def print_update(console: Console, update: Update) -> None:
-    """One line, at once: somebody waits for it."""
+    """Print one line and flush it."""
     upon = "" if update.previous is None else f" upon {update.previous}"
     tables = [f"{name} {_change(table)}" for name, table in update.tables.items()]
     console.print(_text("  ".join([f"step {update.step}", f"{update.kind}{upon}", *tables])), soft_wrap=True)
@@ -127,7 +127,7 @@ def print_error(console: Console, error: CheckpointError) -> None:
 
 
 def size(bytes: int) -> str:
-    """Bytes with a unit, three to four digits."""
+    """Return bytes with a unit, three to four digits."""
     value = float(bytes)
     for unit in _UNITS:
         if value < 1000 or unit == _UNITS[-1]:
@@ -141,7 +141,6 @@ def _kind(info: CheckpointInfo) -> str:
 
 
 def _chain(parents: Sequence[int]) -> str:
-    """All of a chain, or its ends."""
     shown = [str(step) for step in parents]
     if len(shown) > CHAIN_STEPS_SHOWN_MAX:
         shown = [
@@ -153,7 +152,6 @@ def _chain(parents: Sequence[int]) -> str:
 
 
 def _tables(info: CheckpointInfo) -> Table:
-    """Rows per table; in a delta also what they are."""
     if not info.parents:
         table = _table(("table", "left"), ("rows", "right"))
         for name, rows_count in info.tables.items():
@@ -166,7 +164,6 @@ def _tables(info: CheckpointInfo) -> Table:
 
 
 def _ranks(info: CheckpointInfo) -> Table:
-    """What each rank has written."""
     table = _table(("rank", "right"), ("files", "right"), ("size", "right"), ("table rows", "right"))
     for rank in info.ranks[:RANKS_SHOWN_MAX]:
         table.add_row(str(rank.rank), str(len(rank.files)), size(rank.bytes), f"{sum(rank.tables.values()):,}")
@@ -221,6 +218,6 @@ def _count(count: int, noun: str) -> str:
 
 
 def _text(raw: str) -> Text:
-    """Foreign text: no markup, and control characters as escapes."""
+    """Return foreign text without markup, with control characters as escapes."""
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in raw)
     return Text(safe)

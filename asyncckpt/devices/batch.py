@@ -1,7 +1,7 @@
-"""Queued copies of one device, and what they need until they are done.
+"""Queued copies of one device, and the memory that they need until they are done.
 
-Everything that a queued copy reads or writes has to stay where it is until the device has come past it: descriptors in
-pinned memory, scratch memory, tensors that their owner may drop meanwhile. A Batch holds all of it until `settle`.
+Everything that a queued copy reads or writes must stay in place until the device has executed it: descriptors in pinned
+memory, scratch memory, tensors that their owner may drop meanwhile. A Batch keeps all of it alive until `settle`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _abandoned: list[Batch] = []
 class Batch:
     """The copies of one save or load on one device, queued on its side stream. Implements contract.Holder.
 
-    reachable: host memory (address, bytes) that is registered.
+    reachable: registered host memory, (address, bytes).
     """
 
     def __init__(self, runtime: Runtime, device: int, *, reachable: Sequence[tuple[int, int]] = ()) -> None:
@@ -47,27 +47,27 @@ class Batch:
         return self.runtime.kernels(self.device)
 
     def follow(self, streams: Sequence[Stream] = ()) -> None:
-        """Begin behind all that is queued on this thread's current stream of the device, and on `streams`."""
+        """Wait, on the side stream, for this thread's current stream of the device and for `streams`."""
         for stream in (self.runtime.current_stream(self.device), *streams):
             self.runtime.hold_back(self.stream, self.runtime.record(stream))
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Queue what `work` queues on the side stream."""
+        """Let `work` queue on the side stream."""
         self.runtime.enqueue(self.stream, work)
 
     def record(self) -> Event:
         return self.runtime.record(self.stream)
 
     def keep(self, *things: object) -> None:
-        """Hold things until the batch is done."""
+        """Keep objects alive until the batch is done."""
         self._kept += things
 
     def pinned(self, array: NDArray[Any]) -> int:
-        """As contract.Holder."""
+        """See contract.Holder."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         begin = -(-self._pinned_used // _ALIGNMENT) * _ALIGNMENT
         if self._pinned is None or begin + raw.size > self._pinned.numel():
-            # Lists of a save are few and short: they share one piece of memory as long as they fit.
+            # A save has few and short arrays: they share one allocation while they fit.
             self._pinned = self.runtime.new_pinned(max(_PINNED_UNIT_BYTES, raw.size))
             self._kept.append(self._pinned)
             begin = 0
@@ -76,32 +76,32 @@ class Batch:
         return int(self._pinned.data_ptr()) + begin
 
     def new_pinned(self, bytes: int) -> int:
-        """Address of fresh pinned memory."""
+        """Return the address of new pinned memory."""
         memory = self.runtime.new_pinned(max(1, bytes))
         self._kept.append(memory)
         return int(memory.data_ptr())
 
     def device_memory(self, bytes: int) -> int:
-        """As contract.Holder. MemoryError."""
+        """See contract.Holder. Raises MemoryError."""
         memory = self.runtime.new_memory(self.device, max(1, bytes))
         self._kept.append(memory)
         self._own.append((int(memory.data_ptr()), memory.numel()))
         return int(memory.data_ptr())
 
     def is_reachable(self, address: int, bytes: int) -> bool:
-        """Whether kernels can write to this memory: it is the device's, from this batch, or registered host memory."""
+        """Return whether kernels can write to memory: device memory of this batch, or registered host memory."""
         ranges = self._own + (self._reachable if self.kernels.reaches_host else [])
         return any(begin <= address and address + bytes <= begin + size for begin, size in ranges)
 
     def afterwards(self, work: Callable[[], None]) -> None:
-        """Do work on the host, in the background, when all of the batch is done; in the order of these calls."""
+        """Run work on the host, in the background, after the batch is done; in the order of these calls."""
         self._afterwards.append(work)
 
     def settle(self, event: Event) -> None:
-        """Wait for the last event of the batch, do what the host was left to do, and let everything go.
+        """Wait for the last event of the batch, run the work left to the host, and release everything.
 
-        Interrupted, it lets nothing go, and may be called again. DeadlineError: everything is held for ever, because
-        the device may still use it.
+        After an interrupt, nothing is released and it may be called again. After a DeadlineError, everything is kept
+        for ever, because the device may still use it.
         """
         try:
             event.wait()
@@ -112,23 +112,23 @@ class Batch:
             self.abandon()
             raise
         except Exception:
-            self._let_go()
+            self._release()
             raise
-        self._let_go()
+        self._release()
 
     def abandon(self) -> None:
-        """Hold everything until the process ends."""
+        """Keep everything alive until the process ends."""
         _abandoned.append(self)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._afterwards.clear()
         self._kept.clear()
         self._pinned = None
 
 
 def failed(error: BaseException, what: str) -> DeviceError:
-    """What a runtime's own error becomes."""
+    """Return the DeviceError for an error of a runtime."""
     return DeviceError(
         f"the device failed in {what}: {error}",
-        hint="a CUDA error stays with its process: save what is on the host, and start anew from the last checkpoint",
+        hint="a CUDA error stays with its process: save what is on the host, and restart from the last checkpoint",
     )

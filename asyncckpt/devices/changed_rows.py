@@ -1,7 +1,7 @@
-"""Rows that differ from those of an earlier snapshot, found by a print of each on the device.
+"""Copy the rows that differ from an earlier snapshot, found by fingerprints on the device.
 
-For tables that nobody marks: reading all rows on the device takes a fraction of the time that sending them to the host
-does. The prints of a snapshot stay on the device, 8 bytes a row, as long as the arena that holds it.
+For tables without marks: reading all rows on the device takes a fraction of the time of sending them to the host. The
+fingerprints of a snapshot stay on the device, 8 bytes a row, as long as the arena that holds the snapshot.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import U64, ComparesRows
+from asyncckpt.devices.contract import ComparesRows
 from asyncckpt.devices.copies import Copy, Work
+from asyncckpt.native import U64
 
-PRINT_BYTES = 8
+FINGERPRINT_BYTES = 8
 
 
-class PrintsOnDevice:
-    """The prints of all rows of some columns in one snapshot: uint64 [rows_count] on a device, when its copies are
-    launched.
+class DeviceFingerprints:
+    """The fingerprints of all rows of some columns in one snapshot: uint64 [rows_count] on a device.
+
+    `memory` is set when the copies of the snapshot are launched.
     """
 
     def __init__(self, columns: tuple[str, ...], rows_count: int) -> None:
@@ -29,19 +31,19 @@ class PrintsOnDevice:
         self.memory: torch.Tensor | None = None
 
     def fits(self, earlier: object) -> bool:
-        """Whether earlier prints are of the same columns and as many rows."""
-        if not isinstance(earlier, PrintsOnDevice):
+        """Return whether earlier fingerprints have the same columns and as many rows."""
+        if not isinstance(earlier, DeviceFingerprints):
             return False
         return (earlier.columns, earlier.rows_count) == (self.columns, self.rows_count)
 
 
-class PrintedCopy:
-    """Columns of a table, whole: the rows that differ from `before`, or all of them; and their prints to `now`.
+class ChangedRowsCopy:
+    """Copies the rows that differ from the fingerprints `before`, or all; writes new fingerprints to `now`.
 
     columns: (source, target, row bytes), uint64 [n, 3], on one device; row i goes to row i. Implements copies.Copy.
     """
 
-    def __init__(self, columns: U64, *, before: PrintsOnDevice | None, now: PrintsOnDevice) -> None:
+    def __init__(self, columns: U64, *, before: DeviceFingerprints | None, now: DeviceFingerprints) -> None:
         self._columns = columns
         self._before = before
         self._now = now
@@ -60,11 +62,11 @@ class PrintedCopy:
     def run(self, batch: Batch) -> None:
         kernels, count = batch.kernels, self._now.rows_count
         assert isinstance(kernels, ComparesRows)
-        now = batch.runtime.new_memory(batch.device, count * PRINT_BYTES)
-        kernels.print_rows(np.ascontiguousarray(self._columns[:, [0, 2]]), count, int(now.data_ptr()), batch)
+        now = batch.runtime.new_memory(batch.device, count * FINGERPRINT_BYTES)
+        kernels.fingerprint_rows(np.ascontiguousarray(self._columns[:, [0, 2]]), count, int(now.data_ptr()), batch)
         before = None if self._before is None else self._before.memory
         begin, end = self.targets
-        if before is None or not batch.is_reachable(begin, end - begin):  # All rows are new, or cannot be put singly.
+        if before is None or not batch.is_reachable(begin, end - begin):  # All are new, or out of reach.
             whole = self._columns.copy()
             whole[:, 2] *= np.uint64(count)
             kernels.transfer(whole, batch, to_host=True)

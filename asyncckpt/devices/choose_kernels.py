@@ -1,4 +1,4 @@
-"""Which kernels copy on a device: those of the CUDA library where they run, else torch's own operations.
+"""Choose the kernels of a device: those of the CUDA library if they run, else torch's own operations.
 
 ASYNCCKPT_CUDA=0 chooses torch's; ASYNCCKPT_CUDA=1 makes it an error when the library cannot be used.
 """
@@ -21,7 +21,7 @@ _log = logging.getLogger("asyncckpt")
 
 
 def choose_kernels(runtime: Runtime, device: int) -> Kernels:
-    """The kernels for a device. UsageError for a wrong environment variable; UnsupportedError where 1 was asked for."""
+    """Return the kernels for a device. Raises UsageError for a wrong variable, UnsupportedError if 1 is impossible."""
     wish = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wish not in ("", "0", "1"):
         raise UsageError(f"{ENVIRONMENT_VARIABLE} is wrong", found=wish, expected="0, 1 or unset")

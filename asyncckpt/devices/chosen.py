@@ -1,4 +1,4 @@
-"""The runtime of this process: CUDA once it is in use, else none. Tests put one of their own in its place."""
+"""The device runtime of this process: CUDA when it is in use, else none. Tests replace it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _instead: list[Runtime] = []
 
 
 def runtime() -> Runtime | None:
-    """The runtime whose devices tensors may be on; None while this process uses no device."""
+    """Return the runtime whose devices may hold tensors; None while this process uses no device."""
     if _instead:
         return _instead[-1]
     # A tensor can be on a device only in a process that has started CUDA.
@@ -24,7 +24,7 @@ def runtime() -> Runtime | None:
 
 @contextmanager
 def use(other: Runtime) -> Iterator[None]:
-    """Let another runtime own the devices of this process, for tests."""
+    """Replace the runtime of this process, for tests."""
     _instead.append(other)
     try:
         yield
@@ -33,6 +33,6 @@ def use(other: Runtime) -> Iterator[None]:
 
 
 def device_of(tensor: torch.Tensor) -> int | None:
-    """The number of the device that a tensor's storage is on; None: the host, or a kind of device not known here."""
+    """Return the index of the device of a tensor's storage; None for the host or an unknown kind of device."""
     found = runtime()
     return None if found is None else found.device_of(tensor)

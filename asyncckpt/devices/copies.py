@@ -1,7 +1,7 @@
-"""The kinds of copies that a save queues on a device, and how each goes by way of scratch memory there.
+"""The kinds of copies that a save queues on a device, directly to the host or through scratch memory of the device.
 
-By way of scratch memory a copy has two halves: one within the device, behind which the source may change, and one to
-the host, which goes on beside training.
+A copy through scratch memory has two halves: one within the device, after which the source may change, and one to the
+host, which runs beside training.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, U64
 from asyncckpt.devices.sizes import LARGE_BYTES, PACK_BYTES, SLOT_BYTES
-from asyncckpt.native import core
+from asyncckpt.native import I64, U64, core
 
 Work = Callable[[Batch], None]
-"""Queues copies; the side stream of the batch is current."""
+"""Queues copies while the side stream of the batch is current."""
 
 
 class Copy(Protocol):
@@ -29,19 +28,19 @@ class Copy(Protocol):
     def bytes(self) -> int: ...
     @property
     def targets(self) -> tuple[int, int]:
-        """The addresses [begin, end) between which all targets lie; (0, 0): there are none."""
+        """Return the address range [begin, end) of all targets; (0, 0) without any."""
         ...
 
     def run(self, batch: Batch) -> None:
-        """Queue it, straight to its targets; a Work."""
+        """Queue the copy directly to its targets; a Work."""
         ...
 
     def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
-        """(a part that goes straight, one that goes by way of at most bytes_max of scratch memory)."""
+        """Split the copy into (a direct part, a part that needs at most bytes_max of scratch memory)."""
         ...
 
     def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
-        """How much scratch memory all of it takes; and for memory at an address, its two halves."""
+        """Return how much scratch memory the copy takes and, for memory at an address, its two halves."""
         ...
 
 
@@ -73,20 +72,20 @@ class SegmentCopy:
             self._pack(np.ascontiguousarray(self._segments[is_small]), batch)
 
     def _pack(self, small: U64, batch: Batch) -> None:
-        """Small segments to memory that kernels cannot write: put side by side on the device, then in long pieces."""
+        """Copy small segments to memory that kernels cannot write: pack them on the device, then copy long pieces."""
         parts = np.cumsum(small[:, 2].astype(np.int64) + 2 * SLOT_BYTES) // PACK_BYTES
         packs = [SegmentCopy(part).by_scratch() for part in np.split(small, np.flatnonzero(np.diff(parts)) + 1)]
         try:
             address = batch.device_memory(max(bytes for bytes, _ in packs))
-        except MemoryError:  # One by one then, which is slower.
+        except MemoryError:  # Slower: one by one.
             batch.kernels.transfer(small, batch, to_host=True)
             return
-        for _, halves in packs:  # One after the other in the same memory, as the stream goes.
+        for _, halves in packs:  # One after another in the same memory, in stream order.
             for work in halves(address):
                 work(batch)
 
     def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
-        # Every slot may begin up to one unit behind the end of the one before.
+        # Every slot may begin up to one unit after the end of the previous one.
         taken = np.cumsum(self._segments[::-1, 2].astype(np.int64) + 2 * SLOT_BYTES)
         count = int(np.searchsorted(taken, bytes_max, side="right"))
         return _two(SegmentCopy, self._segments, len(self._segments) - count)
@@ -150,7 +149,7 @@ class RowCopy:
             self._put_on_host(batch)
 
     def _put_on_host(self, batch: Batch) -> None:
-        """Rows to memory that kernels cannot write: side by side to other host memory, and from there in the end."""
+        """Copy rows to memory that kernels cannot write: through other host memory, from which the host copies them."""
         sizes = self._columns[:, 2].astype(np.int64)
         rows_max = max(1, PACK_BYTES // int(sizes.sum()))
         room = -(-min(rows_max, self._count) * sizes // SLOT_BYTES) * SLOT_BYTES
@@ -159,7 +158,7 @@ class RowCopy:
         rows = np.arange(self._count, dtype=np.int64)
         source_rows = rows if self._source_rows is None else self._source_rows
         target_rows = rows if self._target_rows is None else self._target_rows
-        for first in range(0, self._count, rows_max):  # One after the other in the same memory of the device.
+        for first in range(0, self._count, rows_max):  # One after another in the same memory of the device.
             part = slice(first, first + rows_max)
             packed, landed = self._columns.copy(), self._columns.copy()
             packed[:, 1] = slots.view(np.uint64)
@@ -176,7 +175,7 @@ class RowCopy:
         count = min(self._count, max(0, left // max(1, row_bytes)))
         first = self._count - count
         if self._source_rows is None and count and first:
-            return self, None  # Rows of the source are counted from its begin.
+            return self, None  # Source rows are counted from the beginning.
         return self._part(0, first), self._part(first, self._count)
 
     def _part(self, begin: int, end: int) -> Copy | None:
@@ -207,7 +206,7 @@ class RowCopy:
 
 
 class TensorCopy:
-    """A tensor of the device that is not plain memory (strides, conjugated, negated), to a plain one of the host."""
+    """Copies a device tensor that is not plain memory (strided, conjugated, negated) to a plain host tensor."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._target, self._source = target, source
@@ -223,7 +222,7 @@ class TensorCopy:
 
     def run(self, batch: Batch) -> None:
         batch.keep(self._target, self._source)
-        # Torch would conjugate and negate on the host, at once, before the values have come there.
+        # torch would conjugate and negate on the host at once, before the values have arrived.
         self._target.copy_(self._source.resolve_conj().resolve_neg(), non_blocking=True)
 
     def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
@@ -245,12 +244,11 @@ class TensorCopy:
 
 
 def _within(segments: U64) -> Work:
-    """Segments within the device."""
     return lambda batch: batch.kernels.copy(segments, batch)
 
 
 def _outward(segments: U64) -> Work:
-    """Segments from scratch memory to the host: short ones by kernels, if they can."""
+    """Return the work that copies segments from scratch memory to the host, by kernels if they reach all targets."""
 
     def work(batch: Batch) -> None:
         if all(batch.is_reachable(target, size) for _, target, size in segments.tolist()):

@@ -1,6 +1,6 @@
-"""CUDA devices through torch.cuda: its streams, events and allocators, so that torch knows of all that is queued.
+"""CUDA devices through torch.cuda: its streams, events and allocators, so that torch knows all queued work.
 
-Nothing here starts CUDA: it is asked only for tensors that are on a device already. On ROCm the same calls reach HIP.
+Nothing here starts CUDA: it is used only for tensors that are already on a device. On ROCm the same calls reach HIP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncckpt.devices.waiting import wait_until
 from asyncckpt.errors import DeviceError
 
 SIDE_PRIORITY = -1
-"""Of side streams: the trainer waits for their kernels, so these go before its own."""
+"""The priority of side streams: the trainer waits for their kernels, so these run before its own."""
 
 _PORTABLE, _MAPPED, _ALREADY_REGISTERED = 1, 2, 712
 
@@ -29,7 +29,7 @@ _PORTABLE, _MAPPED, _ALREADY_REGISTERED = 1, 2, 712
 class CudaEvent:
     """Implements contract.Event.
 
-    Threads of the background have device 0 as their current one, which other ranks may use: no call is made on it.
+    The current device of background threads is 0, which other ranks may use, so every call sets the event's device.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -55,7 +55,7 @@ class CudaRuntime:
         self._guard = threading.Lock()
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._kernels: dict[int, Kernels] = {}
-        self._home = 0  # A device that this process uses, for calls that are about none.
+        self._home = 0  # A device that this process uses, for calls without a device.
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         if not tensor.is_cuda:
@@ -64,7 +64,7 @@ class CudaRuntime:
         return self._home
 
     def devices_in_use(self) -> list[int]:
-        # A stream of any other device would make a context there, which takes hundreds of megabytes of its memory.
+        # A stream on another device would create a context there, which takes hundreds of megabytes of its memory.
         has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
         if has_context is None:
             return [torch.cuda.current_device()]
@@ -85,7 +85,7 @@ class CudaRuntime:
     def is_capturing(self) -> bool:
         try:
             return torch.cuda.is_current_stream_capturing()
-        except RuntimeError:  # Of a device that is lost. What is on the host can still be saved.
+        except RuntimeError:  # The device is lost. What is on the host can still be saved.
             return False
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ class CudaRuntime:
 
     def register(self, address: int, bytes: int) -> None:
         kernels = self.kernels(self._home)
-        if isinstance(kernels, LibraryKernels):  # It makes sure that kernels find the memory under this address.
+        if isinstance(kernels, LibraryKernels):  # It ensures that kernels can use the memory at this address.
             kernels.register(address, bytes)
             return
         with _failing("pinning host memory"), torch.cuda.device(self._home):
@@ -142,7 +142,7 @@ class CudaRuntime:
         if isinstance(kernels, LibraryKernels):
             kernels.unregister(address)
             return
-        with _failing("letting go of pinned memory"), torch.cuda.device(self._home):
+        with _failing("unpinning host memory"), torch.cuda.device(self._home):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def kernels(self, device: int) -> Kernels:
@@ -153,15 +153,11 @@ class CudaRuntime:
 
 
 class _OnDevice:
-    """Tells torch of memory on the device by the CUDA array interface."""
-
     def __init__(self, address: int, bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {**_described(address, bytes), "strides": None}
 
 
 class _OnHost:
-    """Tells NumPy of memory of the host."""
-
     def __init__(self, address: int, bytes: int) -> None:
         self.__array_interface__ = _described(address, bytes)
 
@@ -171,13 +167,13 @@ def _described(address: int, bytes: int) -> dict[str, Any]:
 
 
 def host_view(address: int, bytes: int) -> torch.Tensor:
-    """Host memory at an address, uint8 [bytes]; the caller keeps it alive."""
+    """Return host memory at an address, uint8 [bytes]; the caller keeps it alive."""
     return torch.from_numpy(np.asarray(_OnHost(address, bytes)))
 
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Errors of the runtime become DeviceError."""
+    """Turn errors of the runtime into DeviceError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Tensors from devices to the host, now: for what goes a window at a time, without an arena."""
+"""Copy tensors from devices to the host and wait for them: for saves by windows, without an arena."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from asyncckpt.devices.chosen import device_of, runtime
 from asyncckpt.devices.contract import Stream
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.devices.sizes import SLOT_BYTES
+from asyncckpt.devices.upload_copies import is_plain
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor as contiguous CPU memory; the tensor itself when it is that already. Waits for it.
+    """Return a tensor as contiguous CPU memory, the tensor itself if it is that already; waits for the copy.
 
-    What was queued for the tensor on this thread's current stream has its effect; work queued elsewhere must be done
-    (`wait_for`). DeviceError.
+    Work queued on this thread's current stream comes first; work queued elsewhere must be done (`wait_for`). Raises
+    DeviceError.
     """
     if device_of(tensor) is None:
         return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -25,9 +26,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values of tensors on devices as contiguous CPU memory, which they share: one round trip for all of them.
+    """Return tensors of devices in one shared piece of CPU memory, each contiguous: one round trip for all of them.
 
-    Waits for them, as `to_host` does. DeviceError.
+    Waits for the copies like `to_host`. Raises DeviceError.
     """
     found = runtime()
     copies = HostCopies(found)
@@ -43,7 +44,7 @@ def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert device is not None
         place = memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)
         places.append(place)
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if is_plain(tensor):
             segments.setdefault(device, []).append((tensor.data_ptr(), place.data_ptr(), size))
         else:
             copies.on(device).add_tensor(place, tensor)
@@ -54,9 +55,9 @@ def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def wait_for(tensors: Iterable[torch.Tensor], *, streams: Sequence[Stream] = ()) -> None:
-    """Wait until all is done that this thread has queued on the devices of these tensors, and all that is on `streams`.
+    """Wait for everything that this thread has queued on the devices of these tensors, and for `streams`.
 
-    DeviceError.
+    Raises DeviceError.
     """
     found = runtime()
     if found is None:

@@ -3,11 +3,11 @@
     side stream   follow the trainer's | direct, to scratch | FENCE | later ones | STEP FENCE | from scratch | END
     trainer's                                               waits for FENCE ...   step() waits for STEP FENCE
 
-1. Whoever captures lists copies: `on(device).add...`, in their order. What lies over another copy comes after it.
-2. `launch` queues all of them. Scratch memory of the device takes as many as fit, from the last one back; the others
-   go straight to the host first. The trainer's streams wait for the fence, the host for nothing. What only a step of
-   an optimizer changes comes behind the fence; the step waits for it.
-3. `Pending.settle`, in the background: from there on the host may read what was copied.
+1. The capture adds copies in their order: `on(device).add...`. A copy that overlaps another one comes after it.
+2. `launch` queues all of them. As many as fit, from the last one back, go through scratch memory of the device; the
+   others go directly to the host first. The trainer's streams wait for the fence, the host for nothing. Copies of what
+   only an optimizer step changes come after the fence; the step waits for them.
+3. `Pending.settle`, in the background: after it, the host may read what was copied.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.changed_rows import PrintedCopy, PrintsOnDevice
-from asyncckpt.devices.contract import I64, U64, ComparesRows, Event, Runtime, Stream
+from asyncckpt.devices.changed_rows import ChangedRowsCopy, DeviceFingerprints
+from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
+from asyncckpt.native import I64, U64
 
 NO_MEMORY: U64 = np.empty((0, 2), dtype=np.uint64)
 
@@ -50,7 +51,7 @@ class DeviceCopies:
             self.kept += keep
 
     def add_later(self, segments: U64, *keep: object) -> None:
-        """The same of memory that only a step of an optimizer changes: only that waits for them."""
+        """Like `add`, for memory that only an optimizer step changes: only the step waits for the copies."""
         segments = segments[segments[:, 2] > 0]
         if len(segments):
             self.later.append(SegmentCopy(segments))
@@ -63,12 +64,13 @@ class DeviceCopies:
             self.copies.append(rows)
             self.kept += keep
 
-    def add_printed(self, columns: U64, before: object, now: PrintsOnDevice, *keep: object) -> None:
-        """Copy the rows of columns (source, target, row bytes) that differ from those of the prints `before`, if they
-        fit, else all; and take their prints.
+    def add_changed_rows(self, columns: U64, before: object, now: DeviceFingerprints, *keep: object) -> None:
+        """Copy the rows of columns (source, target, row bytes) that differ from fingerprints `before`.
+
+        Copies all rows if `before` does not fit, and fingerprints all rows to `now`.
         """
-        earlier = before if isinstance(before, PrintsOnDevice) and now.fits(before) else None
-        copy = PrintedCopy(columns, before=earlier, now=now)
+        earlier = before if isinstance(before, DeviceFingerprints) and now.fits(before) else None
+        copy = ChangedRowsCopy(columns, before=earlier, now=now)
         if copy.bytes:
             self.copies.append(copy)
             self.kept += keep
@@ -79,14 +81,16 @@ class DeviceCopies:
             self.copies.append(TensorCopy(target, source))
 
     def add_work(self, work: Callable[[], None]) -> None:
-        """Let the host do something when all copies of the device are done."""
+        """Run work on the host when all copies of the device are done."""
         self.works.append(work)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """The copies of one device on their way. From `fence` on the sources may change, but for those that a step changes:
-    from `step_fence` on. At `end` all is on the host.
+    """The running copies of one device.
+
+    Sources may change from `fence` on, those that only a step changes from `step_fence` on. All is on the host at
+    `end`.
     """
 
     batch: Batch
@@ -96,7 +100,7 @@ class Launched:
 
 
 class Pending:
-    """Copies on their way, one batch per device."""
+    """Running copies, one batch per device."""
 
     def __init__(self, batches: Sequence[Launched] = ()) -> None:
         self._batches = list(batches)
@@ -108,17 +112,17 @@ class Pending:
         return [item.batch.device for item in self._batches]
 
     def fence(self, stream: Stream = None) -> None:
-        """Let a stream (None: the current ones of this thread) wait until the sources may change; not the host."""
+        """Make a stream (None: the current ones of this thread) wait until the sources may change; not the host."""
         for item in list(self._batches):
             runtime = item.batch.runtime
-            # An event of one device may be awaited by a stream of another.
+            # A stream may wait for an event of another device.
             runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
 
     def settle(self) -> None:
-        """Wait until all is on the host, for all devices, whatever fails: DeviceError, DeadlineError.
+        """Wait until all is on the host, for all devices even if one fails. Raises DeviceError, DeadlineError.
 
-        From any thread. A second call waits for the first one and raises what that one did. An interrupt is raised in
-        the end: nobody may use the memory before devices are through.
+        Any thread may call it. A second call waits for the first one and raises the same. An interrupt is raised at the
+        end: the memory must not be used before the devices are done.
         """
         interrupt: BaseException | None = None
         with self._guard:
@@ -132,7 +136,7 @@ class Pending:
                     interrupt = interrupt or error
                     continue
                 del left[0]
-            self._batches = []  # Not before: `fence` is asked for while another thread waits here.
+            self._batches = []  # Only now: `fence` may be called while another thread waits here.
         if interrupt is not None:
             raise interrupt
         if self._failed is not None:
@@ -140,14 +144,14 @@ class Pending:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a device has failed, and may still write to its targets."""
+        """Whether a device has failed and may still write to its targets."""
         return self._failed is not None
 
 
 class HostCopies:
-    """The copies of one save. runtime None: there are no devices, and nothing is ever listed.
+    """The copies of one save. runtime None: there are no devices, and no copies are ever added.
 
-    stepped: (address, bytes) of tensors, uint64 [n, 2], that only a step of an optimizer changes.
+    stepped: (address, bytes) of tensors, uint64 [n, 2], that only an optimizer step changes.
     """
 
     def __init__(
@@ -165,21 +169,21 @@ class HostCopies:
         self._devices: dict[int, DeviceCopies] = {}
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The device from which a tensor is copied; None: the host reads it itself."""
+        """Return the device from which a tensor is copied; None: the host reads it."""
         return None if self.runtime is None else self.runtime.device_of(tensor)
 
     def can_compare(self, device: int) -> bool:
-        """Whether rows can be compared on a device."""
+        """Return whether a device can compare rows."""
         return self.runtime is not None and isinstance(self.runtime.kernels(device), ComparesRows)
 
-    def is_stepped(self, addresses: U64, bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which memory, from each address (uint64 [n]) on for so many bytes, only a step of an optimizer changes.
+    def is_stepped(self, addresses: U64, bytes: I64) -> NDArray[np.bool_]:
+        """Return which memory ranges (addresses uint64 [n], bytes) only an optimizer step changes: bool [n].
 
-        That is known of memory that begins as such a tensor does and is not longer: bool [n].
+        True for memory that begins where such a tensor begins and is not longer.
         """
         if not len(self._stepped):
             return np.zeros(len(addresses), dtype=np.bool_)
-        # The last, and so the longest, of those that begin there.
+        # The last of those that begin there is the longest.
         found = np.maximum(np.searchsorted(self._stepped[:, 0], addresses, side="right") - 1, 0)
         begins, lengths = self._stepped[found, 0], self._stepped[found, 1].astype(np.int64)
         stepped: NDArray[np.bool_] = (begins == addresses) & (bytes <= lengths)
@@ -194,21 +198,21 @@ class HostCopies:
             self.on(device).add_tensor(target, source)
 
     def on(self, device: int) -> DeviceCopies:
-        """The copies of a device, to add to."""
+        """Return the copies of a device, to add to them."""
         return self._devices.setdefault(device, DeviceCopies())
 
     @property
     def targets(self) -> tuple[int, int]:
-        """The addresses [begin, end) between which all targets lie; (0, 0): nothing is listed."""
+        """Return the address range [begin, end) of all targets; (0, 0) without any."""
         ranges = [copy.targets for item in self._devices.values() for copy in [*item.copies, *item.later]]
         if not ranges:
             return 0, 0
         return min(begin for begin, _ in ranges), max(end for _, end in ranges)
 
     def launch(self, *, reachable: Sequence[tuple[int, int]] = ()) -> Pending:
-        """Queue everything, and hold the trainer's streams back until the fence. reachable: pinned (address, bytes).
+        """Queue everything, and make the trainer's streams wait for the fence. reachable: pinned (address, bytes).
 
-        UsageError inside the capture of a graph; DeviceError, when nothing is on its way any more.
+        Raises UsageError while a graph is being captured, DeviceError after nothing is running any more.
         """
         listed = {device: item for device, item in self._devices.items() if item.copies or item.later or item.works}
         if not listed:
@@ -223,11 +227,12 @@ class HostCopies:
         try:
             launched = [self._queue(batches[device], item) for device, item in listed.items()]
         except BaseException as error:
-            _wait_for_side_streams(runtime, list(batches.values()), error)  # What was queued uses memory that goes now.
+            # Queued copies use memory that is freed now.
+            _wait_for_side_streams(runtime, list(batches.values()), error)
             if isinstance(error, MemoryError):
                 raise IOFailedError(
-                    f"there is no memory for what a save copies by way of a device: {error}",
-                    hint="let more host memory be pinned (pinned_memory_limit), or free memory of the device",
+                    f"there is no memory for what a save copies through a device: {error}",
+                    hint="allow more pinned host memory (pinned_memory_limit), or free memory of the device",
                 ) from error
             raise
         return Pending(launched)
@@ -253,7 +258,7 @@ class HostCopies:
 
 
 def _wait_for_side_streams(runtime: Runtime, batches: Sequence[Batch], error: BaseException) -> None:
-    """Wait for what was queued before an error. DeviceError from it when a device does not come to an end."""
+    """Wait for what was queued before an error. Raises DeviceError from it if a device does not finish."""
     lost: DeviceError | None = None
     for batch in batches:
         try:
@@ -262,13 +267,13 @@ def _wait_for_side_streams(runtime: Runtime, batches: Sequence[Batch], error: Ba
             lost = found
         except DeadlineError as found:
             batch.abandon()
-            lost = DeviceError(f"device {batch.device} does not come to an end: {found}")
+            lost = DeviceError(f"device {batch.device} does not finish its copies: {found}")
     if lost is not None:
         raise lost from error
 
 
 def _queue_by_scratch(batch: Batch, direct: Sequence[Copy], scratch: Sequence[Copy]) -> list[Work]:
-    """Queue the direct copies, and those to scratch memory; return what brings these to the host."""
+    """Queue the direct copies and those to scratch memory; return the works that copy the latter to the host."""
     found = [copy.by_scratch() for copy in scratch]
     address = 0
     try:
@@ -290,9 +295,9 @@ def _queue_by_scratch(batch: Batch, direct: Sequence[Copy], scratch: Sequence[Co
 
 
 def _divide(copies: Sequence[Copy], scratch_bytes: int) -> tuple[list[Copy], list[Copy], int]:
-    """(copies that go straight to the host, copies that go by scratch memory, what is left of it).
+    """Return (copies directly to the host, copies through scratch memory, what is left of it).
 
-    The latter are a part from the end, so that what lies over another copy comes after it both ways.
+    The latter are a part from the end, so that a copy that overlaps another one comes after it both ways.
     """
     direct, scratch = list(copies), list[Copy]()
     left = scratch_bytes

@@ -1,4 +1,4 @@
-"""Kernels of the CUDA library: long segments by the copy engine, short ones and rows by kernels, many per launch."""
+"""The kernels of the CUDA library. Kernels copy many short segments or rows at once, the copy engine long segments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from asyncckpt.devices.batch import failed
-from asyncckpt.devices.contract import I64, U64, Holder, Runtime
+from asyncckpt.devices.contract import Holder, Runtime
 from asyncckpt.devices.sizes import LARGE_BYTES
 from asyncckpt.errors import DeviceError
+from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
 
@@ -56,7 +57,7 @@ class LibraryKernels:
             )
 
     def register(self, address: int, bytes: int) -> None:
-        """As Runtime.register."""
+        """See Runtime.register."""
         try:
             self._library.host_register(self._device, address, bytes)
         except DeviceFailure as error:
@@ -67,11 +68,11 @@ class LibraryKernels:
             ) from error
 
     def unregister(self, address: int) -> None:
-        """As Runtime.unregister."""
+        """See Runtime.unregister."""
         with _failing():
             self._library.host_unregister(self._device, address)
 
-    def print_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
+    def fingerprint_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
         with _failing():
             self._library.fingerprints(self._device, columns, rows_count, target, self._runtime.handle(holder.stream))
 
@@ -82,12 +83,12 @@ class LibraryKernels:
             )
 
     def _on_device(self, rows: I64 | None, holder: Holder) -> int | None:
-        """The address of row numbers on the device: every row of every column is looked up there."""
+        """Return the address of row numbers on the device, where every row of every column needs them."""
         if rows is None or not len(rows):
             return None
         try:
             address = holder.device_memory(rows.nbytes)
-        except MemoryError:  # Over the bus then, which is slower.
+        except MemoryError:  # Slower: read over the bus.
             return holder.pinned(rows)
         segments = np.array([[holder.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
         self._library.copy(self._device, segments, self._runtime.handle(holder.stream))
@@ -95,7 +96,7 @@ class LibraryKernels:
 
 
 def _near_table(bytes: int, holder: Holder) -> int:
-    """Memory of the device for a table of segments; 0 when there is none: it is read over the bus then."""
+    """Return device memory for a table of segments; 0 without any: then it is read over the bus."""
     try:
         return holder.device_memory(bytes)
     except MemoryError:

@@ -1,14 +1,15 @@
-"""Copies by torch's own operations: where the CUDA library is not there or does not run on a device.
+"""Copies by torch's own operations, for devices on which the CUDA library is missing or does not run.
 
-The twin of library_kernels.py. Every segment costs the host some microseconds, and rows pass through memory of the
-device, because torch writes to the host in whole tensors only.
+The twin of library_kernels.py. Every segment costs the host some microseconds, and rows go through memory of the
+device, because torch writes only whole tensors to the host.
 """
 
 from __future__ import annotations
 
 import torch
 
-from asyncckpt.devices.contract import I64, U64, Holder, Runtime
+from asyncckpt.devices.contract import Holder, Runtime
+from asyncckpt.native import I64, U64
 
 
 class TorchKernels:
@@ -54,7 +55,7 @@ class TorchKernels:
         return index.view(torch.int64)
 
     def _rows(self, address: int, row_bytes: int, rows: I64 | None, count: int) -> torch.Tensor:
-        """The rows of a column as far as they are used, uint8 `[n, row_bytes]`."""
+        """Return the rows of a column up to the last used one, uint8 `[n, row_bytes]`."""
         end = count if rows is None else int(rows.max(initial=-1)) + 1
         return self._runtime.view(address, end * row_bytes, self._device).view(end, row_bytes)
 

@@ -1,11 +1,11 @@
-"""Copies of one load from the host to devices, by way of pinned windows that are used in turn.
+"""Copies of one load from the host to devices, through pinned windows that are used in turn.
 
 for ...:
-    1. window      the memory of the next turn, once everything that was copied out of it before has arrived
-    2.             the caller reads bytes into it, while the window before is on its way
-    3. put...      lists copies: out of the window, or of other memory
-    4. launch      queues them on the side stream of each device; the first ones behind the trainer's current stream
-5. settle          waits for all of them
+    1. window      get the memory of the next turn, after everything that was copied out of it before has arrived
+    2.             the caller reads bytes into it, while the previous window is being copied
+    3. put...      add copies: out of the window, or of other memory
+    4. launch      queue them on the side stream of each device; the first ones after the trainer's current stream
+5. settle          wait for all of them
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, Event, Runtime
-from asyncckpt.devices.upward import RowUpload, SegmentUpload, TensorUpload, Upload, run_uploads
+from asyncckpt.devices.contract import Event, Runtime
+from asyncckpt.devices.upload_copies import RowUpload, SegmentUpload, TensorUpload, Upload, is_plain, run_uploads
 from asyncckpt.errors import DeviceError
-from asyncckpt.native import U8
+from asyncckpt.native import I64, U8
 
 WINDOWS_COUNT = 2
 
@@ -31,7 +30,7 @@ _log = logging.getLogger("asyncckpt")
 
 @dataclass
 class _Window:
-    """Memory of one turn, and what was copied out of it. pinned_bytes: 0 when the system has no pinned memory left."""
+    """Memory of one turn, and the copies out of it. pinned_bytes: 0 if the system has no pinned memory left."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     pinned_bytes: int = 0
@@ -44,7 +43,7 @@ class _Window:
 
 @dataclass
 class _Listed:
-    """Copies to one device. `others` need the batch that they will be part of."""
+    """Added copies to one device. `others` need the batch that they will be part of."""
 
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     others: list[Callable[[Batch], Upload]] = field(default_factory=list)
@@ -52,10 +51,10 @@ class _Listed:
 
 
 class Uploads:
-    """The copies of one load, on one thread. runtime None: there are no devices, and all targets are the host's.
+    """The copies of one load, on one thread. runtime None: there are no devices, all targets are on the host.
 
-    Leaving it as a context manager waits for all that was launched, whatever happened: nothing of it is on its way
-    any more, and memory may go. Targets and values are kept until then. DeviceError.
+    Leaving it as a context manager waits for everything that was launched, even after an error, so that memory may be
+    freed. Targets and values are kept alive until then. Raises DeviceError.
     """
 
     def __init__(self, runtime: Runtime | None) -> None:
@@ -66,15 +65,15 @@ class Uploads:
         self._followed: set[int] = set()
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The device of a target; None: of the host, or one that torch copies to at once."""
+        """Return the device of a target; None: the host, or a device to which torch copies at once."""
         return None if self._runtime is None else self._runtime.device_of(tensor)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether the host writes a tensor's memory itself."""
+        """Return whether the host writes a tensor's memory directly."""
         return tensor.is_cpu and self.device_of(tensor) is None
 
     def window(self, bytes: int) -> U8:
-        """The memory of the next turn, uint8 [bytes], whose content is over. May wait for the device."""
+        """Return the memory of the next turn, uint8 [bytes], with undefined content. May wait for the device."""
         assert not self._listed
         self._turn = (self._turn + 1) % len(self._windows)
         window = self._windows[self._turn]
@@ -89,7 +88,7 @@ class Uploads:
         try:
             return self._runtime.new_pinned(bytes), bytes
         except DeviceError as error:
-            _log.warning("asyncckpt: no pinned memory for a load, which is slower so: %s", error)
+            _log.warning("asyncckpt: no pinned memory, so a load is slower: %s", error)
             return torch.empty(bytes, dtype=torch.uint8, device="cpu"), 0
 
     def put_bytes(self, target: torch.Tensor, begin: int, memory: U8) -> None:
@@ -100,7 +99,7 @@ class Uploads:
             listed.kept += (target, memory)
 
     def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy values on the CPU to any tensor of their shape and dtype: one of the host now, others with the launch.
+        """Copy values on the CPU to any tensor of their shape and dtype: on the host now, on devices with the launch.
 
         values: neither conjugated nor negated.
         """
@@ -109,7 +108,7 @@ class Uploads:
         elif target.numel():
             listed = self._on(target)
             listed.kept += (target, values)
-            if values.is_contiguous() and _is_plain(target):
+            if values.is_contiguous() and is_plain(target):
                 listed.segments.append((values.data_ptr(), target.data_ptr(), values.nbytes))
             else:
                 listed.others.append(lambda batch: TensorUpload(target, values))
@@ -130,7 +129,7 @@ class Uploads:
         return self._listed.setdefault(device, _Listed())
 
     def launch(self) -> None:
-        """Queue all that was put. DeviceError, also when a device has no memory left for what they need on it."""
+        """Queue all added copies. Raises DeviceError, also if a device has no memory for them."""
         listed, self._listed = self._listed, {}
         for device, item in listed.items():
             self._launch(device, item, self._windows[self._turn])
@@ -140,28 +139,26 @@ class Uploads:
         batch = Batch(self._runtime, device, reachable=[(window.range[0], window.pinned_bytes)])
         batch.keep(*item.kept)
         try:
-            if device not in self._followed:  # What is queued on the side stream later comes later in any case.
+            if device not in self._followed:  # Later copies follow on the side stream.
                 batch.follow()
                 self._followed.add(device)
             batch.enqueue(lambda: _run(item, batch, window.range))
         except MemoryError as error:
             raise DeviceError(
-                f"device {device} has no memory for what a load copies within it: {error}",
+                f"device {device} has no memory for the copies of a load within it: {error}",
                 hint="free some of it before the load; torch.cuda.empty_cache() may do",
             ) from error
-        finally:  # Also of what was queued before a failure.
+        finally:  # Even after a failure: copies may be queued already.
             window.running.append((batch, batch.record()))
 
     def settle(self) -> None:
-        """Wait until all that was launched has arrived. DeviceError when a device failed."""
+        """Wait for everything that was launched. Raises DeviceError if a device failed."""
         _settle(self._windows)
 
     def __enter__(self) -> Uploads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.settle()
         except Exception as later:
@@ -178,7 +175,7 @@ def _run(item: _Listed, batch: Batch, window: tuple[int, int]) -> None:
 
 
 def _settle(windows: list[_Window]) -> None:
-    """Wait for what is copied out of windows. All of it, whatever fails; then raise the first failure."""
+    """Wait for all copies out of windows, even if some fail; then raise the first failure."""
     failed: BaseException | None = None
     for window in windows:
         while window.running:
@@ -187,13 +184,9 @@ def _settle(windows: list[_Window]) -> None:
                 batch.settle(event)
             except Exception as error:
                 failed = failed or error
-            except BaseException as error:  # An interrupt: nothing may go before the device is through.
+            except BaseException as error:  # An interrupt: nothing may be freed before the device is done.
                 failed = failed or error
                 continue
             del window.running[0]
     if failed is not None:
         raise failed
-
-
-def _is_plain(target: torch.Tensor) -> bool:
-    return target.is_contiguous() and not target.is_conj() and not target.is_neg()

@@ -1,4 +1,4 @@
-"""Wait on the host for a device, and never for ever: a stream of the trainer that hangs would hold all saves up."""
+"""Wait on the host for a device, with a deadline: a hanging stream of the trainer would block all saves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PAUSE_S_MIN, PAUSE_S_MAX = 50e-6, 2e-3
 
 
 def wait_until(is_done: Callable[[], bool], *, deadline_s: float = DEVICE_DEADLINE_S) -> None:
-    """Block this thread, not the interpreter, until `is_done` says so. DeadlineError after deadline_s seconds."""
+    """Block this thread, not the interpreter, until `is_done`. Raises DeadlineError after deadline_s seconds."""
     until = time.monotonic() + deadline_s
     pause = PAUSE_S_MIN
     while not is_done():
         if time.monotonic() >= until:
             raise DeadlineError(
                 f"a device was not done with its copies after {deadline_s} s",
-                hint="a stream of the trainer may hang: copies follow what was queued before them",
+                hint="a stream of the trainer may hang: copies wait for what was queued before them",
             )
         time.sleep(pause)
         pause = min(2 * pause, PAUSE_S_MAX)

@@ -1,9 +1,9 @@
-"""How far a follower has come: a step, and how later deltas may pin it; kept in memory or in a small file.
+"""The progress of a follower: a step, and the digests by which later deltas may name it; kept in a small file.
 
     {"format": "asyncckpt-cursor", "version": 1, "step": 120, "digests": ["<of its manifest>", ...]}
 
-The file is replaced as a whole: write a new one beside it, sync it, rename it over the old one, sync the folder. So it
-holds one step or the next whenever the process dies.
+The file is replaced atomically: write a new one beside it, fsync it, rename it over the old one, fsync the folder. So
+it holds one step or the next, whenever the process dies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CURSOR_FORMAT = "asyncckpt-cursor"
 CURSOR_VERSION = 1
 CURSOR_BYTES_MAX = 4096
 _DIGESTS_MAX = 2
-_HINT = "remove the file to begin with the oldest step, or name the last step with after="
+_HINT = "remove the file to begin with the oldest step, or give the last step as after="
 
 
 @dataclass(frozen=True)
 class SeenStep:
     """A step that a consumer has finished.
 
-    digests: of its manifest, and of the one that this replaces if it does; empty: not known.
+    digests: of its manifest, and of the manifest that it replaces, if any; empty if unknown.
     """
 
     step: int
@@ -44,7 +44,7 @@ class SeenStep:
 
 
 class CursorFile:
-    """A cursor on disk. One follower at a time uses it."""
+    """A cursor on disk, for one follower at a time."""
 
     def __init__(self, path: Path) -> None:
         if path.is_dir():
@@ -52,7 +52,7 @@ class CursorFile:
         self.path = path
 
     def read(self) -> SeenStep | None:
-        """The last step that was written; None when there is no file.
+        """Return the last step that was written; None if there is no file.
 
         Raises CorruptError, IncompatibleError, IOFailedError, NotFoundError for a missing folder.
         """
@@ -68,7 +68,7 @@ class CursorFile:
             raise CorruptError(error.what, hint=_HINT) from error
 
     def write(self, seen: SeenStep) -> None:
-        """Replace the file, durably; IOFailedError."""
+        """Replace the file durably. Raises IOFailedError."""
         record = {
             "format": CURSOR_FORMAT,
             "version": CURSOR_VERSION,
@@ -77,7 +77,7 @@ class CursorFile:
         }
         temporary = f".{self.path.name}.new"
         with Directory.open(self.path.parent) as folder:
-            folder.remove_file(temporary)  # A process that died left it.
+            folder.remove_file(temporary)  # Left by a process that died.
             fd, _ = folder.create_file(temporary)
             try:
                 with os.fdopen(fd, "wb") as file:
@@ -95,7 +95,7 @@ class CursorFile:
 def _decoded(raw: bytes, owner: str) -> SeenStep:
     fields = Fields(loads(raw, owner=owner), owner=owner, where="cursor")
     if fields.text("format") != CURSOR_FORMAT:
-        raise CorruptError(f"{owner} is of another format", found=fields.text("format"), expected=CURSOR_FORMAT)
+        raise CorruptError(f"{owner} has another format", found=fields.text("format"), expected=CURSOR_FORMAT)
     version = fields.integer("version", at_least=1)
     if version > CURSOR_VERSION:
         raise IncompatibleError(f"{owner} was written by a newer version", found=version, expected=CURSOR_VERSION)

@@ -3,9 +3,9 @@
 discover -> manifests of the chain -> load plan (filter, rename, reshard) -> every check against the targets ->
 parallel reads -> fill -> report
 
-Until the reads begin, no target is touched. A block found damaged while reading ends the load with CorruptError: tables
-are left empty, dense targets may hold parts of it (the error says so). With `verify="before"` everything is read and
-checked first; of a checkpoint of several ranks, everything that this one needs.
+No target is touched before the reads begin. A damaged block found while reading ends the load with CorruptError: tables
+are left empty, dense targets may hold parts of it (the error says so). With `verify="before"`, everything (in a
+checkpoint of several ranks, everything that this one needs) is read and checked first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RETIRED_RETRIES_MAX = 8
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The validated arguments of a Loader. rank, of ranks_count: which rank of its job this process is."""
+    """The validated arguments of a Loader. This process is `rank` of the `ranks_count` ranks of its job."""
 
     root: CheckpointRoot
     tables: Mapping[str, Table]
@@ -61,10 +61,10 @@ class LoadRequest:
 
 
 def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX) -> LoadReport:
-    """Load the wanted step; with fallback, the newest one that is sound.
+    """Load the wanted step; with fallback, the newest sound one.
 
-    A step that another process's retention took away under our hands, or whose chain it shortened after a compaction,
-    was not damaged: look again.
+    A step that another process's retention removed meanwhile, or whose chain it shortened after a compaction, is not
+    damaged: try again.
     """
     passed_over: list[int] = []
     names = set(request.root.manifests.names())
@@ -84,7 +84,7 @@ def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED
 
 
 def _has_moved(request: LoadRequest, step: int, before: set[str]) -> bool:
-    """Whether manifests that a step may be put together from came or went, and it can still be looked for."""
+    """Return whether manifests that a step may need have appeared or disappeared, and a retry makes sense."""
     now = set(request.root.manifests.names())
     if request.step is not None and step not in map(step_of_manifest, now):
         return False
@@ -137,7 +137,7 @@ def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadRepor
 
 
 def _verify_before(request: LoadRequest, chain: Chain, plan: LoadPlan, reader: ChainReader, progress: Progress) -> None:
-    """Check all of the step; of what several ranks have saved, what this one is going to read."""
+    """Check the whole step; if several ranks have saved it, what this one is going to read."""
     if chain.newest.head.ranks_count == 1:
         verify(request.root, chain.step, progress=progress)
     else:
@@ -145,9 +145,9 @@ def _verify_before(request: LoadRequest, chain: Chain, plan: LoadPlan, reader: C
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Fill all targets of a plan, and end the loads of its tables; returns new tensors, and rows loaded per table.
+    """Fill all targets of a plan and end the loads of its tables; return new tensors, and rows loaded per table.
 
-    Targets on devices are filled when it returns, for every stream. UsageError in the capture of a graph.
+    Targets on devices are complete for every stream when it returns. Raises UsageError while a graph is captured.
     """
     check_not_capturing("a load")
     opened = OpenLoads()
@@ -165,7 +165,7 @@ def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torc
 
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
-    """Call load_state_dict of every object; modules get their own tensors back, others new ones."""
+    """Call load_state_dict of every object: modules with their own tensors, others with new ones."""
     new = iter(rebuilt)
     by_source = {
         load.source.path: next(new) if load.target is None else load.given for load in plan.dense if load.is_for_object
@@ -214,7 +214,7 @@ def _stored_state(path: Path, tensors: Mapping[Path, Any], contents: Contents, k
 
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
-    """The plain values of a checkpoint by dotted name, but those inside of objects."""
+    """Return the plain values of a checkpoint by dotted name, except those inside of objects."""
     inside = [item.path for item in targets.rebuilt]
     paths = [path for path in contents.values if not any(path[: len(outer)] == outer for outer in inside)]
     names = unique_names(path_name(path) for path in paths)

@@ -1,7 +1,7 @@
-"""Bring tables and tensors from the step they hold to the next one, by what a delta changed.
+"""Bring tables and tensors from the step they hold to the next one by applying a delta.
 
-Until the reads begin, no target is touched, and all that does not fit is known by then, as with every load. Tables that
-hold the step before get their changes: removals first, then rows over what is there. Others are loaded whole.
+As in every load, no target is touched before the reads begin, and everything has been checked to fit by then. Tables
+that hold the previous step get the changes: removals first, then rows. Others are loaded completely.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from asyncckpt.snapshot.layer_rows import IdsReader
 
 @runtime_checkable
 class RemovesIds(Protocol):
-    """A table that can forget ids."""
+    """A table that can remove ids."""
 
     def remove(self, ids: torch.Tensor, /) -> int:
-        """Forget ids, int64 [n]; those that are not there are passed over."""
+        """Remove ids, int64 [n]; skip those that are not there."""
         ...
 
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """A step, and its targets. changes: of the tables that hold the step before, what is new in this one."""
+    """A step and its targets. changes: what is new in the step, for the tables that hold the previous one."""
 
     path: Path
     chain: Chain
@@ -53,12 +53,12 @@ class UpdateRequest:
 
 
 def can_take(table: Table, change: StoredTable) -> bool:
-    """Whether a change can be applied to a table: one that removes ids needs a table that can."""
+    """Return whether a change can be applied to a table: a change that removes ids needs a RemovesIds."""
     return isinstance(table, RemovesIds) or not any(layer.removed_count for layer in change.layers)
 
 
 def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
-    """Load. Raises as Loader.load; then nobody knows what the targets hold."""
+    """Load. Raises like Loader.load; then the content of the targets is undefined."""
     begun = time.perf_counter()
     bytes_before = reader.bytes_read
     targets = dense_targets(request.state, tables=iter(request.tables))
@@ -71,7 +71,7 @@ def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
     rebuilt, rows = fill(whole, reader, clear=True)
     for item, ids in zip(changed, removed, strict=True):
         _remove(item, ids)
-    # What only removes ids has no rows to load, and perhaps no columns.
+    # A change that only removes ids has no rows to load, and perhaps no columns.
     over = [item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)]
     _, rows_over = fill(_tables_only(plan, over), reader, clear=False)
     give_state_dicts(plan, request.contents, rebuilt)
@@ -90,7 +90,7 @@ def load_update(request: UpdateRequest, reader: ChainReader) -> LoadReport:
 
 
 def read_removed(changes: Sequence[Sequence[StoredShard]], reader: ChainReader) -> list[I64]:
-    """The ids that the shards of each change remove, verified: distinct int64 [n]."""
+    """Return the ids that the shards of each change remove, verified: distinct int64 [n]."""
     ids = IdsReader(reader)
     layers = [
         [ids.add(layer.removed, layer.removed_count) for shard in shards for layer in shard.layers]
@@ -101,7 +101,7 @@ def read_removed(changes: Sequence[Sequence[StoredShard]], reader: ChainReader) 
 
 
 def _change(item: TableLoadPlan, change: StoredTable) -> TableLoadPlan:
-    """The plan of a table with its newest layers alone. Without a load filter, a table has one source."""
+    """Return the plan of a table with only its newest layers. Without a load filter, a table has one source."""
     by_rank = {shard.rank: shard for shard in change.shards}
     return replace(item, sources=tuple((by_rank[shard.rank], columns) for shard, columns in item.sources))
 
@@ -121,5 +121,5 @@ def _remove(item: TableLoadPlan, ids: I64) -> None:
     except Exception as error:
         raise IncompatibleError(
             f"table {item.name!r} could not remove ids: {type(error).__name__}: {error}",
-            hint="the next load of it is a whole one",
+            hint="the next load of it is complete",
         ) from error

@@ -1,8 +1,8 @@
-"""One update of a follower: a committed step, with its files open, as a change of the step before.
+"""One update of a follower: a committed step, with its files open, as a change of the previous step.
 
-1. Find the oldest step behind the last finished one; read its chain and open all files.
-2. It is a delta where its chain leads through the last finished step by a digest of that, over deltas alone. Then the
-   layers behind that step are the change.
+1. Find the oldest step after the last finished one; read its chain and open all files.
+2. It is a delta if its chain contains the last finished step, with one of that step's digests, and only deltas after
+   it. Then the layers after that step are the change.
 3. Load: tables that hold the last finished step get the change, others the whole chain.
 """
 
@@ -37,12 +37,12 @@ from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
 
 READ_THREADS = 4
-LOOKS_MAX = 8  # How often a step is looked at again, when manifests came or went meanwhile.
+LOOKS_MAX = 8  # How often to look at a step again if manifests appear or disappear meanwhile.
 
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """What an update holds of a table: rows, and ids to remove before. whole: the rows are all that it has."""
+    """What an update holds of a table: rows, and ids to remove first. whole: these are all rows of the table."""
 
     rows_count: int
     removed_count: int
@@ -50,13 +50,13 @@ class TableUpdate:
 
 
 class HeldTables:
-    """Which tables a follower has brought to which step."""
+    """Remembers which step each table of a follower holds."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Table, int]] = {}
 
     def at(self, step: int | None, tables: Mapping[str, Table]) -> set[str]:
-        """Names of those of the tables that hold a step."""
+        """Return the names of the tables that hold a step."""
         held = {name: self._held.get(name, (None, None)) for name in tables}
         return {name for name, (table, at) in held.items() if table is tables[name] and at == step}
 
@@ -64,13 +64,13 @@ class HeldTables:
         self._held |= {name: (table, step) for name, table in tables.items()}
 
     def forget(self, tables: Mapping[str, Table]) -> None:
-        """Nobody knows what these hold."""
+        """Note that the content of these tables is unknown."""
         for name in tables:
             self._held.pop(name, None)
 
 
 def seen_step(path: Path, step: int) -> SeenStep:
-    """A step that a consumer says it has finished; with its digests if it is still there."""
+    """Return a step that a consumer has finished, with its digests if it still exists."""
     try:
         with CheckpointRoot.for_reading(path) as root:
             return SeenStep.of(read_manifest(root, step))
@@ -79,9 +79,9 @@ def seen_step(path: Path, step: int) -> SeenStep:
 
 
 def find_update(path: Path, seen: SeenStep | None) -> OpenUpdate | None:
-    """The oldest step behind the last finished one, opened; None while there is none.
+    """Open the oldest step after the last finished one; None while there is none.
 
-    Raises CorruptError when it is damaged, IncompatibleError, UnsupportedError, IOFailedError.
+    Raises CorruptError if it is damaged, IncompatibleError, UnsupportedError, IOFailedError.
     """
     try:
         root = CheckpointRoot.for_reading(path)
@@ -136,7 +136,7 @@ class OpenUpdate:
         strict: bool,
         progress: Progress,
     ) -> LoadReport:
-        """Bring tables and state to this step, and tell `held`."""
+        """Bring tables and state to this step, and record that in `held`."""
         held_names = set() if self.previous is None else held.at(self.previous, tables)
         changes = {
             name: self._changes[name]
@@ -159,14 +159,14 @@ class OpenUpdate:
         return report
 
     def rows(self, table: str) -> dict[str, torch.Tensor]:
-        """The rows that the change holds, by column; each id once."""
+        """Return the rows of the change, by column; each id once."""
         change = self._change(table)
         with self._reading() as reader:
             chosen = [layers_that_count(shard, reader) for shard in change.shards]
             return {column: _read_column(change, column, chosen, reader) for column in change.columns}
 
     def removed(self, table: str) -> torch.Tensor:
-        """The ids to remove before the rows are inserted: distinct, int64 [n]."""
+        """Return the ids to remove before the rows are inserted: distinct, int64 [n]."""
         change = self._change(table)
         with self._reading() as reader:
             (ids,) = read_removed([change.shards], reader)
@@ -178,8 +178,10 @@ class OpenUpdate:
         return self._changes[table]
 
     def _change_of(self, table: StoredTable) -> StoredTable:
-        """The layers of a table behind the last finished step. All of them when it was not in that, or in other shards,
-        or when a shard is whole here."""
+        """Return the layers of a table after the last finished step.
+
+        Returns all layers if the table was not in that step, or in other shards, or if a shard is whole here.
+        """
         if self.previous is None:
             return table
         shards = [self._newer_layers(shard) for shard in table.shards]
@@ -210,12 +212,12 @@ class OpenUpdate:
 
     def _open(self, root: CheckpointRoot) -> ChainReader:
         reader = ChainReader(root.data, self._chain, threads=READ_THREADS, verify=True, progress=Progress())
-        weakref.finalize(self, reader.close)  # A loop that was left with `break` closes nothing.
+        weakref.finalize(self, reader.close)  # A loop that is left with `break` closes nothing.
         return reader
 
     @contextmanager
     def _reading(self, progress: Progress | None = None) -> Iterator[ChainReader]:
-        """The reader. After an error it is closed, for reads may be left in its queue; the next use opens a new one."""
+        """Yield the reader. Close it after an error, when its queue may hold reads; the next use opens a new one."""
         if self._reader is None:
             with CheckpointRoot.for_reading(self.path) as root:
                 self._reader = self._open(root)
@@ -228,7 +230,7 @@ class OpenUpdate:
 
 
 def _is_change_of(chain: Chain, seen: SeenStep) -> bool:
-    """Whether a chain leads from the newest step over deltas alone to the one that was seen, and not another of it."""
+    """Return whether a chain leads from the newest step over deltas alone to exactly the step that was seen."""
     for number, parent in enumerate(chain.newest.head.parents):
         if parent.step == seen.step:
             deltas = all(manifest.head.kind == "delta" for manifest in chain.manifests[: number + 1])

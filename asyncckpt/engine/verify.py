@@ -1,6 +1,6 @@
-"""Prove a checkpoint sound without loading it: manifests, file sizes, headers, and the digest of every block.
+"""Verify a checkpoint without loading it: manifests, file sizes, headers, and the digest of every block.
 
-A delta is sound when all it builds upon is.
+A delta is sound if its whole chain is.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ READ_THREADS = 4
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A sound checkpoint: how much was read, and what lies beside it (unreferenced folders of crashed saves).
+    """A sound checkpoint: how much was read, and `strays`, leftovers of crashed saves beside it.
 
-    steps: those it is put together from, newest first; of a full one its own alone.
+    steps: its chain, newest first; only its own step for a full checkpoint.
     """
 
     step: int
@@ -43,22 +43,22 @@ _verified: set[tuple[int, int, int]] = set()
 
 
 def mark_verified(root: CheckpointRoot, step: int) -> None:
-    """Remember that this process has read all of a step; retention will not remove the newest such step."""
+    """Remember that this process has verified a step; retention will not remove the newest such step."""
     status = os.fstat(root.root.fd)
     _verified.add((status.st_dev, status.st_ino, step))
 
 
 def newest_verified(root: CheckpointRoot) -> set[int]:
-    """The newest step of this directory that this process has verified, as a set of none or one."""
+    """Return the newest step of this directory that this process has verified, as a set of none or one."""
     status = os.fstat(root.root.fd)
     steps = [step for device, inode, step in _verified if (device, inode) == (status.st_dev, status.st_ino)]
     return set(sorted(steps)[-1:])
 
 
 def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
-    """Read every byte of a step (default: the newest), of a delta its whole chain, and check it.
+    """Read and check every byte of a step (default: the newest), for a delta of its whole chain.
 
-    CorruptError says what is wrong.
+    Raises CorruptError that says what is wrong.
     """
     step = newest_step(root) if step is None else step
     chain = read_chain(root, step)
@@ -78,7 +78,7 @@ def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress 
 
 
 def verify_blocks(reader: ChainReader, numbers: Iterable[int], *, bytes_total: int) -> None:
-    """Read blocks and check their digests; CorruptError. bytes_total: a bound of what they hold together."""
+    """Read blocks and check their digests. bytes_total: an upper bound of their size. Raises CorruptError."""
     window = np.empty(min(WINDOW_BYTES, max(1, bytes_total)), dtype=np.uint8)
     for number in numbers:
         _verify_block(reader, number, window)
@@ -96,9 +96,7 @@ def _verify_block(reader: ChainReader, number: int, window: np.ndarray[tuple[int
 
 
 def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
-    """Leftovers beside the files of a chain: folders of its steps that no manifest names, files that none lists,
-    manifests never published.
-    """
+    """Return leftovers beside a chain: folders of its steps and files that no manifest names, unpublished manifests."""
     listed = {split_shard_path(file.path, owner="manifest") for m in chain.manifests for file in m.head.files}
     own = {folder for folder, _ in listed}
     folders = {}

@@ -1,5 +1,6 @@
-"""What a cut or a source offers beyond its protocol, asked once per class: an isinstance with a Protocol takes 50
-microseconds, and a save asks many times while training waits.
+"""What a cut or a source offers beyond its protocol, checked once per class.
+
+An isinstance with a Protocol takes 50 microseconds, and a save checks often while training waits.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ _offers: dict[tuple[type, type], bool] = {}
 
 
 def tracks_rows(cut: TableCut) -> TypeGuard[TracksRows]:
-    """Whether the table knows which rows were written since an earlier cut."""
+    """Return whether the table knows which rows were written since an earlier cut."""
     return _offers_all(cut, TracksRows)
 
 
 def tracks_ids(cut: TableCut) -> TypeGuard[TracksIds]:
-    """Whether the table also knows which rows were given to another id."""
+    """Return whether the table also knows which rows were assigned to another id."""
     return _offers_all(cut, TracksIds)
 
 
 def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:
-    """Whether the table has a cache level over its storage."""
+    """Return whether the table has a cache level over its storage."""
     return _offers_all(cut, OverlaidCut)
 
 
 def can_stay_open(cut: TableCut) -> TypeGuard[OpenCut]:
-    """Whether the table can be exported behind the fence."""
+    """Return whether the export of the table can be deferred behind the fence."""
     return _offers_all(cut, OpenCut)
 
 
 def is_passing(source: ByteSource) -> TypeGuard[PassingSource]:
-    """Whether the source holds memory that it can let go."""
+    """Return whether the source holds memory that it can release."""
     return _offers_all(source, PassingSource)
 
 
 def is_fetched(source: ByteSource) -> TypeGuard[FetchedSource]:
-    """Whether the source lies on a device, from where it is brought over with others."""
+    """Return whether the source is on a device, from which it is fetched together with others."""
     return _offers_all(source, FetchedSource)
 
 

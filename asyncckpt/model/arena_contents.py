@@ -1,4 +1,4 @@
-"""What an arena holds of tables after a snapshot, so that the next one copies only what was written since."""
+"""What an arena holds of tables after a snapshot, so that the next snapshot copies only what was written since."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncckpt.model.table import CutVersion
 class TableContents:
     """All rows of a table as they were at the cut `version` (None: it has no marks), each at its place.
 
-    prints: by device, those of all rows there, if somebody took them.
+    prints: by device, the fingerprints of all rows there, if they were computed.
     """
 
     version: CutVersion | None
@@ -23,7 +23,7 @@ class TableContents:
 
 @dataclass(frozen=True)
 class ArenaContents:
-    """The tables by name. `layout` is the object that says where they lie; of another layout nothing can be used."""
+    """The tables by name. `layout` says where they are; contents of another layout cannot be used."""
 
     layout: object
     tables: Mapping[str, TableContents]

@@ -1,4 +1,4 @@
-"""What a save or a load tells its caller."""
+"""The results of saves and loads."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How one save went.
+    """The result of one save.
 
-    stall_seconds   the caller waited this long in the call
+    stall_seconds   how long the caller waited in the call
     seconds         from the call until the checkpoint was durable (for a skipped save: until the call returned)
     bytes_logical   bytes of all tensors and table rows
-    bytes_written   bytes of all files, headers and manifest included
-    rows_count      rows of tables that the checkpoint holds itself (a delta: those that were written since its parent)
-    rows_copied     rows that had to be copied for it while training waited; the others were in the arena already
+    bytes_written   bytes of all files, including headers and manifest
+    rows_count      rows of tables in the checkpoint itself (for a delta: those written since its parent)
+    rows_copied     rows that were copied while training waited; the others were in the arena already
     missed_ids      in an audit: ids of rows that were changed without a mark, by table, at most 100 of each
-    fallback        why the save went the blocking way, None when it did not
-    skipped         the save was not made because another one was in flight; nothing else is meaningful then
+    fallback        why the save was blocking, None if it was not
+    skipped         whether the save was skipped because another one was in flight; nothing else is meaningful then
     """
 
     step: int
@@ -39,7 +39,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaverStatistics:
-    """What a Saver did so far; sums are over saves that have committed."""
+    """What a Saver did so far; sums are over committed saves."""
 
     saves_count: int = 0
     failed_count: int = 0
@@ -59,16 +59,16 @@ class SaverStatistics:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did.
+    """The result of a load.
 
     step          the step that was loaded
     path          the checkpoint directory
     values        plain values of the state by dotted name, for example {"epoch": 3}
     metadata      the user metadata given to the save
     loaded        destination -> sources that filled it, RecIS' form {destination: {source: [columns]}}
-    missing       destinations of the model that the checkpoint has nothing for (strict=False only)
-    unexpected    entries of the checkpoint that nothing was loaded from
-    fallback_from newer steps that were passed over because they were damaged (fallback=True only)
+    missing       destinations of the model that the checkpoint lacks (strict=False only)
+    unexpected    entries of the checkpoint that were not loaded
+    fallback_from newer steps that were skipped because they were damaged (fallback=True only)
     rows          rows loaded per table
     """
 

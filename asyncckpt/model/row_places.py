@@ -1,8 +1,8 @@
-"""Where the rows of a table stand in its image, so that an image stays usable while rows come and go.
+"""The places of a table's rows in its image, which stays usable while rows are inserted and removed.
 
-The image of n rows has places 0 to n - 1 and no holes; the storage has holes, since a removed id leaves one. Place p
-holds row p. Where row p is not in use, p is a hole, and one of the rows behind n, a tail, stands there instead. So a
-removal or an insert changes the places of a few rows, where a closely packed image would shift all rows behind it.
+The image of n rows has places 0 to n - 1 without holes; the storage has a hole for every removed id. Place p holds row
+p. If row p is unused, p is a hole, and holds one of the rows from n on, a tail. So an insert or a removal changes the
+places of a few rows, whereas a densely packed image would shift all rows after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """The places of a table's rows: `tails[i]` (a row of at least rows_count) stands at `holes[i]`, ascending."""
+    """The places of a table's rows: `tails[i]` (a row of at least rows_count) is at place `holes[i]`, ascending."""
 
     rows_count: int
     holes: I64
@@ -27,7 +27,7 @@ class RowPlaces:
 
     @staticmethod
     def of(runs: I64, rows_count: int, previous: RowPlaces | None = None) -> RowPlaces:
-        """Place the rows of runs. With previous, tails that can stay where they stood do so."""
+        """Place the rows of runs. With `previous`, tails keep their places if they can."""
         if len(runs) == 1 and int(runs[0, 0]) == 0:
             return RowPlaces(rows_count, NO_ROWS, NO_ROWS)
         holes = rows_of(gaps(runs[runs[:, 0] < rows_count], rows_count))
@@ -45,7 +45,7 @@ class RowPlaces:
         return RowPlaces(rows_count, all_holes[order], all_tails[order])
 
     def of_rows(self, rows: I64) -> I64:
-        """The place of each row in use, int64 [n]."""
+        """Return the place of each used row, int64 [n]."""
         if not len(self.tails):
             return rows
         ascending, holes = self._by_tail
@@ -55,8 +55,9 @@ class RowPlaces:
         return places
 
     def moved_since(self, previous: RowPlaces) -> I64:
-        """Rows that may stand elsewhere than they stood, or not have been there; rows in [0, rows_count) that are new
-        are not among them: they were written, which marks tell.
+        """Return rows whose place may have changed, or that are new tails.
+
+        New rows in [0, rows_count) are not among them: they were written, so they are marked.
         """
         if not len(self.tails) and not len(previous.tails):
             return NO_ROWS
@@ -75,7 +76,7 @@ class RowPlaces:
 
 
 def _among(values: I64, ascending: I64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of values are in an ascending array: bool [n]."""
+    """Return which of values are in an ascending array: bool [n]."""
     if not len(ascending):
         return np.zeros(len(values), dtype=np.bool_)
     at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)

@@ -1,6 +1,6 @@
-"""Arithmetic on row runs: ascending ranges of storage rows that, one behind the other, are the rows of a column.
+"""Arithmetic on row runs: ascending ranges of storage rows whose concatenation is the rows of a column.
 
-A table without holes is one run; every removed id cuts one in two.
+A table without holes is one run; every removed id splits one in two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ I64 = NDArray[np.int64]
 
 
 def window(runs: I64, begin: int, end: int) -> I64:
-    """The runs of logical rows [begin, end), int64 [k, 2]."""
+    """Return the runs of logical rows [begin, end), int64 [k, 2]."""
     ends = np.cumsum(runs[:, 1] - runs[:, 0])
     starts = ends - (runs[:, 1] - runs[:, 0])
     first = int(np.searchsorted(ends, begin, side="right"))
@@ -25,7 +25,7 @@ def window(runs: I64, begin: int, end: int) -> I64:
 
 
 def rows_of(runs: I64) -> I64:
-    """Every row of the runs, ascending, int64 [n]."""
+    """Return every row of the runs, ascending, int64 [n]."""
     counts = runs[:, 1] - runs[:, 0]
     before = np.cumsum(counts) - counts
     rows: I64 = np.repeat(runs[:, 0] - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
@@ -33,14 +33,14 @@ def rows_of(runs: I64) -> I64:
 
 
 def gaps(runs: I64, end: int) -> I64:
-    """What the runs leave out of rows [0, end), as ascending runs, int64 [k, 2]."""
+    """Return the rows of [0, end) that the runs leave out, as ascending runs, int64 [k, 2]."""
     borders = np.concatenate([[0], np.minimum(runs, end).ravel(), [end]]).reshape(-1, 2)
     found: I64 = borders[borders[:, 0] < borders[:, 1]]
     return found
 
 
 def spans(runs: I64, *, address: int, row_bytes: int) -> NDArray[np.uint64]:
-    """(address, bytes) of every run in a column's storage, uint64 [k, 2]."""
+    """Return (address, bytes) of every run in a column's storage, uint64 [k, 2]."""
     result = np.empty((len(runs), 2), dtype=np.uint64)
     result[:, 0] = address + runs[:, 0] * row_bytes
     result[:, 1] = (runs[:, 1] - runs[:, 0]) * row_bytes
@@ -48,7 +48,7 @@ def spans(runs: I64, *, address: int, row_bytes: int) -> NDArray[np.uint64]:
 
 
 def positions(runs: I64, rows: I64) -> I64:
-    """The place of each storage row, int64 [n], among the rows of the runs, which all of them lie in."""
+    """Return the place of each storage row, int64 [n], among the rows of the runs, which contain all of them."""
     if not len(rows):
         return np.empty(0, dtype=np.int64)
     index = np.searchsorted(runs[:, 0], rows, side="right") - 1

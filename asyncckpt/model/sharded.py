@@ -1,4 +1,4 @@
-"""A tensor that is spread over ranks, as one rank sees it: the whole's shape, and the boxes of it that are here.
+"""A tensor that is spread over ranks, as one rank sees it: its whole shape, and this rank's boxes.
 
 A box is `begin` and the shape of a tensor: elements [begin[d], begin[d] + shape[d]) of every dimension d of the whole.
 """
@@ -25,12 +25,12 @@ class Piece:
 class Sharded:
     """A leaf of a state that stands for one tensor over all ranks.
 
-    whole_shape  of the tensor over all ranks
-    dtype        of the tensor; every piece has it
-    pieces       what this rank holds: boxes that do not overlap; none where all of it is on other ranks
+    whole_shape  the shape of the tensor over all ranks
+    dtype        the dtype of the tensor and of every piece
+    pieces       this rank's boxes, which do not overlap; none if all of the tensor is on other ranks
     is_writer    False: another rank holds the same boxes and saves them (a replica). A load fills the pieces of both
-    spread_over  over how many ranks the whole is spread, where that is known: if they are not all, the others may hold
-                 it again, and the ranks of a save agree who writes what
+    spread_over  over how many ranks the whole is spread, if known: if not over all, the others may hold replicas, and
+                 the ranks of a save agree who writes what
     """
 
     whole_shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Sharded:
 def sharded(
     tensor: torch.Tensor, begin: Sequence[int], whole_shape: Sequence[int], *, is_writer: bool = True
 ) -> Sharded:
-    """The usual case: this rank holds one box. Raises UsageError when it does not lie within the whole."""
+    """Describe the usual case, one box per rank. Raises UsageError if the box is not within the whole."""
     piece = Piece(tensor=tensor, begin=tuple(begin))
     return Sharded(whole_shape=tuple(whole_shape), dtype=tensor.dtype, pieces=(piece,), is_writer=is_writer)
 

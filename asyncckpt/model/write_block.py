@@ -16,8 +16,8 @@ from asyncckpt.model.table import Role
 class WriteBlock:
     """One write block (RecIS' interface `tensor_name()`, `slice_info()`, and more).
 
-    A filter gets a list of these in the background and returns a list: it may drop, keep, reorder, and put replaced
-    ones in. `data` is a view of the staged copy, valid only while the filter runs; do not change it in place, use
+    A filter gets a list of these in the background and returns a list: it may drop, keep, reorder and replace blocks.
+    `data` is a view of the staged copy, valid only while the filter runs; do not change it in place, use
     `replace`.
     """
 
@@ -32,7 +32,7 @@ class WriteBlock:
         return self._name if self._name is not None else self._spec.name
 
     def slice_info(self) -> str:
-        """`begin@end@size` of the ids a table's block holds (unsigned id modulo size); one space for dense tensors."""
+        """`begin@end@size` of the ids in a table's block (unsigned id modulo size); one space for dense tensors."""
         return self._spec.slice_info
 
     @property
@@ -53,7 +53,7 @@ class WriteBlock:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this block; a block of a tensor over 1 GiB is a range of its rows."""
+        """The shape of this block, which is a range of rows for a tensor over 1 GiB."""
         return tuple(self._data.shape) if self._data is not None else self._spec.shape
 
     @property
@@ -70,7 +70,7 @@ class WriteBlock:
         return self._origin is not None
 
     def replace(self, *, data: torch.Tensor | None = None, name: str | None = None) -> WriteBlock:
-        """A block to write instead of this one: other values (same number of rows in a table), or another name."""
+        """Return a block to write instead of this one: other values (as many rows in a table), or another name."""
         if data is None and name is None:
             raise UsageError("replace() needs data or a name")
         return WriteBlock(

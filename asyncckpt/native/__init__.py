@@ -1,8 +1,8 @@
-"""The one door to the compiled core.
+"""The only interface to the compiled core.
 
 `core` is chosen once, at import, by the environment variable ASYNCCKPT_NATIVE:
 
-    unset   the compiled core where it loads, else the portable twin
+    unset   the compiled core if it loads, else the portable twin
     1       the compiled core, or ImportError with the reason
     0       the portable twin
 """
@@ -27,6 +27,7 @@ from asyncckpt.native.contract import (
     IdMap,
     Memory,
     Progress,
+    Reads,
     ShortFile,
 )
 from asyncckpt.native.declarations import UnusableLibrary
@@ -37,7 +38,7 @@ ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
 
 
 def choose_core(wish: str | None) -> Core:
-    """Return the implementation that a value of ASYNCCKPT_NATIVE asks for."""
+    """Return the implementation for a value of ASYNCCKPT_NATIVE."""
     if wish not in (None, "", "0", "1"):
         raise ImportError(f"{ENVIRONMENT_VARIABLE} must be 0, 1 or unset, found {wish!r}")
     if wish == "0":
@@ -70,6 +71,7 @@ __all__ = [
     "Memory",
     "NativeCore",
     "Progress",
+    "Reads",
     "ShortFile",
     "TwinCore",
     "UnusableLibrary",

@@ -1,13 +1,14 @@
-"""What both implementations ask of the arrays that they are given, checked before any address is used."""
+"""Checks of the arrays that both implementations are given, made before any address is used."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncckpt.native.contract import I64, PAGE_BYTES, U8, U64, FileImage
+from asyncckpt.native.contract import I64, PAGE_BYTES, U8, U64, FileImage, Reads
 
 
 def check_table(array: U64, *, columns_count: int, name: str) -> None:
@@ -17,10 +18,22 @@ def check_table(array: U64, *, columns_count: int, name: str) -> None:
         raise ValueError(f"{name} must be a C-contiguous uint64 array [n, {columns_count}], found {_shown(array)}")
 
 
-def check_flags(array: NDArray[np.int32], *, count: int, name: str) -> None:
-    """Raise ValueError unless `array` is an int32 array of `count` values."""
-    if array.dtype != np.int32 or array.shape != (count,):
-        raise ValueError(f"{name} must be an int32 array [{count}], found {_shown(array)}")
+def checked_row_columns(columns: U64, rows_count: int) -> U64:
+    """Return columns, uint64 [n, 2] of (address, row bytes), as ac_row_column without targets; raises ValueError."""
+    check_table(columns, columns_count=2, name="columns")
+    check_count(rows_count, name="rows_count")
+    row_columns = np.zeros((len(columns), 3), dtype=np.uint64)
+    row_columns[:, [0, 2]] = columns
+    return row_columns
+
+
+def check_reads(reads: Reads) -> None:
+    """Raise ValueError unless the arrays are as Reads says."""
+    check_table(reads.places, columns_count=3, name="places")
+    count = len(reads.places)
+    for name, array in (("fds", reads.fds), ("direct", reads.direct)):
+        if array.dtype != np.int32 or array.shape != (count,):
+            raise ValueError(f"{name} must be an int32 array [{count}], found {_shown(array)}")
 
 
 def check_ids(ids: I64, *, name: str = "ids") -> I64:
@@ -61,8 +74,13 @@ def check_count(count: int, *, name: str) -> None:
         raise ValueError(f"{name} must be 0 or more, found {count}")
 
 
-def check_file(file: FileImage, item: int) -> None:
-    """Raise ValueError unless the extents of a file are as FileImage says."""
+def check_files(files: Sequence[FileImage]) -> None:
+    """Raise ValueError unless the extents of every file are as FileImage says."""
+    for item, file in enumerate(files):
+        _check_file(file, item)
+
+
+def _check_file(file: FileImage, item: int) -> None:
     for index, (address, bytes) in enumerate(file.extents):
         what = f"extent {index} of file {item}"
         if bytes < 0 or address < 0 or (bytes and not address):

@@ -1,8 +1,8 @@
-"""What the compiled core and its portable twin both do.
+"""The interface of the compiled core and of its portable twin.
 
 Two implementations, one Protocol: `library.py` calls the C++ core through ctypes, `twin.py` does the same with NumPy,
-xxhash and plain system calls. Both pass tests/unit/native. Memory is named by address (int) and size in bytes;
-the caller keeps the memory alive during a call. Every call releases the GIL around its long part.
+xxhash and plain system calls. Both pass tests/unit/native. Memory is given as address (int) and size in bytes; the
+caller keeps it alive during a call. Every call releases the GIL around its long part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ U8 = NDArray[np.uint8]
 
 
 class CoreIOError(OSError):
-    """A system call failed; `errno` says how, `item` is the index of the segment, file, span or read."""
+    """A system call failed with `errno`; `item` is the index of the segment, file, span or read."""
 
     def __init__(self, errno: int, message: str, item: int) -> None:
         super().__init__(errno, message)
@@ -36,7 +36,7 @@ class CancelledDrain(Exception):
 
 
 class ShortFile(Exception):
-    """A file ended before the bytes that were asked for; `item` is the index of the read."""
+    """A file ended before the requested bytes; `item` is the index of the read."""
 
     def __init__(self, message: str, item: int) -> None:
         super().__init__(message)
@@ -47,8 +47,8 @@ class ShortFile(Exception):
 class FileImage:
     """A file to write from memory: `fd` is open for writing and empty; direct means it was opened with O_DIRECT.
 
-    The bytes of the file are those of its extents (address, bytes), one behind the other. direct: every extent begins
-    on a page and all but the last one are whole pages; the last one is readable up to its bytes rounded up to a page.
+    The file consists of its extents (address, bytes), one after another. direct: every extent begins at a page and all
+    but the last one are whole pages; the last one is readable up to its size rounded up to a page.
     """
 
     fd: int
@@ -57,13 +57,25 @@ class FileImage:
 
     @property
     def bytes(self) -> int:
-        """The length the file shall have."""
+        """The length of the file."""
         return sum(bytes for _, bytes in self.extents)
 
 
 @dataclass(frozen=True)
+class Reads:
+    """Parts of files to read, each from a descriptor of fds [n].
+
+    places: uint64 [n, 3] of (target address, file offset, bytes). direct [n]: whether a file was opened with O_DIRECT.
+    """
+
+    places: U64
+    fds: NDArray[np.int32]
+    direct: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
 class DrainOptions:
-    """How a drain runs; see ac_drain_options in asyncckpt.h."""
+    """Options of a drain; see ac_drain_options in asyncckpt.h."""
 
     block_bytes: int = 16 << 20
     writers: int = 1
@@ -96,14 +108,14 @@ class Progress:
 
 
 class Memory(Protocol):
-    """A mapped region of at least the bytes asked for. `address` may change on resize."""
+    """A mapped region of at least the requested bytes. `address` may change on resize."""
 
     @property
     def address(self) -> int: ...
     @property
     def bytes(self) -> int: ...
     def view(self) -> U8:
-        """The region as a writable uint8 array; dead after resize or close."""
+        """Return the region as a writable uint8 array; invalid after resize or close."""
         ...
 
     def resize(self, bytes: int) -> None: ...
@@ -117,7 +129,7 @@ class Memory(Protocol):
 class Digester(Protocol):
     def update(self, address: int, bytes: int) -> None: ...
     def end(self) -> bytes:
-        """Return the 16-byte digest and start anew."""
+        """Return the 16-byte digest and start again."""
         ...
 
 
@@ -128,7 +140,7 @@ class IdMap(Protocol):
     @property
     def rows_end(self) -> int: ...
     def ids_by_row(self) -> I64:
-        """View of the id of every row below rows_end (undefined at free rows); dead after an insert or reserve."""
+        """Return a view of the id of every row below rows_end, undefined for free rows, until an insert or reserve."""
         ...
 
     def reserve(self, capacity: int) -> None: ...
@@ -139,7 +151,7 @@ class IdMap(Protocol):
 
     def remove(self, ids: I64) -> I64: ...
     def runs(self) -> I64:
-        """Used rows as ascending maximal ranges, shape [k, 2]."""
+        """Return used rows as ascending maximal ranges, shape [k, 2]."""
         ...
 
     def clear(self) -> None: ...
@@ -160,7 +172,7 @@ class Core(Protocol):
         ...
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        """Copy row source_rows[i] of every column to row target_rows[i]; None stands for row i, but not twice.
+        """Copy row source_rows[i] of every column to row target_rows[i]; one of them may be None: row i.
 
         columns: C-contiguous uint64 [c, 3] of (source address, target address, row bytes). Rows are 0 or more, else
         ValueError before anything is copied; target rows are distinct. No target overlaps another one or a source.
@@ -168,31 +180,31 @@ class Core(Protocol):
         ...
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        """A print of every row over all its columns, uint64 [rows_count].
+        """Return the fingerprint of every row over all its columns, uint64 [rows_count].
 
-        columns: C-contiguous uint64 [c, 2] of (address, row bytes). A print is 0 and becomes, column by column, XXH3-64
-        of the row's bytes with the print so far as seed.
+        columns: C-contiguous uint64 [c, 2] of (address, row bytes). A fingerprint starts from 0 and becomes, column by
+        column, XXH3-64 of the row's bytes with the fingerprint so far as seed.
         """
         ...
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        """Set marks[row] = value for every row; -1 is passed over.
+        """Set marks[row] = value for every row; skip -1.
 
-        marks: uint8 [n], writable, C-contiguous. Any other row outside of it: ValueError, and no mark is set.
+        marks: uint8 [n], writable, C-contiguous. Raises ValueError, and sets no mark, for any other row out of range.
         """
         ...
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        """The rows whose mark is greater than `above`, ascending int64. Nobody writes the marks meanwhile."""
+        """Return the rows whose mark is greater than `above`, ascending int64. The marks must not change meanwhile."""
         ...
 
     def map_memory(self, bytes: int) -> Memory: ...
     def advise_huge(self, address: int, bytes: int) -> None:
-        """Ask for huge pages in memory of any origin that was not touched yet; a wish, which a system may refuse."""
+        """Request huge pages for memory that was not touched yet; the system may refuse."""
         ...
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        """Digests uint8 [n, 16] of spans, uint64 [n, 2] of (address, bytes)."""
+        """Return digests, uint8 [n, 16], of spans, uint64 [n, 2] of (address, bytes)."""
         ...
 
     def digester(self) -> Digester: ...
@@ -201,17 +213,8 @@ class Core(Protocol):
         ...
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None: ...
-    def read(
-        self,
-        items: U64,
-        fds: NDArray[np.int32],
-        *,
-        direct: NDArray[np.int32],
-        digests: bool,
-        threads: int,
-        progress: Progress,
-    ) -> U8 | None:
-        """Read items, uint64 [n, 3] of (target address, file offset, bytes), from fds [n]; digests [n, 16] if asked.
+    def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
+        """Fill the memory of all reads and return their digests, uint8 [n, 16], if asked.
 
         Raises CoreIOError, ShortFile or CancelledDrain.
         """

@@ -1,29 +1,29 @@
-"""The CUDA library: copies and prints that are ordered on a stream of a device.
+"""The CUDA library: copies and fingerprints that are ordered on a stream of a device.
 
-It is loaded by whoever knows that this process uses CUDA, never at import. csrc/include/asyncckpt_cuda.h says what each
-call does and asks for. Memory is named by address (int), as `Tensor.data_ptr()` gives it, a stream by its handle, as
-`torch.cuda.Stream.cuda_stream` does; the caller keeps memory alive until the stream has passed. No call on a stream
-waits for the device, and each leaves the current device of its thread as it was. Any thread may call at any time.
+Callers who know that this process uses CUDA load it, never an import. csrc/include/asyncckpt_cuda.h says what each
+call does and requires. Memory is given as an address (int), like `Tensor.data_ptr()`, a stream as its handle, like
+`torch.cuda.Stream.cuda_stream`; the caller keeps memory alive until the stream has executed the call. No call on a
+stream waits for the device, and each restores the current device of its thread. Any thread may call at any time.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32
 from pathlib import Path
 
 import numpy as np
 
-from asyncckpt.native.arrays import check_count, check_mark, check_table
+from asyncckpt.native.arrays import check_count, check_mark, check_table, checked_row_columns
 from asyncckpt.native.contract import U8, U64
-from asyncckpt.native.cuda_declarations import AS_IS, DEVICE, TO_BFLOAT16, load_functions
+from asyncckpt.native.cuda_declarations import AS_IS, DEVICE, TO_BFLOAT16, load_cuda_functions
 from asyncckpt.native.declarations import OK, AcError
 from asyncckpt.native.native_objects import raise_error
 
 
 class DeviceFailure(Exception):
-    """A call of CUDA failed. Often the device is lost to this process, and all that follow fail alike.
+    """A call of CUDA failed. Often the device is lost to this process, and all later calls fail too.
 
     `name` and `number` are those of the cudaError_t, such as "cudaErrorIllegalAddress" and 700; `item` is the index of
     the segment that failed, 0 where there are none.
@@ -39,9 +39,9 @@ class DeviceFailure(Exception):
 def load_cuda_library(path: Path | None = None) -> CudaLibrary:
     """Load the CUDA library of this package, or the one at `path`; raises UnusableLibrary with the reason.
 
-    Needs no driver. That it loads does not mean that there is a device: ask `devices_count`.
+    Needs no driver. A library that loads does not imply a device: see `devices_count`.
     """
-    return CudaLibrary(load_functions(path))
+    return CudaLibrary(load_cuda_functions(path))
 
 
 class CudaLibrary:
@@ -56,7 +56,7 @@ class CudaLibrary:
 
     @property
     def devices_count(self) -> int:
-        """How many devices this process can use, 0 also without a driver. Starts the driver if there is one."""
+        """How many devices this process can use, 0 without a driver. Starts the driver if there is one."""
         return self._count_devices()[0]
 
     @property
@@ -65,26 +65,21 @@ class CudaLibrary:
         return self._count_devices()[1]
 
     def check_usable(self, device: int) -> None:
-        """Load all kernels on a device; raises DeviceFailure when this library has no code for it."""
-        error = AcError()
-        self._finish(self._library.ac_cuda_usable(device, byref(error)), error)
+        """Load all kernels on a device. Raises DeviceFailure if this library has no code for it."""
+        self._call(self._library.ac_cuda_usable, device)
 
     def host_register(self, device: int, address: int, bytes: int) -> None:
-        """Lock pages of host memory and let kernels of all devices use them; `address` begins a page. Takes long."""
-        error = AcError()
-        self._finish(self._library.ac_cuda_host_register(device, address, bytes, byref(error)), error)
+        """Pin host memory for kernels of all devices; `address` must begin a page. Slow."""
+        self._call(self._library.ac_cuda_host_register, device, address, bytes)
 
     def host_unregister(self, device: int, address: int) -> None:
         """Undo host_register, before the memory is unmapped or moved."""
-        error = AcError()
-        self._finish(self._library.ac_cuda_host_unregister(device, address, byref(error)), error)
+        self._call(self._library.ac_cuda_host_unregister, device, address)
 
     def copy(self, device: int, segments: U64, stream: int) -> None:
         """Copy segments, uint64 [n, 3] of (source address, target address, bytes), one by one, in any direction."""
         check_table(segments, columns_count=3, name="segments")
-        error = AcError()
-        status = self._library.ac_cuda_copy(device, segments.ctypes.data, len(segments), stream, byref(error))
-        self._finish(status, error)
+        self._call(self._library.ac_cuda_copy, device, segments.ctypes.data, len(segments), stream)
 
     def batch_table_bytes(self, count: int) -> int:
         """The bytes of the table for `copy_batch` of `count` segments."""
@@ -96,14 +91,11 @@ class CudaLibrary:
 
         table: address of registered host memory of batch_table_bytes(n), aligned to 8, filled by this call.
         device_table: address of as much memory of the device; the table is copied there first, which is faster.
-        Both belong to this call until the stream has passed.
+        Both belong to this call until the stream has executed it.
         """
         check_table(segments, columns_count=3, name="segments")
-        error = AcError()
-        status = self._library.ac_cuda_copy_batch(
-            device, segments.ctypes.data, len(segments), table, device_table, stream, byref(error)
-        )
-        self._finish(status, error)
+        places = segments.ctypes.data, len(segments), table, device_table
+        self._call(self._library.ac_cuda_copy_batch, device, *places, stream)
 
     def copy_rows(
         self,
@@ -119,24 +111,14 @@ class CudaLibrary:
         """Copy row source_rows[i] of every column to row target_rows[i], for i below `count`.
 
         columns: uint64 [c, 3] of (source address, target address, row bytes of the source). The rows are addresses of
-        int64 [count] that kernels can read, None for row i; a pair with a negative row is passed over.
+        int64 [count] that kernels can read, None for row i; pairs with a negative row are skipped.
         to_bfloat16: whether a column, or each one, is float32 and becomes bfloat16.
         """
         check_table(columns, columns_count=3, name="columns")
         check_count(count, name="count")
-        casts, error = _casts(to_bfloat16, len(columns)), AcError()
-        status = self._library.ac_cuda_copy_rows(
-            device,
-            columns.ctypes.data,
-            casts.ctypes.data,
-            len(columns),
-            source_rows,
-            target_rows,
-            count,
-            stream,
-            byref(error),
-        )
-        self._finish(status, error)
+        casts = _casts(to_bfloat16, len(columns))
+        places = columns.ctypes.data, casts.ctypes.data, len(columns)
+        self._call(self._library.ac_cuda_copy_rows, device, *places, source_rows, target_rows, count, stream)
 
     def copy_marked_rows(
         self,
@@ -156,53 +138,38 @@ class CudaLibrary:
         check_table(columns, columns_count=3, name="columns")
         check_mark(above, name="above")
         check_count(rows_count, name="rows_count")
-        casts, error = _casts(to_bfloat16, len(columns)), AcError()
-        status = self._library.ac_cuda_copy_marked_rows(
-            device,
-            columns.ctypes.data,
-            casts.ctypes.data,
-            len(columns),
-            marks,
-            above,
-            rows_count,
-            stream,
-            byref(error),
-        )
-        self._finish(status, error)
+        casts = _casts(to_bfloat16, len(columns))
+        places = columns.ctypes.data, casts.ctypes.data, len(columns)
+        self._call(self._library.ac_cuda_copy_marked_rows, device, *places, marks, above, rows_count, stream)
 
-    def fingerprints(self, device: int, columns: U64, rows_count: int, prints: int, stream: int) -> None:
-        """Write the prints of Core.fingerprints, bit for bit, to the address `prints` of uint64 [rows_count].
+    def fingerprints(self, device: int, columns: U64, rows_count: int, target: int, stream: int) -> None:
+        """Write the fingerprints of Core.fingerprints, bit for bit, to the address `target` of uint64 [rows_count].
 
         columns: uint64 [c, 2] of (address, row bytes).
         """
-        check_table(columns, columns_count=2, name="columns")
-        check_count(rows_count, name="rows_count")
-        row_columns = np.zeros((len(columns), 3), dtype=np.uint64)
-        row_columns[:, [0, 2]] = columns
-        error = AcError()
-        status = self._library.ac_cuda_fingerprint(
-            device, row_columns.ctypes.data, len(columns), rows_count, prints, stream, byref(error)
-        )
-        self._finish(status, error)
+        row_columns = checked_row_columns(columns, rows_count)
+        places = row_columns.ctypes.data, len(columns), rows_count, target
+        self._call(self._library.ac_cuda_fingerprint, device, *places, stream)
 
     def _count_devices(self) -> tuple[int, str]:
-        count, error = c_int32(), AcError()
-        self._finish(self._library.ac_cuda_devices_count(byref(count), byref(error)), error)
+        count = c_int32()
+        error = self._call(self._library.ac_cuda_devices_count, byref(count))
         return count.value, error.message.decode("utf-8", "replace")
 
-    def _finish(self, status: int, error: AcError) -> None:
-        """Raise what a call reported."""
-        if status == OK:
-            return
-        if status != DEVICE:
+    def _call(self, function: Callable[..., int], *arguments: object) -> AcError:
+        """Call a function whose last argument is an ac_error; raise what it reports, else return the ac_error."""
+        error = AcError()
+        status = function(*arguments, byref(error))
+        if status == DEVICE:
+            name = self._library.ac_cuda_error_name(error.sys_errno).decode()
+            message = error.message.decode("utf-8", "replace")
+            raise DeviceFailure(message, name=name, number=error.sys_errno, item=error.item)
+        if status != OK:
             raise_error(error)
-        name = self._library.ac_cuda_error_name(error.sys_errno).decode()
-        message = error.message.decode("utf-8", "replace")
-        raise DeviceFailure(message, name=name, number=error.sys_errno, item=error.item)
+        return error
 
 
 def _casts(to_bfloat16: bool | Sequence[bool], columns_count: int) -> U8:
-    """The cast of every column, uint8 [columns_count]."""
     wishes = [to_bfloat16] * columns_count if isinstance(to_bfloat16, bool) else list(to_bfloat16)
     if len(wishes) != columns_count:
         raise ValueError(f"to_bfloat16 must have a value for each of {columns_count} columns, found {len(wishes)}")

@@ -1,23 +1,22 @@
 """The C interface of csrc/include/asyncckpt_cuda.h in ctypes: functions, and loading the library.
 
-tests/unit/native/test_cuda_declarations.py reads the header and holds this file against it. The structures are those of
-declarations.py.
+tests/unit/native/test_cuda_declarations.py reads the header and compares this file with it. declarations.py has the
+structures.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from ctypes import POINTER, c_char_p, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.native.declarations import AcError, UnusableLibrary
+from asyncckpt.native.declarations import AcError, find_library, load
 
 CUDA_ABI_VERSION = 1
 CUDA_LIBRARY_NAME = "libasyncckpt_cuda.so"
 
-# Beside the statuses of declarations.py.
+# In addition to the statuses of declarations.py.
 DEVICE = 6
 AS_IS, TO_BFLOAT16 = range(2)
 
@@ -46,31 +45,11 @@ CUDA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def load_functions(path: Path | None) -> ctypes.CDLL:
-    """Load the library at `path`, None for that of this package, and check its version.
+def load_cuda_functions(path: Path | None) -> ctypes.CDLL:
+    """Load the library at `path`, None for the one of this package, and check its version.
 
-    Raises UnusableLibrary with the reason. Loading neither needs a driver nor starts one.
+    Raises UnusableLibrary with the reason. Loading needs no driver and starts none.
     """
-    path = _find() if path is None else path
-    try:
-        library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in CUDA_FUNCTIONS.items():
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
-    except (OSError, AttributeError) as error:
-        raise UnusableLibrary(f"cannot load {str(path)!r}: {error}") from error
-    version = library.ac_cuda_abi_version()
-    if version != CUDA_ABI_VERSION:
-        raise UnusableLibrary(f"{str(path)!r} has interface version {version}, expected {CUDA_ABI_VERSION}")
-    return library
-
-
-def _find() -> Path:
-    """The library lies in this package where it was built; see declarations.py."""
-    folders = [Path(folder) for folder in sys.modules[__name__.rpartition(".")[0]].__path__]
-    for folder in folders:
-        if (folder / CUDA_LIBRARY_NAME).is_file():
-            return folder / CUDA_LIBRARY_NAME
-    places = " or ".join(repr(str(folder)) for folder in folders)
-    raise UnusableLibrary(f"no {CUDA_LIBRARY_NAME} in {places}: this package was built without a CUDA compiler")
+    if path is None:
+        path = find_library(CUDA_LIBRARY_NAME, hint=": this package was built without a CUDA compiler")
+    return load(path, CUDA_FUNCTIONS, version_function="ac_cuda_abi_version", version=CUDA_ABI_VERSION)

@@ -1,6 +1,6 @@
 """The C interface of csrc/include/asyncckpt.h in ctypes: structures, functions, and loading the library.
 
-tests/unit/native/test_declarations.py reads the header and holds this file against it. Arrays travel as plain addresses
+tests/unit/native/test_declarations.py reads the header and compares this file with it. Arrays are passed as addresses
 (c_void_p); ctypes releases the GIL around every call.
 """
 
@@ -19,19 +19,11 @@ OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
 
 
 class UnusableLibrary(Exception):
-    """The compiled core is not there, does not load, or belongs to another version of this package."""
+    """The compiled core is missing, does not load, or belongs to another version of this package."""
 
 
 class AcError(ctypes.Structure):
     _fields_ = [("status", c_int32), ("sys_errno", c_int32), ("item", c_uint64), ("message", c_char * 240)]
-
-
-class AcSegment(ctypes.Structure):
-    _fields_ = [("source", c_void_p), ("target", c_void_p), ("bytes", c_uint64)]
-
-
-class AcSpan(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("bytes", c_uint64)]
 
 
 class AcFile(ctypes.Structure):
@@ -48,34 +40,9 @@ class AcDrainOptions(ctypes.Structure):
     ]
 
 
-class AcReadItem(ctypes.Structure):
-    _fields_ = [
-        ("target", c_void_p),
-        ("offset", c_uint64),
-        ("bytes", c_uint64),
-        ("fd", c_int32),
-        ("direct", c_int32),
-    ]
-
-
 class AcReadOptions(ctypes.Structure):
     _fields_ = [("block_bytes", c_uint64), ("threads", c_uint32)]
 
-
-class AcRowColumn(ctypes.Structure):
-    _fields_ = [("source", c_void_p), ("target", c_void_p), ("row_bytes", c_uint64)]
-
-
-STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "ac_error": AcError,
-    "ac_segment": AcSegment,
-    "ac_span": AcSpan,
-    "ac_file": AcFile,
-    "ac_drain_options": AcDrainOptions,
-    "ac_read_item": AcReadItem,
-    "ac_read_options": AcReadOptions,
-    "ac_row_column": AcRowColumn,
-}
 
 _ERROR = POINTER(AcError)
 
@@ -127,25 +94,31 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 def load_library() -> ctypes.CDLL:
     """Load the compiled core and check its version; raise UnusableLibrary with the reason otherwise."""
-    path = _find()
+    return load(find_library(LIBRARY_NAME), FUNCTIONS, version_function="ac_abi_version", version=ABI_VERSION)
+
+
+def load(
+    path: Path, functions: dict[str, tuple[Any, list[Any]]], *, version_function: str, version: int
+) -> ctypes.CDLL:
+    """Load the library at `path`, declare its functions and check its version; raises UnusableLibrary."""
     try:
         library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in FUNCTIONS.items():
+        for name, (result, arguments) in functions.items():
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise UnusableLibrary(f"cannot load {str(path)!r}: {error}") from error
-    version = library.ac_abi_version()
-    if version != ABI_VERSION:
-        raise UnusableLibrary(f"{str(path)!r} has interface version {version}, expected {ABI_VERSION}")
+    found = getattr(library, version_function)()
+    if found != version:
+        raise UnusableLibrary(f"{str(path)!r} has interface version {found}, expected {version}")
     return library
 
 
-def _find() -> Path:
-    """The library lies in this package; an editable install spreads a package over the source and the build folder."""
+def find_library(name: str, *, hint: str = "") -> Path:
+    """Return the path of a library in this package, which an editable install spreads over source and build folder."""
     folders = [Path(folder) for folder in sys.modules[__name__.rpartition(".")[0]].__path__]
     for folder in folders:
-        if (folder / LIBRARY_NAME).is_file():
-            return folder / LIBRARY_NAME
-    raise UnusableLibrary(f"no {LIBRARY_NAME} in {' or '.join(repr(str(folder)) for folder in folders)}")
+        if (folder / name).is_file():
+            return folder / name
+    raise UnusableLibrary(f"no {name} in {' or '.join(repr(str(folder)) for folder in folders)}{hint}")

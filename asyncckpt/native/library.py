@@ -1,4 +1,4 @@
-"""The compiled core behind contract.Core: each method checks its arrays and makes one C call."""
+"""The compiled core as a contract.Core: each method checks its arrays and makes one C call."""
 
 from __future__ import annotations
 
@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from ctypes import byref, c_uint64
 
 import numpy as np
-from numpy.typing import NDArray
 
-from asyncckpt.native.arrays import (
-    check_count,
-    check_file,
-    check_flags,
-    check_ids,
-    check_mark,
-    check_marks,
-    check_row_pairs,
-    check_table,
-)
+from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
@@ -30,11 +20,12 @@ from asyncckpt.native.contract import (
     IdMap,
     Memory,
     Progress,
+    Reads,
 )
-from asyncckpt.native.declarations import OK, AcDrainOptions, AcError, AcFile, AcReadOptions, load_library
-from asyncckpt.native.native_objects import NativeDigester, NativeIdMap, NativeMemory, raise_error
+from asyncckpt.native.declarations import AcDrainOptions, AcFile, AcReadOptions, load_library
+from asyncckpt.native.native_objects import NativeDigester, NativeIdMap, NativeMemory, call
 
-# Room for the rows of a first call to ac_marked, as a part of all rows; a second one follows where more are marked.
+# Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
 _MARKED_PART = 16
 _MARKED_ROOM_MIN = 4096
 # The fields of ac_read_item.
@@ -56,60 +47,37 @@ class NativeCore:
         return int(self._library.ac_cores_count())
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        check_table(segments, columns_count=3, name="segments")
-        error = AcError()
-        if self._library.ac_copy(segments.ctypes.data, len(segments), threads, byref(error)) != OK:
-            raise_error(error)
+        arrays.check_table(segments, columns_count=3, name="segments")
+        call(self._library.ac_copy, segments.ctypes.data, len(segments), threads)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = check_row_pairs(source_rows, target_rows)
-        error = AcError()
-        status = self._library.ac_copy_rows(
-            columns.ctypes.data,
-            len(columns),
-            None if sources is None else sources.ctypes.data,
-            None if targets is None else targets.ctypes.data,
-            count,
-            threads,
-            byref(error),
-        )
-        if status != OK:
-            raise_error(error)
+        arrays.check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
+        rows = [None if side is None else side.ctypes.data for side in (sources, targets)]
+        call(self._library.ac_copy_rows, columns.ctypes.data, len(columns), *rows, count, threads)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        check_table(columns, columns_count=2, name="columns")
-        check_count(rows_count, name="rows_count")
-        row_columns = np.zeros((len(columns), 3), dtype=np.uint64)
-        row_columns[:, [0, 2]] = columns
-        prints, error = np.empty(rows_count, dtype=np.uint64), AcError()
-        status = self._library.ac_fingerprint(
-            row_columns.ctypes.data, len(columns), rows_count, prints.ctypes.data, threads, byref(error)
-        )
-        if status != OK:
-            raise_error(error)
-        return prints
+        row_columns = arrays.checked_row_columns(columns, rows_count)
+        found = np.empty(rows_count, dtype=np.uint64)
+        places = row_columns.ctypes.data, len(columns), rows_count, found.ctypes.data
+        call(self._library.ac_fingerprint, *places, threads)
+        return found
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        check_marks(marks, writable=True)
-        check_mark(value, name="value")
-        rows = check_ids(rows, name="rows")
-        error = AcError()
-        if self._library.ac_mark(marks.ctypes.data, len(marks), rows.ctypes.data, len(rows), value, byref(error)) != OK:
-            raise_error(error)
+        arrays.check_marks(marks, writable=True)
+        arrays.check_mark(value, name="value")
+        rows = arrays.check_ids(rows, name="rows")
+        call(self._library.ac_mark, marks.ctypes.data, len(marks), rows.ctypes.data, len(rows), value)
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        check_marks(marks, writable=False)
-        check_mark(above, name="above")
+        arrays.check_marks(marks, writable=False)
+        arrays.check_mark(above, name="above")
         room = max(_MARKED_ROOM_MIN, len(marks) // _MARKED_PART)
         while True:
             rows: I64 = np.empty(room, dtype=np.int64)
-            count, error = c_uint64(), AcError()
-            status = self._library.ac_marked(
-                marks.ctypes.data, len(marks), above, rows.ctypes.data, room, byref(count), threads, byref(error)
-            )
-            if status != OK:
-                raise_error(error)
+            count = c_uint64()
+            places = marks.ctypes.data, len(marks), above, rows.ctypes.data, room
+            call(self._library.ac_marked, *places, byref(count), threads)
             if count.value == room:
                 return rows
             if count.value < room:
@@ -126,20 +94,17 @@ class NativeCore:
         self._library.ac_memory_advise_huge(address, bytes)
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        check_table(spans, columns_count=2, name="spans")
-        digests, error = _empty_digests(len(spans)), AcError()
-        status = self._library.ac_digest(spans.ctypes.data, len(spans), digests.ctypes.data, threads, byref(error))
-        if status != OK:
-            raise_error(error)
+        arrays.check_table(spans, columns_count=2, name="spans")
+        digests = _empty_digests(len(spans))
+        call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, threads)
         return digests
 
     def digester(self) -> Digester:
         return NativeDigester(self._library)
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
-        for item, file in enumerate(files):
-            check_file(file, item)
+        arrays.check_table(spans, columns_count=2, name="spans")
+        arrays.check_files(files)
         extents = [np.array(file.extents, dtype=np.uint64).reshape(-1, 2) for file in files]
         images = (AcFile * len(files))(
             *(
@@ -147,54 +112,30 @@ class NativeCore:
                 for file, table in zip(files, extents, strict=True)
             )
         )
-        digests, error = _empty_digests(len(spans)), AcError()
-        status = self._library.ac_drain(
+        digests = _empty_digests(len(spans))
+        call(
+            self._library.ac_drain,
             images,
             len(files),
             spans.ctypes.data,
             len(spans),
             digests.ctypes.data,
             byref(_drain_options(options)),
-            progress._done.ctypes.data,
-            progress._cancel.ctypes.data,
-            byref(error),
+            *_shared(progress),
         )
-        if status != OK:
-            raise_error(error)
         return digests
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
-        error = AcError()
-        if self._library.ac_write(fd, address, bytes, offset, direct, byref(error)) != OK:
-            raise_error(error)
+        call(self._library.ac_write, fd, address, bytes, offset, direct)
 
-    def read(
-        self,
-        items: U64,
-        fds: NDArray[np.int32],
-        *,
-        direct: NDArray[np.int32],
-        digests: bool,
-        threads: int,
-        progress: Progress,
-    ) -> U8 | None:
-        check_table(items, columns_count=3, name="items")
-        check_flags(fds, count=len(items), name="fds")
-        check_flags(direct, count=len(items), name="direct")
-        reads = np.empty(len(items), dtype=_READ_ITEM)
-        reads["place"], reads["fd"], reads["direct"] = items, fds, direct
-        taken, error = (_empty_digests(len(items)) if digests else None), AcError()
-        status = self._library.ac_read(
-            reads.ctypes.data,
-            len(reads),
-            None if taken is None else taken.ctypes.data,
-            byref(AcReadOptions(0, threads)),
-            progress._done.ctypes.data,
-            progress._cancel.ctypes.data,
-            byref(error),
-        )
-        if status != OK:
-            raise_error(error)
+    def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
+        arrays.check_reads(reads)
+        items = np.empty(len(reads.places), dtype=_READ_ITEM)
+        items["place"], items["fd"], items["direct"] = reads.places, reads.fds, reads.direct
+        taken = _empty_digests(len(items)) if digests else None
+        target = None if taken is None else taken.ctypes.data
+        options = byref(AcReadOptions(0, threads))
+        call(self._library.ac_read, items.ctypes.data, len(items), target, options, *_shared(progress))
         return taken
 
     def id_map(self, capacity: int) -> IdMap:
@@ -203,6 +144,11 @@ class NativeCore:
 
 def _empty_digests(count: int) -> U8:
     return np.empty((count, DIGEST_BYTES), dtype=np.uint8)
+
+
+def _shared(progress: Progress) -> tuple[int, int]:
+    """Return the addresses of what a running call shares with other threads."""
+    return progress._done.ctypes.data, progress._cancel.ctypes.data
 
 
 def _drain_options(options: DrainOptions) -> AcDrainOptions:

@@ -1,7 +1,7 @@
 """Objects that live in the compiled core: memory, a digester, an id map.
 
-Each owns what an `ac_*_new` or `ac_memory_map` call returned and gives it back when it is closed or collected. At
-interpreter exit nothing is given back: the process ends anyway, and another thread may still be inside a call.
+Each owns what an `ac_*_new` or `ac_memory_map` call returned and frees it when it is closed or collected. Nothing is
+freed at interpreter exit: the process ends anyway, and another thread may still be inside a call.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from ctypes import byref, c_uint64, c_void_p
 
 import numpy as np
@@ -18,6 +19,13 @@ from asyncckpt.native.contract import DIGEST_BYTES, I64, U8, CancelledDrain, Cor
 from asyncckpt.native.declarations import CANCELLED, INVALID, NO_MEMORY, OK, SHORT, AcError
 
 _RUNS_ROOM = 256
+
+
+def call(function: Callable[..., int], *arguments: object) -> None:
+    """Call a function whose last argument is an ac_error and raise what it reports."""
+    error = AcError()
+    if function(*arguments, byref(error)) != OK:
+        raise_error(error)
 
 
 def raise_error(error: AcError) -> None:
@@ -35,7 +43,7 @@ def raise_error(error: AcError) -> None:
 
 
 class _Window:
-    """Lets NumPy see memory of the core, and keeps its owner alive as long as an array looks at it."""
+    """Gives NumPy access to memory of the core, and keeps its owner alive as long as the array."""
 
     def __init__(self, owner: object, address: int, count: int, typestr: str) -> None:
         self.owner = owner
@@ -43,13 +51,12 @@ class _Window:
 
 
 class NativeMemory:
-    """A mapped region; see contract.Memory. Forked children do not have it and must not look at it."""
+    """A mapped region; see contract.Memory. Forked children do not have it and must not access it."""
 
     def __init__(self, library: ctypes.CDLL, bytes: int) -> None:
         self._library = library
-        base, error = c_void_p(), AcError()
-        if library.ac_memory_map(bytes, byref(base), byref(error)) != OK:
-            raise_error(error)
+        base = c_void_p()
+        call(library.ac_memory_map, bytes, byref(base))
         self._hold(base, bytes)
 
     @property
@@ -66,18 +73,15 @@ class NativeMemory:
         return np.asarray(_Window(self, self._address, self._bytes, "|u1"))
 
     def resize(self, bytes: int) -> None:
-        base, error = c_void_p(), AcError()
-        if self._library.ac_memory_resize(self._address, self._bytes, bytes, byref(base), byref(error)) != OK:
-            raise_error(error)
+        base = c_void_p()
+        call(self._library.ac_memory_resize, self._address, self._bytes, bytes, byref(base))
         self._release.detach()
         self._hold(base, bytes)
 
     def touch(self, begin: int, end: int, *, threads: int = 0) -> None:
         if not 0 <= begin <= end <= self._bytes:
             raise ValueError(f"range [{begin}, {end}) is outside a mapping of {self._bytes} bytes")
-        error = AcError()
-        if self._library.ac_memory_touch(self._address, begin, end, threads, byref(error)) != OK:
-            raise_error(error)
+        call(self._library.ac_memory_touch, self._address, begin, end, threads)
 
     def close(self) -> None:
         self._release()
@@ -97,7 +101,7 @@ def _rounded(bytes: int) -> int:
 
 
 def _unmap(library: ctypes.CDLL, address: int, bytes: int, owner_pid: int) -> None:
-    # A forked child never had the mapping, and something of its own may lie at that address.
+    # A forked child never had the mapping, and may have something else at that address.
     if os.getpid() == owner_pid:
         library.ac_memory_unmap(address, bytes, None)
 
@@ -140,49 +144,34 @@ class NativeIdMap:
         return ids
 
     def reserve(self, capacity: int) -> None:
-        error = AcError()
-        if self._library.ac_idmap_reserve(self._handle, capacity, byref(error)) != OK:
-            raise_error(error)
+        call(self._library.ac_idmap_reserve, self._handle, capacity)
 
     def find(self, ids: I64) -> I64:
         ids = check_ids(ids)
-        rows, error = np.empty(len(ids), dtype=np.int64), AcError()
-        if self._library.ac_idmap_find(self._handle, ids.ctypes.data, len(ids), rows.ctypes.data, byref(error)) != OK:
-            raise_error(error)
+        rows = np.empty(len(ids), dtype=np.int64)
+        call(self._library.ac_idmap_find, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
         return rows
 
     def insert(self, ids: I64) -> tuple[I64, I64]:
         ids = check_ids(ids)
         rows, new_rows = np.empty_like(ids), np.empty_like(ids)
-        new_count, error = c_uint64(), AcError()
-        status = self._library.ac_idmap_insert(
-            self._handle,
-            ids.ctypes.data,
-            len(ids),
-            rows.ctypes.data,
-            new_rows.ctypes.data,
-            byref(new_count),
-            byref(error),
-        )
-        if status != OK:
-            raise_error(error)
+        new_count = c_uint64()
+        places = ids.ctypes.data, len(ids), rows.ctypes.data, new_rows.ctypes.data
+        call(self._library.ac_idmap_insert, self._handle, *places, byref(new_count))
         return rows, new_rows[: new_count.value].copy()
 
     def remove(self, ids: I64) -> I64:
         ids = check_ids(ids)
-        rows, error = np.empty(len(ids), dtype=np.int64), AcError()
-        if self._library.ac_idmap_remove(self._handle, ids.ctypes.data, len(ids), rows.ctypes.data, byref(error)) != OK:
-            raise_error(error)
+        rows = np.empty(len(ids), dtype=np.int64)
+        call(self._library.ac_idmap_remove, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
         return rows
 
     def runs(self) -> I64:
         room = _RUNS_ROOM
         while True:
             runs: I64 = np.empty((room, 2), dtype=np.int64)
-            count, error = c_uint64(), AcError()
-            status = self._library.ac_idmap_runs(self._handle, runs.ctypes.data, room, byref(count), byref(error))
-            if status != OK:
-                raise_error(error)
+            count = c_uint64()
+            call(self._library.ac_idmap_runs, self._handle, runs.ctypes.data, room, byref(count))
             found = int(count.value)
             if found <= room:
                 used: I64 = runs[:found].copy()

@@ -1,7 +1,7 @@
 """The portable twin of the compiled core: the same results from NumPy, xxhash and plain system calls, slower.
 
-It takes the same arguments, makes the same files, digests and rows, and raises the same errors. What it leaves out is
-speed: one thread, buffered writes, and a copy where the core remaps.
+It takes the same arguments, produces the same files, digests and rows, and raises the same errors. It is slower: one
+thread, buffered writes, and a copy where the core remaps.
 """
 
 from __future__ import annotations
@@ -14,18 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from asyncckpt.native.arrays import (
-    check_count,
-    check_file,
-    check_flags,
-    check_ids,
-    check_mark,
-    check_marks,
-    check_row_pairs,
-    check_table,
-)
+from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
@@ -41,6 +31,7 @@ from asyncckpt.native.contract import (
     IdMap,
     Memory,
     Progress,
+    Reads,
     ShortFile,
 )
 from asyncckpt.native.twin_id_map import TwinIdMap
@@ -144,35 +135,34 @@ class TwinCore:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        check_table(segments, columns_count=3, name="segments")
+        arrays.check_table(segments, columns_count=3, name="segments")
         for source, target, bytes in segments.tolist():
             ctypes.memmove(target, source, bytes)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = check_row_pairs(source_rows, target_rows)
+        arrays.check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
         copy_rows(columns, sources, targets, count)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        check_table(columns, columns_count=2, name="columns")
-        check_count(rows_count, name="rows_count")
+        arrays.checked_row_columns(columns, rows_count)
         return fingerprints(columns, rows_count)
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        check_marks(marks, writable=True)
-        check_mark(value, name="value")
-        mark(marks, check_ids(rows, name="rows"), value)
+        arrays.check_marks(marks, writable=True)
+        arrays.check_mark(value, name="value")
+        mark(marks, arrays.check_ids(rows, name="rows"), value)
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        check_marks(marks, writable=False)
-        check_mark(above, name="above")
+        arrays.check_marks(marks, writable=False)
+        arrays.check_mark(above, name="above")
         return np.flatnonzero(marks > above).astype(np.int64, copy=False)
 
     def map_memory(self, bytes: int) -> Memory:
         return TwinMemory(bytes)
 
     def advise_huge(self, address: int, bytes: int) -> None:
-        """Nothing: it is a wish."""
+        """Do nothing: a system may refuse, too."""
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
         return self._digests(spans, Progress())
@@ -181,9 +171,8 @@ class TwinCore:
         return TwinDigester()
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
-        for item, file in enumerate(files):
-            check_file(file, item)
+        arrays.check_table(spans, columns_count=2, name="spans")
+        arrays.check_files(files)
         for item, file in enumerate(files):
             try:
                 self._write_file(file, options, progress)
@@ -200,33 +189,23 @@ class TwinCore:
         except OSError as error:
             raise _io_error(error, f"cannot write {bytes} bytes at offset {offset}", 0) from error
 
-    def read(
-        self,
-        items: U64,
-        fds: NDArray[np.int32],
-        *,
-        direct: NDArray[np.int32],
-        digests: bool,
-        threads: int,
-        progress: Progress,
-    ) -> U8 | None:
-        check_table(items, columns_count=3, name="items")
-        check_flags(fds, count=len(items), name="fds")
-        check_flags(direct, count=len(items), name="direct")
-        for item, ((address, offset, bytes), fd) in enumerate(zip(items.tolist(), fds.tolist(), strict=True)):
+    def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
+        arrays.check_reads(reads)
+        places, fds = reads.places.tolist(), reads.fds.tolist()
+        for item, ((address, offset, bytes), fd) in enumerate(zip(places, fds, strict=True)):
             try:
                 _clear_direct(fd)
                 _read_all(fd, memory_at(address, bytes), offset, item, progress)
             except OSError as error:
                 raise _io_error(error, f"cannot read {bytes} bytes at offset {offset}", item) from error
-        # The spans are the items without their file offsets.
-        return self._digests(np.ascontiguousarray(items[:, [0, 2]]), progress) if digests else None
+        # The spans are the places without their file offsets.
+        return self._digests(np.ascontiguousarray(reads.places[:, [0, 2]]), progress) if digests else None
 
     def id_map(self, capacity: int) -> IdMap:
         return TwinIdMap()
 
     def _digests(self, spans: U64, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
+        arrays.check_table(spans, columns_count=2, name="spans")
         digests = np.empty((len(spans), DIGEST_BYTES), dtype=np.uint8)
         for index, (address, bytes) in enumerate(spans.tolist()):
             _check_cancelled(progress)
@@ -248,7 +227,7 @@ class TwinCore:
 
 
 def _clear_direct(fd: int) -> None:
-    """Ordinary writes may have any length, so a descriptor opened with O_DIRECT goes on without it."""
+    """Clear O_DIRECT of a descriptor, because the twin's writes may have any length."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & _O_DIRECT:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)

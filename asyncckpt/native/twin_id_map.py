@@ -62,7 +62,7 @@ class TwinIdMap:
     def runs(self) -> I64:
         live = np.zeros(self._rows_end + 2, dtype=np.int8)
         live[1:-1] = self._live[: self._rows_end]
-        # Every run begins where a free row is followed by a used one and ends where it is the other way round.
+        # A run begins where a used row follows a free one, and ends where a free row follows a used one.
         return np.flatnonzero(np.diff(live)).astype(np.int64).reshape(-1, 2)
 
     def clear(self) -> None:

@@ -6,5 +6,5 @@ import ctypes
 
 
 def memory_at(address: int, bytes: int) -> memoryview:
-    """The bytes at an address; the caller keeps them alive."""
+    """Return the bytes at an address; the caller keeps them alive."""
     return memoryview((ctypes.c_uint8 * bytes).from_address(address)).cast("B") if bytes else memoryview(bytearray())

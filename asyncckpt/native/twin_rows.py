@@ -37,7 +37,7 @@ def mark(marks: U8, rows: I64, value: int) -> None:
 
 
 def _rows_at(address: int, row_bytes: int, rows: I64 | None, count: int) -> NDArray[np.void]:
-    """The rows of a column up to the last one that is named, each one opaque value."""
+    """Return the rows of a column up to the last one in rows, each as one opaque value."""
     rows_count = count if rows is None else int(rows.max()) + 1
     return np.frombuffer(memory_at(address, rows_count * row_bytes), dtype=np.dtype((np.void, row_bytes)))
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from asyncckpt.errors import CorruptError, SaveCancelledError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import BlockFacts, Manifest
-from asyncckpt.native import CancelledDrain, Progress, ShortFile, core
+from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
 from asyncckpt.shard.open_files import OpenFiles
 from asyncckpt.storage.directory import Directory, io_failed
 
@@ -97,9 +97,8 @@ class ChainReader:
             direct[index] = files.direct[placed.file_index]
         step = self._chain.step
         try:
-            digests = core.read(
-                items, fds, direct=direct, digests=self.verify, threads=self._threads, progress=self.progress
-            )
+            parts = Reads(items, fds, direct)
+            digests = core.read(parts, digests=self.verify, threads=self._threads, progress=self.progress)
         except ShortFile as error:
             raise CorruptError(f"a shard file of step {step} ended while it was read: {error}") from error
         except CancelledDrain as error:

@@ -1,8 +1,8 @@
 """One writer per checkpoint directory: an OFD lock on `LOCK`, held while a Saver is open.
 
-OFD locks belong to the open file description: they vanish with the last process that holds it, whatever way it ends,
-and are not dropped when some other descriptor of the file closes. Their trap is fork: a child (a DataLoader worker)
-keeps the description, and with it the lock, alive. So the descriptor is closed in every forked child.
+OFD locks belong to the open file description: they are released with the last process that holds it, however that
+ends, and not when another descriptor of the file is closed. But a forked child (a DataLoader worker) keeps the
+description, and so the lock, alive. Therefore every forked child closes the descriptor.
 
 Several Savers of one process share the lock of a directory (counted by device and inode).
 """
@@ -52,7 +52,7 @@ class OwnerLock:
 
     @staticmethod
     def acquire(root: Directory, name: str) -> OwnerLock:
-        """Lock `name` in `root`; ConflictError naming the holder when another process has it."""
+        """Lock `name` in `root`. Raises ConflictError, naming the holder, if another process has it."""
         with _registry.guard:
             status = os.fstat(root.fd)
             key = (status.st_dev, status.st_ino)
@@ -64,12 +64,12 @@ class OwnerLock:
             return OwnerLock(key)
 
     def check(self) -> None:
-        """UsageError in a forked child, whose lock was closed at the fork."""
+        """Raise UsageError in a forked child, whose lock was closed at the fork."""
         if self._pid != os.getpid():
             raise UsageError("this Saver belongs to the parent process", hint="make a new Saver in the child")
 
     def release(self) -> None:
-        """Give the share back; the last one unlocks. Never raises."""
+        """Release the share; the last one unlocks. Never raises."""
         if self._released or self._pid != os.getpid():
             return
         self._released = True
@@ -116,7 +116,7 @@ def _read_record(fd: int) -> str:
 
 
 def _write_record(fd: int) -> None:
-    """For people only: whether the lock is held is decided by the lock."""
+    """Write who holds the lock, for error messages only."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
     with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """The cache level of a multi-level table: which ids are cached where, and their rows in every column but `id`.
 
-Callers hold the table's lock, and have called `follow` of its place. The invariants:
-1. The directory's rows are the cache rows: it gives out the row freed last, else the next one, and callers make room
-   first. So a used row is always below `rows_count`.
-2. A cache row holds the host row `host_rows[row]`, or nothing where that is -1; no host row is in two cache rows.
-3. Map and rows change in one call: whoever reads both under the lock reads them of the same step.
+Callers hold the table's lock and have called `follow` of its place. The invariants:
+1. The rows of the id map are the cache rows. It assigns the row that was freed last, else the next one, and callers
+   make room first. So a used row is always below `rows_count`.
+2. A cache row holds the host row `host_rows[row]`, or nothing if that is -1; no host row is in two cache rows.
+3. Map and rows change in one call, so a reader that holds the lock sees both of the same step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, TableSchema
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.cache_use import CacheUse
 from asyncckpt.tables.row_device import Landing, RowDevice, move_rows
-
-I64 = NDArray[np.int64]
 
 
 class CacheLevel:
@@ -44,7 +41,7 @@ class CacheLevel:
 
     @property
     def free_count(self) -> int:
-        """How many of them are free."""
+        """How many of the rows are free."""
         return len(self.host_rows) - len(self._ids)
 
     def column(self, name: str) -> torch.Tensor:
@@ -56,11 +53,11 @@ class CacheLevel:
         return self._tensors
 
     def ids_by_row(self) -> I64:
-        """Return the id of every cache row that was ever used, undefined where none is now; dead after the next put."""
+        """Return the id of every cache row that was ever used, undefined for free rows; invalid after the next put."""
         return self._ids.ids_by_row()
 
     def used_rows(self) -> I64:
-        """Return the rows that hold something, ascending."""
+        """Return the used rows, ascending."""
         return np.flatnonzero(self.host_rows >= 0)
 
     def find(self, ids: I64) -> I64:
@@ -68,27 +65,27 @@ class CacheLevel:
         return self._ids.find(ids)
 
     def put(self, ids: I64, host_rows: I64, host: Mapping[str, torch.Tensor], *, awaited: bool) -> None:
-        """Cache ids (distinct, not cached), which have host_rows in the columns of the host; there must be room."""
+        """Cache ids (distinct, not cached) with host_rows of the host's columns; there must be room."""
         assert ids.size <= self.free_count
         rows, new_rows = self._ids.insert(ids)
         assert new_rows.size == ids.size
         try:
             move_rows(host, host_rows, self._tensors, rows, place=self.place)
-        except BaseException:  # A device without memory.
+        except BaseException:  # For example, a device without memory.
             self._ids.remove(ids)
             raise
         self.host_rows[rows] = host_rows
         self.use.begin_rows(rows, awaited=awaited)
 
     def begin_to_host(self, rows: I64, *, only: str | None = None) -> Landing:
-        """Begin to bring copies of rows of every column, or of one only, to the host: the rows may change at once."""
+        """Begin to copy rows of every column, or of one only, to the host; the rows may change when this returns."""
         index = self.place.index(rows)
         names = self._tensors if only is None else [only]
         with torch.no_grad():
             return self.place.begin_to_host({name: self._tensors[name].index_select(0, index) for name in names})
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
-        """Set used rows (distinct) of the columns named to their values, `[n, *row_shape]` on any device."""
+        """Set used rows (distinct) of the named columns to their values, `[n, *row_shape]` on any device."""
         index = self.place.index(rows)
         with torch.no_grad():
             for name, value in values.items():
@@ -108,7 +105,7 @@ class CacheLevel:
         self.use.clear()
 
     def grow(self, rows: int) -> None:
-        """Make room for rows in all; used rows keep their numbers, the tensors move."""
+        """Make room for `rows` rows in all; used rows keep their numbers, the tensors move."""
         old_count = self.rows_count
         assert rows > old_count
         grown = {}

@@ -1,4 +1,4 @@
-"""The cache level as it was at the cut, laid over windows of the rows behind it: a cached row wins."""
+"""The cache level as it was at the cut, laid over windows of the host rows: a cached row wins."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
+from asyncckpt.native import I64
 from asyncckpt.tables.cut_places import CutPlaces
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
-
-I64 = NDArray[np.int64]
 
 
 class CacheOverlay:
     """Rows of a CacheCopy by their place in the cut. ids: the id of every cache row, int64 [>= used cache rows].
 
-    `id` is laid over too, so that a row that was cached at the cut needs nothing of what its storage row holds later.
+    `id` is overlaid too, so a row that was cached at the cut needs nothing of what its storage row holds later.
     """
 
     def __init__(self, copy: CacheCopy, *, ids: I64, places: CutPlaces) -> None:
@@ -41,7 +39,7 @@ class CacheOverlay:
             copy_rows(self._columns[name], cache_rows[low:high], target=target, target_rows=places[low:high] - begin)
 
     def _sorted(self) -> tuple[I64, I64]:
-        """Places, ascending, and the cache row of each. Sorted at the first export, not in the stall."""
+        """Return the places, ascending, and the cache row of each. Sorts at the first export, not during the stall."""
         with self._guard:
             if self._by_place is None:
                 cache_rows = np.flatnonzero(self._map >= 0)

@@ -1,11 +1,11 @@
-"""How much the rows of a cache level are used, and which of them go when others need room.
+"""The eviction policy of a cache level: how much its rows are used, and which to evict when others need room.
 
-    lru   the row whose last lookup is longest ago goes first
-    lfu   the row with the fewest lookups since it came goes first; of equal ones the lru
+    lru   evict the least recently used row
+    lfu   evict the row with the fewest lookups since it was cached; among equals, the least recently used
 
-Time is counted in lookups. Victims are found in advance: once in a while the oldest eighth of the cache is put in a
-queue, and whoever needs room takes from it, passing over rows that were used since. So a batch costs what it evicts,
-not what the cache holds.
+Time is counted in lookups. Victims are found in advance: now and then the oldest eighth of the cache is put into a
+queue, and evictions take rows from it, skipping those that were used since. So the cost of a batch depends on how many
+rows it evicts, not on the size of the cache.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64
+
 Mask = NDArray[np.bool_]
 
 POLICIES = ("lru", "lfu")
-# A refill queues this part of the cache, or what is needed if that is more.
+# A refill queues this fraction of the cache, or as many rows as are needed if that is more.
 QUEUE_SHARE = 8
-# How many queued rows are looked at in one go.
+# How many queued rows are checked at a time.
 QUEUE_SLICE_ROWS = 1024
-# For lfu one number orders rows by lookups and then by time; 2**40 lookups take longer than any training.
+# For lfu, one number orders rows by lookups and then by time; 2**40 lookups take longer than any training.
 TICK_BITS = 40
 HITS_MAX = (1 << (63 - TICK_BITS)) - 1
 
@@ -29,8 +30,8 @@ HITS_MAX = (1 << (63 - TICK_BITS)) - 1
 class CacheUse:
     """Use of `rows` cache rows. Callers hold the table's lock.
 
-    `ticks` is the lookup that used a row last, `hits` how many lookups did since it came, `awaited` whether a prefetch
-    brought or found it for a lookup that has not come yet.
+    `ticks` is the last lookup that used a row, `hits` how many lookups did since it was cached, `awaited` whether a
+    prefetch cached or found it for a lookup that is still to come.
     """
 
     def __init__(self, rows: int, *, policy: str) -> None:
@@ -43,23 +44,23 @@ class CacheUse:
         self._empty_queue()
 
     def begin_lookup(self) -> None:
-        """Begin a lookup: rows that it touches are no victims until the next one begins."""
+        """Begin a lookup: rows that it touches cannot be evicted until the next one begins."""
         self.tick += 1
 
     def touch(self, rows: I64) -> None:
-        """Count rows as used by this lookup, each once, however often it is mentioned."""
+        """Count rows as used by this lookup; a row that is mentioned several times counts once."""
         self.ticks[rows] = self.tick
         self.hits[rows] += 1
         self.awaited[rows] = False
 
     def begin_rows(self, rows: I64, *, awaited: bool) -> None:
-        """Begin to count for rows that have just come."""
+        """Start the counts of rows that have just been cached."""
         self.ticks[rows] = self.tick
         self.hits[rows] = 0
         self.awaited[rows] = awaited
 
     def grow(self, rows: int) -> None:
-        """Make room for rows in all."""
+        """Make room for `rows` rows in all."""
         more = rows - len(self.ticks)
         self.ticks = np.concatenate([self.ticks, np.zeros(more, dtype=np.int64)])
         self.hits = np.concatenate([self.hits, np.zeros(more, dtype=np.int64)])
@@ -71,10 +72,10 @@ class CacheUse:
         self._empty_queue()
 
     def victims(self, count: int, *, used: I64, awaited_too: bool) -> I64:
-        """Return up to count rows to evict; they must go before the next call. None: no row may go.
+        """Return up to `count` rows, which must be evicted before the next call; none if no row may be evicted.
 
-        used is what every cache row holds, -1 nothing. Rows of the latest lookup never go, rows that a prefetch is
-        waited for only with awaited_too.
+        used: the host row of every cache row, -1 for a free one. Rows of the latest lookup are never returned, rows
+        that a prefetch brought for a coming lookup only with awaited_too.
         """
         rows = self._from_queue(count, used=used, awaited_too=awaited_too)
         if not rows.size:
@@ -87,12 +88,12 @@ class CacheUse:
         while count and self._queue_at < self._queue.size:
             part = slice(self._queue_at, self._queue_at + max(count, QUEUE_SLICE_ROWS))
             rows = self._queue[part]
-            # A row that left and came back, or was looked up, has another tick than when it was queued.
+            # A row that was looked up, or evicted and cached again, has another tick than when it was queued.
             good = (used[rows] >= 0) & (self.ticks[rows] == self._queue_ticks[part])
             if not awaited_too:
                 good &= ~self.awaited[rows]
             taken = np.flatnonzero(good)[:count]
-            # Behind the last one that is taken the slice may hold more for the next call.
+            # The slice may hold more for the next call after the last row that is taken.
             self._queue_at += int(taken[-1]) + 1 if taken.size == count else rows.size
             count -= taken.size
             found.append(rows[taken])

@@ -1,4 +1,4 @@
-"""Ids on trial: how often each of them was looked up before it got a row.
+"""Admission candidates: ids that have no row yet, and how often each of them was looked up.
 
 A table of its own beside the table it serves, with the columns `id` and `count` (int64), so that it is saved in the
 same cut and loaded like any other. An id leaves it when it is admitted.
@@ -6,21 +6,16 @@ same cut and loaded like any other. An id leaves it when it is admitted.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
-from asyncckpt.tables.cut import HashTableCut, HashTableLoad
+from asyncckpt.native import I64
+from asyncckpt.tables.cut import HashTableCut
 from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import Layout
-from asyncckpt.tables.table_arguments import check_eviction, checked_count
-from asyncckpt.tables.table_lock import TableLock
-
-I64 = NDArray[np.int64]
+from asyncckpt.tables.stored_table import StoredTable
+from asyncckpt.tables.table_arguments import check_eviction
 
 COUNT_COLUMN = "count"
 FIRST_ROWS = 1024
@@ -32,35 +27,17 @@ _SCHEMA = TableSchema(
 )
 
 
-class CandidateTable:
+class CandidateTable(StoredTable):
     """Counts of ids that have no row yet. Implements `asyncckpt.model.table.Table`.
 
-    Its lock is its own, and never taken by a thread that holds another table's: a save cuts both in either order. It
-    grows by every new id that is looked up; `evict("count", below=2)` now and then forgets the rare ones.
+    It has a lock of its own, which no thread takes that holds another table's: a save cuts both in either order. It
+    grows by every new id that is looked up; call `evict("count", below=2)` now and then to remove the rare ones.
     """
 
     def __init__(self, name: str, *, shard: tuple[int, int]) -> None:
-        self._name = name
-        self._shard = shard
-        self._lock = TableLock(name)
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
-        self._store = RowStore(layout, capacity=FIRST_ROWS, initializer=None)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self._shard
-
-    def schema(self) -> TableSchema:
-        """Return the columns: id, count."""
-        return _SCHEMA
-
-    def __len__(self) -> int:
-        """How many ids are on trial, without waiting for the lock."""
-        return len(self._store)
+        store = RowStore(layout, capacity=FIRST_ROWS, initializer=None)
+        super().__init__(name, schema=_SCHEMA, store=store, shard=shard)
 
     def __repr__(self) -> str:
         return f"CandidateTable({self._name!r}, rows={len(self)}, shard={self._shard})"
@@ -73,7 +50,7 @@ class CandidateTable:
             return torch.from_numpy(self._store.ids_of(rows)), values
 
     def add(self, ids: I64, *, admit_at: int) -> I64:
-        """Count one lookup of each of ids (distinct); return those that reach admit_at, which are forgotten here."""
+        """Count one lookup of each of ids (distinct); return those that reach admit_at, which are removed here."""
         with self._lock.hold("count"):
             rows = torch.from_numpy(self._store.insert(ids, touch=True))
             counts = self._store.column(COUNT_COLUMN)
@@ -84,12 +61,12 @@ class CandidateTable:
             return admitted
 
     def forget(self, ids: I64) -> int:
-        """Forget ids and return how many of them were there."""
+        """Remove ids and return how many of them were there."""
         with self._lock.hold("removal"):
             return self._store.remove(ids)
 
     def evict(self, column: str, *, below: float) -> int:
-        """Forget the ids whose number in a column (`count`) is below a bound; return how many. Raises UsageError."""
+        """Remove the ids whose number in a column (`count`) is below a bound; return how many. Raises UsageError."""
         check_eviction(_SCHEMA, column, below, table=self._name)
         with self._lock.hold("eviction"):
             rows = self._store.rows()
@@ -97,28 +74,11 @@ class CandidateTable:
             return self._store.remove(self._store.ids_of(rows[is_below(values, below)]))
 
     def clear(self) -> None:
-        """Forget all ids."""
+        """Remove all ids."""
         with self._lock.hold("clear"):
             self._store.clear()
 
     def begin_cut(self) -> HashTableCut:
-        """Hold the table still until the cut's fence. Raises DeadlineError when another use of it does not end."""
-        self._lock.acquire("cut")
-        try:
+        """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
+        with self._lock.hold_for_result("cut"):
             return HashTableCut(self._name, store=self._store, lock=self._lock)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> HashTableLoad:
-        """Take the table for a load until its end, emptied first when clear, with room for rows_count more rows."""
-        checked_count("rows_count of a load", rows_count, table=self._name, at_least=0)
-        self._lock.acquire("load")
-        try:
-            if clear:
-                self._store.clear()
-            self._store.reserve(len(self._store) + rows_count)
-            return HashTableLoad(self._name, store=self._store, lock=self._lock, shard=self._shard, filled=filled)
-        except BaseException:
-            self._lock.release()
-            raise

@@ -1,76 +1,63 @@
-"""A hash table held still for a save, and a hash table being filled by a load.
+"""A hash table frozen for a save, and a hash table being filled by a load.
 
     from   to     done by                the table
-    free   cut    HashTable.begin_cut    nothing of it changes; columns may be read
-    cut    free   fence, or end          everything may change again
-    free   load   HashTable.begin_load   the load alone uses it
-    load   free   end                    filled on end(True), empty on end(False)
+    free   cut    HashTable.begin_cut    does not change; columns may be read
+    cut    free   fence, or end          may change again
+    free   load   HashTable.begin_load   is used by the load alone
+    load   free   end                    is filled on end(True), empty on end(False)
 
-In cut and load the table's lock is held.
+The table's lock is held in the states cut and load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CutVersion
+from asyncckpt.native import I64
+from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import check_owned, flat_ids
-from asyncckpt.tables.once import Once
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.table_lock import TableLock
 
 
 class HashTableCut:
-    """A TableCut and TracksRows of a HashTable. It is made holding the lock, which `fence` gives back, from any thread.
+    """A TableCut and TracksRows of a HashTable. The caller holds the lock, which `fence` releases from any thread.
 
-    It ends an epoch of the table's marks, whatever becomes of the save.
+    It ends an epoch of the table's marks, whether the save succeeds or not. `rows_count`, `runs` (ascending ranges
+    `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
     """
 
     def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
         self._table = table
         self._store = store
         self._lock = lock
-        self._fenced = Once()
-        self._runs = store.runs()
-        self._rows_count = len(store)
-        self._version = store.marks.end_epoch()
+        self._fenced = FirstCaller()
+        self.rows_count = len(store)
+        self.runs = store.runs()
+        self.version: CutVersion = store.marks.end_epoch()
 
-    @property
-    def rows_count(self) -> int:
-        return self._rows_count
-
-    @property
-    def runs(self) -> NDArray[np.int64]:
-        """Ascending row ranges `[begin, end)`, int64 [k, 2]; stays valid after the fence."""
-        return self._runs
-
-    @property
-    def version(self) -> CutVersion:
-        """Names the table's state at this cut; stays valid after the fence."""
-        return self._version
-
-    def touched_since(self, version: CutVersion) -> NDArray[np.int64] | None:
-        """Return the rows of `runs` written since a cut, ascending int64 [n]; None when it is not known.
+    def touched_since(self, version: CutVersion) -> I64 | None:
+        """Return the rows of `runs` written since a cut, ascending int64 [n]; None if unknown.
 
         Costs one pass over the marks, a byte per row. Raises UsageError.
         """
         self._check_held("touched rows")
         return self._store.marks.touched_since(version)
 
-    def removed_since(self, version: CutVersion) -> NDArray[np.int64] | None:
-        """Return the distinct ids removed since a cut, ascending int64 [n], also those that are back; None when it is
-        not known. Raises UsageError."""
+    def removed_since(self, version: CutVersion) -> I64 | None:
+        """Return the distinct ids removed since a cut, ascending int64 [n], even if inserted again; None if unknown.
+
+        Raises UsageError.
+        """
         self._check_held("removed ids")
         return self._store.marks.removed_since(version)
 
-    def begun_since(self, version: CutVersion) -> NDArray[np.int64] | None:
-        """Return the rows given to an id since a cut, ascending int64 [n]; None when it is not known. Raises
-        UsageError."""
+    def begun_since(self, version: CutVersion) -> I64 | None:
+        """Return the rows assigned to an id since a cut, ascending int64 [n]; None if unknown. Raises UsageError."""
         self._check_held("begun rows")
         return self._store.marks.begun_since(version)
 
@@ -80,12 +67,12 @@ class HashTableCut:
         return self._store.column(name)
 
     def fence(self) -> None:
-        """Let the table change again. A second call does nothing."""
+        """Let the table change again. Idempotent."""
         if self._fenced.first():
             self._lock.release()
 
     def end(self, ok: bool) -> None:
-        """Take note that the save has committed or failed; a cut that never came to its fence is past it now."""
+        """Note that the save has committed or failed, and make up for a fence that was never called."""
         self.fence()
 
     def _check_held(self, use: str) -> None:
@@ -94,9 +81,9 @@ class HashTableCut:
 
 
 class HashTableLoad:
-    """A TableLoad of a HashTable. It is made holding the lock, which `end` gives back, from any thread.
+    """A TableLoad of a HashTable. The caller holds the lock, which `end` releases from any thread.
 
-    It writes to columns as it likes, so after it nothing is known of cuts before it.
+    It writes to any column, so earlier cuts cannot be asked about after it.
     """
 
     def __init__(
@@ -107,14 +94,14 @@ class HashTableLoad:
         self._lock = lock
         self._shard = shard
         self._filled = frozenset(filled)
-        self._ended = Once()
+        self._ended = FirstCaller()
         store.marks.lose_all()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Give every id (int64 [n]) a row and return the rows (int64 [n], CPU).
 
-        New rows start from initial values in the columns that the load does not fill, so that columns the checkpoint
-        lacks are sound. Raises UsageError for an id of another shard.
+        In columns that the load does not fill, because the checkpoint lacks them, new rows get initial values. Raises
+        UsageError for an id of another shard.
         """
         self._check_open("insert")
         flat = flat_ids(ids, table=self._table)
@@ -122,7 +109,7 @@ class HashTableLoad:
         return torch.from_numpy(self._store.insert(flat, filled=self._filled))
 
     def first_row(self) -> int | None:
-        """Return the first of the consecutive rows that the next distinct ids get; None when they get others."""
+        """Return the first row if the next distinct ids get consecutive rows, else None."""
         self._check_open("rows")
         return self._store.first_row()
 
@@ -132,7 +119,7 @@ class HashTableLoad:
         return self._store.column(name)
 
     def end(self, ok: bool) -> None:
-        """Give the table back: as filled when ok, else empty. A second call does nothing."""
+        """Release the table, filled if ok, else empty. Idempotent."""
         if not self._ended.first():
             return
         try:

@@ -1,21 +1,19 @@
-"""Where the rows of a cut stand: which storage rows belong to it, and in which window each of them is."""
+"""The places of the rows of a cut: which storage rows belong to it, and which window each of them is in."""
 
 from __future__ import annotations
 
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.model.row_runs import window
-
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64
 
 
 class CutPlaces:
     """The rows of a cut by place: place p is its p-th row, window i the places `[i, i + 1) * window_rows`.
 
-    Making one costs nothing; sums over the runs are taken when they are first needed.
+    The constructor does no work; sums over the runs are computed when they are first needed.
     """
 
     def __init__(self, runs: I64, *, rows_count: int, window_rows: int) -> None:
@@ -26,25 +24,25 @@ class CutPlaces:
 
     @property
     def storage_end(self) -> int:
-        """One more than the last storage row of the cut."""
+        """The last storage row of the cut plus one."""
         return int(self._runs[-1, 1]) if len(self._runs) else 0
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The places `[begin, end)` of a window."""
+        """Return the places `[begin, end)` of a window."""
         begin = index * self.window_rows
         return begin, min(begin + self.window_rows, self.rows_count)
 
     def runs_of(self, index: int) -> I64:
-        """The storage rows of a window as ascending runs, int64 [k, 2]."""
+        """Return the storage rows of a window as ascending runs, int64 [k, 2]."""
         return window(self._runs, *self.bounds(index))
 
     def of(self, rows: I64) -> I64:
-        """The place of each storage row, int64 [n]; -1 for a row that does not belong to the cut."""
+        """Return the place of each storage row, int64 [n]; -1 for a row that does not belong to the cut."""
         if not self.rows_count:
             return np.full(rows.size, -1, dtype=np.int64)
         begins, ends, before = self._borders
         run = np.searchsorted(begins, rows, side="right") - 1
-        # A row before the first run has run -1, which would be read as the last one.
+        # A row before the first run has run -1, which NumPy reads as the last one.
         inside = (run >= 0) & (rows < ends[run])
         places: I64 = np.where(inside, rows - begins[run] + before[run], -1)
         return places

@@ -1,10 +1,10 @@
 """torch modules over several multi-level tables: EmbCacheEmbeddingBagCollection and EmbCacheEmbeddingCollection.
 
 A collection maps features to tables, as TorchRec's EmbeddingBagCollection and EmbeddingCollection do; several features
-may share a table. What a batch is, jagged_batch.py tells: a KeyedJaggedTensor, or feature -> (values, offsets).
+may share a table. A batch is a KeyedJaggedTensor, or feature -> (values, offsets): see jagged_batch.py.
 
-All features of a table go through it in one lookup, so that an id counts once a batch for admission, and the cache is
-asked for all of the batch's rows at once.
+All features of a table share one lookup, so that an id counts once per batch for admission, and the cache sees all rows
+of the batch at once.
 
 Source of the interface: TorchRec `EmbeddingBagCollection`, `EmbeddingCollection`; the names are those of RecSDK
 (torchrec_embcache).
@@ -13,7 +13,7 @@ Source of the interface: TorchRec `EmbeddingBagCollection`, `EmbeddingCollection
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ POOLINGS = ("sum", "mean")
 class EmbCacheTableConfig:
     """One table of a collection: its features, and the arguments of its MultiLevelTable.
 
-    pooling is what an EmbCacheEmbeddingBagCollection does with the rows of a sample: "sum" or "mean"; the other
-    collection has no use for it. UsageError for wrong names and poolings; the rest is checked by the table.
+    pooling: how an EmbCacheEmbeddingBagCollection combines the rows of a sample, "sum" or "mean"; the other collection
+    ignores it. Raises UsageError for wrong names and poolings; the table checks the other arguments.
     """
 
     name: str
@@ -66,23 +66,9 @@ class EmbCacheTableConfig:
             raise UsageError(f"pooling of table {self.name!r} is wrong", found=self.pooling, expected=POOLINGS)
 
     def new_table(self, *, shard: tuple[int, int], device: torch.device | str) -> MultiLevelTable:
-        """Make the table; device is that of its cache level. Raises UsageError as MultiLevelTable does."""
-        return MultiLevelTable(
-            self.name,
-            self.dim,
-            cache_rows=self.cache_rows,
-            dtype=self.dtype,
-            optimizer_slots=self.optimizer_slots,
-            metadata=self.metadata,
-            shard=shard,
-            device=device,
-            capacity=self.capacity,
-            initializer=self.initializer,
-            policy=self.policy,
-            admit_after=self.admit_after,
-            undo_bytes_max=self.undo_bytes_max,
-            pin_host_memory=self.pin_host_memory,
-        )
+        """Make the table with its cache level on `device`. Raises UsageError like MultiLevelTable."""
+        names = {field.name for field in fields(self)} - {"feature_names", "pooling"}
+        return MultiLevelTable(**{name: getattr(self, name) for name in names}, shard=shard, device=device)
 
 
 class JaggedRows(NamedTuple):
@@ -137,8 +123,11 @@ class EmbCacheCollection(nn.Module):
             module.step = step
 
     def prefetch(self, batch: Any) -> int:
-        """Bring the known ids of a coming batch into the caches and return how many rows came. Only a hint: it changes
-        nothing that training computes or a checkpoint holds. Raises UsageError for a batch that forward refuses."""
+        """Bring the known ids of a coming batch into the caches and return how many rows came.
+
+        Only a hint: it changes nothing that training computes or a checkpoint holds. Raises UsageError for a batch that
+        forward refuses.
+        """
         count = 0
         for config, module in zip(self.configs, self._modules_in_order(), strict=True):
             parts = [feature_of(batch, name, weighted=False) for name in config.feature_names]
@@ -156,8 +145,8 @@ class EmbCacheCollection(nn.Module):
 class EmbCacheEmbeddingBagCollection(EmbCacheCollection):
     """Pooled rows per feature.
 
-    is_weighted: the batch must be a KeyedJaggedTensor with weights, and every table must pool by "sum"; else weights of
-    a batch are not looked at, as in TorchRec.
+    is_weighted: the batch must be a KeyedJaggedTensor with weights, and every table must pool by "sum". Otherwise the
+    weights of a batch are ignored, as in TorchRec.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """torch modules over a HashTable or a MultiLevelTable: HashEmbedding and HashEmbeddingBag.
 
-In training a forward gives unseen ids a row, and stamps the step and adds up mentions on every row it reads; ids that
-the table does not admit yet read as zero rows without a gradient. In eval no id gets a row, unseen ids read as zero
-rows and nothing gets a gradient. The table is no parameter: `state_dict()` does not hold it (a checkpoint has it as a
-table), `.to()` does not move it, and SparseSGD or SparseAdagrad updates it.
+In training mode, a forward gives unseen ids a row, and records the step and adds the number of mentions in every row it
+reads; ids that the table does not admit yet read as zero rows without a gradient. In eval mode, no id gets a row,
+unseen ids read as zero rows and nothing gets a gradient. The table is not a parameter: `state_dict()` does not hold it
+(a checkpoint has it as a table), `.to()` does not move it, and SparseSGD or SparseAdagrad updates it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
+from asyncckpt.native import I64
 from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import flat_ids
@@ -34,11 +34,11 @@ BAG_MODES = ("sum", "mean", "max")
 class HashEmbedding(nn.Module):
     """Rows of a table by id, like nn.Embedding without a size.
 
-    table is a HashTable, a MultiLevelTable or what else has the methods of TrainableTable; or a dim for a new HashTable
-    made with name, optimizer_slots and initializer. step_column names the int64 metadata column, row shape (), where
-    training forwards write `step`; None writes to `last_seen` where the table has it. `step` is the caller's to set.
-    Where the table has an int64 metadata column `count`, row shape (), a training forward adds how often each id is
-    mentioned. `pending` holds gradients until an optimizer takes them.
+    table is a HashTable, a MultiLevelTable or any other TrainableTable; or a dim for a new HashTable made with name,
+    optimizer_slots and initializer. step_column names the int64 metadata column, row shape (), to which training
+    forwards write `step`; None: `last_seen`, if the table has it. The caller sets `step`. If the table has an int64
+    metadata column `count`, row shape (), a training forward adds how often each id is mentioned. `pending` holds
+    gradients until an optimizer takes them.
     """
 
     def __init__(
@@ -71,17 +71,14 @@ class HashEmbedding(nn.Module):
         return repr(self.table)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows, `[*ids.shape, dim]`, of ids, int64 of any shape.
-
-        Raises UsageError as HashTable.lookup does.
-        """
+        """Return the rows, `[*ids.shape, dim]`, of ids, int64 of any shape. Raises UsageError like HashTable.lookup."""
         places, rows = self._distinct_rows(ids)
         return functional.embedding(places, rows)
 
     def _distinct_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (places, rows): rows `[n, dim]` of the distinct ids, and for every id its place among them.
 
-        The distinct ids are ascending, so that nothing that follows depends on row numbers.
+        The distinct ids are ascending, so that no result depends on row numbers.
         """
         if not isinstance(ids, torch.Tensor):
             raise UsageError(f"ids for table {self.table.name!r} are wrong", found=type(ids), expected=torch.Tensor)
@@ -97,14 +94,14 @@ class HashEmbedding(nn.Module):
         found = rows >= 0
         if found.all():
             return places, self._trained_rows(index, distinct, mentions)
-        # Ids that the table does not admit yet: they are left out of what gets a gradient, and zeros stand for them.
+        # Ids that the table does not admit yet get zeros, and no gradient.
         kept = sent(torch.from_numpy(np.flatnonzero(found)), device)
         trained = self._trained_rows(index[kept], distinct[found], mentions[found])
         zeros = torch.zeros((distinct.size, *trained.shape[1:]), dtype=trained.dtype, device=device)
         return places, zeros.index_copy(0, kept, trained)
 
-    def _trained_rows(self, index: torch.Tensor, ids: NDArray[np.int64], mentions: NDArray[np.int64]) -> torch.Tensor:
-        """Return rows, `[n, dim]`, of ids (distinct, in the table's rows index), stamped, counted and watched."""
+    def _trained_rows(self, index: torch.Tensor, ids: I64, mentions: I64) -> torch.Tensor:
+        """Return rows `[n, dim]` of distinct ids, at `index`; record their step and mentions, watch their gradient."""
         with torch.no_grad():
             if self._step_column is not None:
                 self.table.slot(self._step_column).index_fill_(0, index, self.step)
@@ -185,7 +182,7 @@ class HashEmbeddingBag(HashEmbedding):
 
 
 def _rows_or_zeros(embedding: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows at index, and zeros where index is -1; what free rows hold is undefined and may be NaN."""
+    """Return the rows at index, zeros where index is -1; free rows hold anything, even NaN."""
     rows = embedding.index_select(0, index.clamp_min(0))
     rows[index < 0] = 0
     return rows
@@ -200,7 +197,7 @@ def _checked_step_column(table: TrainableTable, name: str | None) -> str | None:
 
 
 def _scalar_column(table: TrainableTable, name: str) -> str | None:
-    """Return name if the table has an int64 metadata column of row shape () of this name."""
+    """Return `name` if the table has an int64 metadata column of row shape () with this name."""
     column = table.schema().column(name)
     if column is None or column.role is not Role.METADATA or column.dtype is not torch.int64:
         return None

@@ -1,4 +1,4 @@
-"""Which rows an eviction by age or count takes: a metadata column against a bound."""
+"""Which rows are evicted by age or count: those whose metadata column is below a bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_below(values: torch.Tensor, below: float) -> NDArray[np.bool_]:
         return np.ones(len(values), dtype=np.bool_)
     if below <= limits.min:
         return np.zeros(len(values), dtype=np.bool_)
-    # Of integers, those below 2.5 are those below 3.
+    # An integer is below 2.5 if it is below 3.
     found = (values < math.ceil(below)).numpy()
     return found
 

@@ -1,12 +1,12 @@
-"""Gradients on their way from a backward pass to the rows of a table.
+"""Pending gradients, between a backward pass and the optimizer step that applies them to the rows of a table.
 
 1. A forward copies the rows of its distinct ids into a leaf tensor, `[n, dim]`, and computes on that.
-2. The backward accumulates into the leaf; the first time it does, the leaf joins `pending` of its module.
+2. The backward accumulates into the leaf; the first time, the leaf is added to `pending` of its module.
 3. An optimizer takes `pending`, in the order of the forwards, sums per id, and looks the ids up again: rows may have
-   been removed or given to other ids since.
+   been removed or assigned to other ids since.
 
-A leaf joins in its backward and not in its forward. So a forward without backward leaves nothing behind, and the usual
-forward, zero_grad(), backward, step() loses nothing.
+A leaf is added in its backward, not in its forward. So a forward without backward leaves nothing behind, and the usual
+order forward, zero_grad(), backward, step() loses nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.native import I64
 from asyncckpt.tables.row_device import sent
 
 # Far above any gradient accumulation; a training loop without an optimizer step must not eat all memory.
@@ -29,7 +29,7 @@ class PendingRows:
     """One forward that has a gradient: `leaf.grad`, `[n, dim]`, belongs to ids, int64 [n], distinct and ascending."""
 
     forward_index: int
-    ids: NDArray[np.int64]
+    ids: I64
     leaf: torch.Tensor
 
 
@@ -44,11 +44,11 @@ class PendingGradients:
         return len(self._entries)
 
     def entries(self) -> list[PendingRows]:
-        """Return what is pending in the order of the forwards; `leaf.grad` may be changed, to clip it for one."""
+        """Return what is pending in the order of the forwards; `leaf.grad` may be changed, for example to clip it."""
         return sorted(self._entries, key=lambda entry: entry.forward_index)
 
-    def watch(self, leaf: torch.Tensor, ids: NDArray[np.int64]) -> None:
-        """Make leaf (float [n, dim]) ask for a gradient, and keep it here once it has one."""
+    def watch(self, leaf: torch.Tensor, ids: I64) -> None:
+        """Make `leaf` (float [n, dim]) require a gradient, and add it here when it has one."""
         index = self._forwards_count
         self._forwards_count += 1
 
@@ -63,25 +63,25 @@ class PendingGradients:
         leaf.requires_grad_()
         leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
-    def take(self) -> list[tuple[NDArray[np.int64], torch.Tensor]]:
-        """Return (ids, gradient) of all that is pending, in the order of the forwards, and forget it."""
+    def take(self) -> list[tuple[I64, torch.Tensor]]:
+        """Return (ids, gradient) of everything pending, in the order of the forwards, and drop it."""
         taken = [(entry.ids, entry.leaf.grad) for entry in self.entries()]
         self.drop()
         return [(ids, gradient) for ids, gradient in taken if gradient is not None]
 
     def drop(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for entry in self._entries:
             entry.leaf.grad = None
         self._entries.clear()
 
 
 def sum_per_id(
-    gradients: list[tuple[NDArray[np.int64], torch.Tensor]],
-) -> tuple[NDArray[np.int64], torch.Tensor]:
+    gradients: list[tuple[I64, torch.Tensor]],
+) -> tuple[I64, torch.Tensor]:
     """Sum gradients of the same id in list order; return the distinct ids, ascending, and a gradient row for each.
 
-    The ids of one entry are distinct, so every step below writes a row once: the sum has one order on every device.
+    The ids of one entry are distinct, so each step below writes a row once: the sum has the same order on every device.
     """
     assert gradients
     if len(gradients) == 1:

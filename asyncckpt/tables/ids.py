@@ -1,7 +1,7 @@
-"""Ids and rows as callers pass them, and which shard owns an id.
+"""Checks of the ids and rows that callers pass, and which shard owns an id.
 
-An id is an int64 bit pattern. Other dtypes are refused, not converted: a float id above 2**53 has lost bits already,
-and an int32 id is most often a mistake made further up.
+An id is an int64 bit pattern. Other dtypes are refused, not converted: a float id above 2**53 has already lost bits,
+and an int32 id is usually a mistake of the caller's.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.native import I64
 
-IdsLike: TypeAlias = torch.Tensor | NDArray[np.int64]
-RowsLike: TypeAlias = torch.Tensor | NDArray[np.int64]
+IdsLike: TypeAlias = torch.Tensor | I64
+RowsLike: TypeAlias = torch.Tensor | I64
 
 
-def flat_ids(ids: IdsLike, *, table: str) -> NDArray[np.int64]:
-    """Return ids as a contiguous int64 [n] array on the CPU; a view where that is possible. Raises UsageError."""
+def flat_ids(ids: IdsLike, *, table: str) -> I64:
+    """Return ids as a contiguous int64 [n] array on the CPU; a view if possible. Raises UsageError."""
     if isinstance(ids, torch.Tensor):
         if ids.dtype is not torch.int64:
             raise _wrong_dtype(table, found=ids.dtype, hint=_tensor_hint(ids.dtype))
@@ -32,11 +33,11 @@ def flat_ids(ids: IdsLike, *, table: str) -> NDArray[np.int64]:
     raise UsageError(f"ids for table {table!r} are wrong", found=type(ids), expected=expected)
 
 
-def flat_rows(rows: RowsLike, *, end: int, table: str) -> NDArray[np.int64]:
-    """Return rows of [-1, end) as a contiguous int64 [n] array on the CPU, a view where possible. Raises UsageError."""
+def flat_rows(rows: RowsLike, *, end: int, table: str) -> I64:
+    """Return rows of [-1, end) as a contiguous int64 [n] array on the CPU, a view if possible. Raises UsageError."""
     what = f"rows of table {table!r}"
     if isinstance(rows, torch.Tensor) and rows.dtype is torch.int64:
-        flat: NDArray[np.int64] = rows.detach().cpu().contiguous().view(-1).numpy()
+        flat: I64 = rows.detach().cpu().contiguous().view(-1).numpy()
     elif isinstance(rows, np.ndarray) and rows.dtype == np.int64:
         flat = np.ascontiguousarray(rows).reshape(-1)
     else:
@@ -49,8 +50,8 @@ def flat_rows(rows: RowsLike, *, end: int, table: str) -> NDArray[np.int64]:
     return flat
 
 
-def one_id(value: object, *, table: str) -> NDArray[np.int64]:
-    """Return one id as an int64 [1] array. Raises UsageError for what is no int64."""
+def one_id(value: object, *, table: str) -> I64:
+    """Return one id as an int64 [1] array. Raises UsageError for anything else."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         ids = flat_ids(value, table=table)
         if ids.size != 1:
@@ -62,18 +63,18 @@ def one_id(value: object, *, table: str) -> NDArray[np.int64]:
     return np.array([value], dtype=np.int64)
 
 
-def owned_mask(ids: NDArray[np.int64], *, shard: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return which of ids (int64 [n]) the shard (index, count) owns: the bit pattern as unsigned, modulo count."""
+def owned_mask(ids: I64, *, shard: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return which of ids (int64 [n]) the shard (index, count) owns: unsigned bit pattern modulo count is index."""
     index, count = shard
     bits = ids.view(np.uint64)
-    # For powers of two a mask gives the same and is several times faster than the division.
+    # For powers of two, a mask gives the same and is several times faster than the division.
     rest = bits & np.uint64(count - 1) if count & (count - 1) == 0 else bits % np.uint64(count)
     mask: NDArray[np.bool_] = rest == np.uint64(index)
     return mask
 
 
-def check_owned(ids: NDArray[np.int64], *, shard: tuple[int, int], table: str) -> None:
-    """Raise UsageError when an id of ids (int64 [n]) belongs to another shard; it names the first one."""
+def check_owned(ids: I64, *, shard: tuple[int, int], table: str) -> None:
+    """Raise UsageError, naming the first one, if an id of ids (int64 [n]) belongs to another shard."""
     if shard[1] == 1:
         return
     owned = owned_mask(ids, shard=shard)

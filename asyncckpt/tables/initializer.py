@@ -1,7 +1,7 @@
-"""What the embedding of a new id starts from.
+"""Initial values of the embedding of a new id.
 
-`Uniform` is a counter hash, not a random stream: the first row of an id depends on the seed, the id and the column
-index alone. So a run that was resumed, or spread over another number of shards, gives every id the row it had before.
+`Uniform` is a counter hash, not a random stream: the initial row of an id depends only on the seed, the id and the
+column index. So a run that was resumed, or has another number of shards, gives every id the same initial row.
 
 1. key = splitmix64(id + splitmix64(seed)).
 2. One 64-bit word serves two columns: word p = splitmix64(key + (p + 1) * GOLDEN); its low half is column 2p, its high
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.native import I64
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
@@ -34,9 +35,9 @@ FloatRows: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Uniform:
-    """First rows evenly spread over [-bound, bound], at the resolution of float32.
+    """Initial rows uniform over [-bound, bound], at the resolution of float32.
 
-    Tables of one model should have different seeds: the same id starts from the same row under the same seed.
+    Tables of one model should have different seeds: with the same seed, the same id gets the same initial row.
     """
 
     bound: float
@@ -48,8 +49,8 @@ class Uniform:
         if not isinstance(self.seed, int):
             raise UsageError("seed of Uniform is wrong", found=self.seed, expected="an int")
 
-    def rows(self, ids: NDArray[np.int64], *, dim: int) -> FloatRows:
-        """Return the first rows, float32 [n, dim], of ids, int64 [n]."""
+    def rows(self, ids: I64, *, dim: int) -> FloatRows:
+        """Return the initial rows, float32 [n, dim], of ids, int64 [n]."""
         seed_key = _splitmix64(np.array([self.seed % 2**64], dtype=np.uint64))
         keys = _splitmix64(ids.view(np.uint64) + seed_key)
         words_per_row = (dim + 1) // 2
@@ -74,12 +75,12 @@ class Uniform:
 Initializer: TypeAlias = float | Uniform | Callable[[torch.Tensor], torch.Tensor] | None
 """Zeros, one constant, hashed rows, or a function of new ids (int64 [n], CPU) to rows ([n, dim]).
 
-A function runs under the table's lock, for a bounded number of ids a call; it must not use the table.
+A function is called with a bounded number of ids under the table's lock; it must not use the table.
 """
 
 
 def check_initializer(initializer: object, *, table: str) -> None:
-    """Raise UsageError when initializer is none of the four kinds."""
+    """Raise UsageError unless initializer is one of the four kinds."""
     if initializer is None or isinstance(initializer, Uniform) or callable(initializer):
         return
     if isinstance(initializer, (int, float)) and not isinstance(initializer, bool):

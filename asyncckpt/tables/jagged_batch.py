@@ -1,7 +1,7 @@
-"""Batches of features with any number of ids per sample, taken apart and checked.
+"""Batches of features with any number of ids per sample, split into features and checked.
 
-A batch is a KeyedJaggedTensor of TorchRec, known by its shape (`keys()`, and items with `values()`, `lengths()` and
-`weights_or_none()`), or a mapping of feature name to (values, offsets):
+A batch is a KeyedJaggedTensor of TorchRec, recognized by its methods (`keys()`, and items with `values()`, `lengths()`
+and `weights_or_none()`), or a mapping of feature name to (values, offsets):
 
     values   int64 [n], the ids of all samples, one after the other
     offsets  int64 or int32 [batch + 1], where each sample begins; the first is 0, the last n
@@ -21,7 +21,7 @@ OFFSET_DTYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class Feature:
-    """The ids of one feature: values int64 [n], offsets int64 [batch + 1] on the CPU, weights [n] where asked for."""
+    """The ids of one feature: values int64 [n], offsets int64 [batch + 1] on the CPU, weights [n] if requested."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -29,7 +29,7 @@ class Feature:
 
 
 def feature_of(batch: Any, name: str, *, weighted: bool) -> Feature:
-    """Take one feature out of a batch and check it."""
+    """Return one feature of a batch, checked. Raises UsageError."""
     if not callable(getattr(batch, "keys", None)) or not hasattr(batch, "__getitem__"):
         expected = "a KeyedJaggedTensor, or a mapping of feature to (values, offsets)"
         raise UsageError("batch of a collection is wrong", found=type(batch), expected=expected)
@@ -48,7 +48,7 @@ def feature_of(batch: Any, name: str, *, weighted: bool) -> Feature:
 
 
 def _from_jagged_tensor(item: Any, name: str, *, weighted: bool) -> Feature:
-    """Take over a JaggedTensor. By its lengths: the offsets of a view into a larger one need not begin at 0."""
+    """Convert a JaggedTensor. Uses its lengths: the offsets of a view into a larger one need not begin at 0."""
     values = _checked_values(item.values(), name)
     offsets = torch.zeros(len(item.lengths()) + 1, dtype=torch.int64)
     offsets[1:] = item.lengths().cpu().to(torch.int64).cumsum(0)
@@ -63,7 +63,7 @@ def _checked_values(values: object, name: str) -> torch.Tensor:
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
         raise UsageError(f"values of feature {name!r} are wrong", found=found, expected="an int64 tensor [n]")
     if values.dtype is not torch.int64:
-        # Features of a table are put together, which would turn other dtypes into int64 without a word.
+        # Features of a table are concatenated, which would silently convert other dtypes to int64.
         what = f"values of feature {name!r} have the wrong dtype"
         raise UsageError(what, found=values.dtype, expected=torch.int64, hint="use values.long() if they are ids")
     return values
@@ -78,7 +78,7 @@ def _checked_offsets(offsets: object, values: torch.Tensor, name: str) -> torch.
     ends = (int(offsets[0]), int(offsets[-1])) if len(offsets) else None
     if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
         expected = f"ascending from 0 to {len(values)}, the number of values"
-        raise UsageError(what, found=offsets[:16].tolist(), expected=expected, hint="one more than samples are wanted")
+        raise UsageError(what, found=offsets[:16].tolist(), expected=expected, hint="one more offset than samples")
     return offsets
 
 

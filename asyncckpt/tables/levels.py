@@ -1,15 +1,15 @@
 """Both levels of a multi-level table, and the moves of rows between them. Callers hold the table's lock.
 
     host    RowStore on the CPU: every id has a row here
-    cache   CacheLevel on any device: the newest values of the ids that are in it; their host rows are out of date
+    cache   CacheLevel on any device: the newest values of the ids that are in it; their host rows are stale
 
-Training writes cache rows in place and tells nobody, so every row that leaves the cache is written back, all columns.
-From a device that takes until the device has come there; so rows that a use of the table evicted land at the begin of
-the next one, and nobody waits for the rows that he evicts himself. Between uses the lock is free and they may be on
-their way, so a cut and a load begin with `begin` like every other use.
+Training writes cache rows in place, unseen by the table, so every evicted row is written back, all columns. A
+write-back from a device takes until the device has executed it. So rows that one call evicts reach the host rows at the
+beginning of the next call, and no call waits for the rows that it evicts itself. Between calls the lock is free while
+they may be on their way, so a cut and a load begin with `begin` like every other call.
 
-Marks are those of host rows: a row is marked when it is looked up to be written or is written, in whatever level, and
-not when it moves between them.
+Marks belong to host rows: a row is marked when it is looked up for writing or is written, in either level, and not when
+it moves between them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_device import Landing, sent
 from asyncckpt.tables.row_store import RowStore
 
-I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-# A cache that is too small for a batch grows by this part more than the batch needs: the next may be a little larger.
+# A cache that is too small for a batch grows by this fraction more than the batch needs: the next may be larger.
 GROWTH_SHARE = 8
 
 
@@ -37,12 +37,12 @@ GROWTH_SHARE = 8
 class LevelCounts:
     """What has happened so far, in ids or rows."""
 
-    hits: int = 0
-    misses: int = 0
-    inserted: int = 0
-    evictions: int = 0
-    written_back: int = 0
-    prefetched: int = 0
+    hits_count: int = 0
+    misses_count: int = 0
+    inserted_count: int = 0
+    evictions_count: int = 0
+    written_back_count: int = 0
+    prefetched_count: int = 0
 
 
 class Levels:
@@ -52,12 +52,12 @@ class Levels:
         self.store = store
         self.cache = cache
         self.counts = LevelCounts()
-        self._landings: list[tuple[I64, Landing]] = []  # Host rows, and the evicted values that are to be theirs.
+        self._landings: list[tuple[I64, Landing]] = []  # Host rows, and their evicted values on the way.
 
     def begin(self) -> None:
-        """Begin a use of the levels: it comes behind the work of earlier ones, and finds evicted rows in their place.
+        """Begin a call: order it after the work of earlier ones, and write back the rows that those evicted.
 
-        Waits for the device where a use before has evicted rows, until it has come to that use.
+        Waits for the device if an earlier call has evicted rows, until it has executed that call.
         """
         self.cache.place.follow()
         self._land()
@@ -65,7 +65,7 @@ class Levels:
     def lookup(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
         """Bring ids into the cache and return their cache rows, -1 for absent ids that get no row.
 
-        insert: absent ids get a row; with admitted, distinct ids, only these. All that are returned are marked.
+        insert: absent ids get a row; if `admitted` (distinct ids) is given, only these. Marks all returned rows.
         """
         self.begin()
         cache = self.cache
@@ -73,8 +73,8 @@ class Levels:
         rows = cache.find(ids)
         missed = rows < 0
         hits = rows[~missed] if missed.any() else rows
-        self.counts.hits += hits.size
-        self.counts.misses += ids.size - hits.size
+        self.counts.hits_count += hits.size
+        self.counts.misses_count += ids.size - hits.size
         cache.use.touch(hits)
         if hits.size < ids.size:
             self._bring_missed(np.unique(ids[missed]), hits, insert=insert, admitted=admitted)
@@ -86,14 +86,14 @@ class Levels:
         return rows
 
     def touch(self, rows: I64) -> None:
-        """Mark cache rows, int64 [n], as written; -1 and rows that hold nothing are passed over."""
+        """Mark cache rows, int64 [n], as written; skip -1 and free rows."""
         host_rows = self.cache.host_rows[rows]
-        # Row -1 is the last one to an index.
+        # NumPy reads row -1 as the last one.
         host_rows[rows < 0] = -1
         self.store.marks.mark(host_rows)
 
     def prefetch(self, ids: I64) -> int:
-        """Bring known ids into the cache, as far as there is room, and return how many came."""
+        """Bring known ids into the cache while there is room, and return how many came."""
         self.begin()
         rows = self.cache.find(ids)
         cached = rows >= 0
@@ -104,11 +104,11 @@ class Levels:
         room = self._make_room(missing.size, awaited_too=False)
         self._bring(missing[:room], host_rows[:room], awaited=True)
         brought_count = min(room, missing.size)
-        self.counts.prefetched += brought_count
+        self.counts.prefetched_count += brought_count
         return brought_count
 
     def insert(self, ids: I64, values: Mapping[str, torch.Tensor]) -> None:
-        """Set columns of ids (distinct), wherever each of them is; absent ids get a host row."""
+        """Set columns of ids (distinct) in the level where each of them is; absent ids get a host row."""
         self.begin()
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
@@ -119,7 +119,7 @@ class Levels:
             self.cache.write(rows[inside], _part(values, inside))
 
     def remove(self, ids: I64) -> int:
-        """Forget ids and return how many of them were there."""
+        """Remove ids and return how many of them were there."""
         self.begin()
         rows = self.cache.find(ids)
         removed_count = self.store.remove(ids)
@@ -157,7 +157,7 @@ class Levels:
         return self.store.ids_of(rows[is_below(values, below)])
 
     def empty_cache(self, *, write_back: bool) -> None:
-        """Free all cache rows, written back to their host rows or forgotten."""
+        """Free all cache rows, with or without writing them back to their host rows."""
         self.begin()
         if write_back:
             self._write_back(self.cache.used_rows())
@@ -173,7 +173,7 @@ class Levels:
             if absent.any():
                 host_rows[absent] = self._new_rows(missing[absent])
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
-        # A hit may be mentioned often, so counting distinct ones is left for when it matters.
+        # A hit may be mentioned several times; count distinct ones only if it matters.
         if missing.size + hits.size > self.cache.rows_count:
             needed = missing.size + np.unique(hits).size
             if needed > self.cache.rows_count:
@@ -185,7 +185,7 @@ class Levels:
     def _new_rows(self, ids: I64) -> I64:
         rows_before = len(self.store)
         rows = self.store.insert(ids)
-        self.counts.inserted += len(self.store) - rows_before
+        self.counts.inserted_count += len(self.store) - rows_before
         return rows
 
     def _bring(self, ids: I64, host_rows: I64, *, awaited: bool) -> None:
@@ -193,7 +193,7 @@ class Levels:
             self.cache.put(ids, host_rows, self.store.columns(), awaited=awaited)
 
     def _make_room(self, count: int, *, awaited_too: bool) -> int:
-        """Evict until count rows are free, or nothing may go; return how many are free."""
+        """Evict until `count` rows are free or no other row may be evicted; return how many are free."""
         while self.cache.free_count < count:
             short = count - self.cache.free_count
             victims = self._victims(short, awaited_too=awaited_too)
@@ -201,7 +201,7 @@ class Levels:
                 break
             self._write_back(victims)
             self.cache.drop(victims)
-            self.counts.evictions += victims.size
+            self.counts.evictions_count += victims.size
         return self.cache.free_count
 
     def _victims(self, count: int, *, awaited_too: bool) -> I64:
@@ -212,19 +212,19 @@ class Levels:
         return victims
 
     def _write_back(self, rows: I64) -> None:
-        """Bring rows to their host rows: now, or where the cache is on a device at the next `begin`."""
+        """Write rows back to their host rows: now, or at the next `begin` if the cache is on a device."""
         host_rows = self.cache.host_rows[rows]
         if self.cache.place.is_host:
             self.store.take_over(host_rows, self.cache.columns(), rows)
         elif rows.size:
             self._landings.append((host_rows, self.cache.begin_to_host(rows)))
-        self.counts.written_back += rows.size
+        self.counts.written_back_count += rows.size
 
     def _land(self) -> None:
         while self._landings:
             host_rows, landing = self._landings[0]
             self.store.take_over(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
-            # Not before: what fails here must not lose the rows.
+            # Only now: if the write-back fails, the rows must not be lost.
             del self._landings[0]
 
 

@@ -1,27 +1,26 @@
 """MultiLevelTable: a small cache level on any device over a host level that holds every id.
 
 Training sees the cache: `lookup` brings the rows of a batch into it and returns cache rows, which index `embedding`
-and `slot(name)`. Rows that have to go are written back to the host level, all columns. What a lookup returned is valid
-until the next lookup, insert, remove, evict, clear or load on the table; a prefetch never moves the rows of the latest
+and `slot(name)`. Evicted rows are written back to the host level, all columns. What a lookup returned is valid until
+the next lookup, insert, remove, evict, clear or load on the table; a prefetch never moves the rows of the latest
 lookup. So modules and optimizers look their ids up again whenever they need rows.
 
-    lookup     ids -> cache rows; absent ids get a row (host row too), if they are admitted
-    prefetch   a hint: rows of known ids come into the cache ahead of their lookup. It changes no value, gives no id a
-               row, counts nothing, and stops where it finds no room
-    evict      forgets ids by age or count; not to be mixed up with rows leaving the cache
+    lookup     ids -> cache rows; absent ids get a row (host row too) if they are admitted
+    prefetch   a hint: bring rows of known ids into the cache ahead of their lookup. It changes no value, gives no id a
+               row, counts nothing, and stops when it finds no room
+    evict      removes ids by age or count; not the same as evicting rows from the cache
     touch      marks cache rows as written, as in HashTable; a prefetch and a move between the levels mark nothing
 
-Threads: any method may be called from any thread; one lock is held during a call, by a cut until its fence and by a
-load until its end. Cache map and cache rows change together under it, so a cut reads the map of the step of its
-weights, even when prefetches for later steps have moved rows: nothing like a history of maps is needed (compare RecSDK,
-whose map runs ahead of the weights). In-place updates of rows are the caller's to keep apart from a cut: the training
-thread makes the cut, or stands still while another does. While a cut is open behind its fence, growth of the host
+Threads: see stored_table.py. The cache map and the cache rows change together under the lock, so a cut reads the map of
+the same step as its weights, even if prefetches for later steps have moved rows. No history of maps is needed (compare
+RecSDK, whose map runs ahead of the weights). Callers keep in-place updates of rows apart from a cut: the training
+thread makes the cut, or waits while another thread does. While a cut is deferred behind its fence, growth of the host
 level, `clear` and loads wait until its rows are exported.
 
-With the cache on a CUDA device, calls queue their work on the current stream, behind that of the call before, on
-whichever stream that was: a prefetch may have a stream of its own. Rows come by way of pinned memory, and rows that
-have to go land at the begin of the next call. So a call waits for ids that are on a device, and until the device has
-come to the call before, where that evicted rows.
+With the cache on a CUDA device, calls queue their work on the current stream, after the work of the previous call on
+whatever stream that used: a prefetch may have a stream of its own. Rows go through pinned memory, and evicted rows
+reach the host level at the beginning of the next call. So a call waits for ids that are on a device, and, if the
+previous call evicted rows, until the device has reached that call.
 
 Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admission), HierarchicalKV (policies).
 """
@@ -29,21 +28,20 @@ Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admissi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import Table, TableSchema
+from asyncckpt.model.table import Table
+from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
-from asyncckpt.tables.cut import HashTableLoad
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
@@ -51,6 +49,7 @@ from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, sent
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
+from asyncckpt.tables.stored_table import StoredTable
 from asyncckpt.tables.table_arguments import (
     check_eviction,
     check_slot,
@@ -61,14 +60,13 @@ from asyncckpt.tables.table_arguments import (
     checked_values,
     last_mentions,
 )
-from asyncckpt.tables.table_lock import TableLock
 
 CANDIDATES = "candidates"
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """What a MultiLevelTable has done so far, in ids or rows; `paused_seconds` is what open cuts made training wait."""
+    """What a MultiLevelTable has done so far, in ids or rows; `paused_seconds`: how long training waited for cuts."""
 
     hits_count: int
     misses_count: int
@@ -80,20 +78,20 @@ class CacheStatistics:
     paused_seconds: float
 
 
-class MultiLevelTable:
+class MultiLevelTable(StoredTable):
     """A table that need not fit its device, and that a Saver can save while training goes on. Implements `Table`.
 
     cache_rows      rows of the cache level, on `device`. A batch with more distinct ids makes it grow, with one warning
     policy          which rows leave the cache: "lru" (longest unused) or "lfu" (least often used since they came)
     admit_after     an id gets a row at its n-th lookup; until then lookups give -1 (see `companions`)
     capacity        rows of the host level to begin with; it grows
-    undo_bytes_max  bound of the memory that one open cut takes for old values of rows; training waits beyond it
-    pin_host_memory the host level lies in pinned memory, from which a CUDA device takes rows by itself; else the host
-                    gathers them for it. All of `capacity` is backed by memory at once then, each column rounded up to
-                    a power of two bytes, and growing waits for the device: give it room from the beginning
+    undo_bytes_max  bound of the memory that one deferred cut takes for old values of rows; training waits beyond it
+    pin_host_memory put the host level into pinned memory, from which a CUDA device gathers rows itself; else the host
+                    gathers them. All of `capacity` is then backed by memory at once, each column rounded up to a power
+                    of two bytes, and growing waits for the device: set `capacity` high enough from the beginning
 
-    The rest is as in HashTable. Raises UsageError for wrong arguments and UnsupportedError for a dtype that tables
-    cannot hold, or where there is no CUDA for what is to be on it.
+    The other arguments are those of HashTable. Raises UsageError for wrong arguments, UnsupportedError for a dtype that
+    tables cannot hold or if there is no CUDA for what needs it.
     """
 
     def __init__(
@@ -102,11 +100,11 @@ class MultiLevelTable:
         dim: int,
         *,
         cache_rows: int,
+        device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
         shard: tuple[int, int] = (0, 1),
-        device: torch.device | str = "cpu",
         capacity: int = 1024,
         initializer: Initializer = None,
         policy: Literal["lru", "lfu"] = "lru",
@@ -114,7 +112,7 @@ class MultiLevelTable:
         undo_bytes_max: int = 256 << 20,
         pin_host_memory: bool = False,
     ) -> None:
-        self._name = checked_name(name)
+        checked_name(name)
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
         checked_count("cache_rows", cache_rows, table=name)
         checked_count("capacity", capacity, table=name)
@@ -123,23 +121,18 @@ class MultiLevelTable:
         check_initializer(initializer, table=name)
         self._admit_after = checked_count("admit_after", admit_after, table=name)
         self._undo_bytes_max = checked_count("undo_bytes_max", undo_bytes_max, table=name)
-        self._shard = checked_shard(name, shard)
+        checked_shard(name, shard)
         self._device = checked_device(name, device)
         place, host = pinned_levels(name, self._device) if pin_host_memory else (row_device(self._device), None)
         self._dim, self._dtype = dim, dtype
-        self._schema = layout.schema
-        self._lock = TableLock(name)
-        self._store = RowStore(layout, capacity=capacity, initializer=initializer, place=host)
+        store = RowStore(layout, capacity=capacity, initializer=initializer, place=host)
+        super().__init__(name, schema=layout.schema, store=store, shard=shard)
         self._cache = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
         self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
         self._cache_rows_wished = cache_rows
         self._growth_warned = False
         self._paused_seconds = 0.0
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @property
     def dim(self) -> int:
@@ -155,22 +148,13 @@ class MultiLevelTable:
         return self._device
 
     @property
-    def shard(self) -> tuple[int, int]:
-        return self._shard
-
-    @property
-    def capacity(self) -> int:
-        """How many rows the host level has room for now."""
-        return self._store.capacity
-
-    @property
     def cache_rows(self) -> int:
-        """How many rows the cache level has room for now; what a lookup returns is below it."""
+        """How many rows the cache level has room for now; the rows that a lookup returns are below it."""
         return self._cache.rows_count
 
     @property
     def embedding(self) -> torch.Tensor:
-        """The live cache level of the embedding, `[cache_rows, dim]`; fetch it anew after a lookup."""
+        """The live cache level of the embedding, `[cache_rows, dim]`; fetch it again after a lookup."""
         return self._cache.column(EMBEDDING_COLUMN)
 
     def slot(self, name: str) -> torch.Tensor:
@@ -181,20 +165,12 @@ class MultiLevelTable:
         check_slot(self._schema, name, table=self._name)
         return self._cache.column(name)
 
-    def schema(self) -> TableSchema:
-        """Return the columns in their order: id, embedding, optimizer slots, metadata."""
-        return self._schema
-
     def companions(self) -> Mapping[str, Table]:
         """Return the tables that belong to this one and are saved beside it, by suffix.
 
         `candidates`, where admit_after is above 1: counts of ids that have no row yet.
         """
         return {} if self._candidates is None else {CANDIDATES: self._candidates}
-
-    def __len__(self) -> int:
-        """How many ids there are, without waiting for the lock; ids that are not admitted yet do not count."""
-        return len(self._store)
 
     def __contains__(self, id: object) -> bool:
         flat = one_id(id, table=self._name)
@@ -208,17 +184,17 @@ class MultiLevelTable:
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Bring the rows of ids (int64, any shape) into the cache; return their cache rows in the shape of ids.
 
-        An absent id gets a new row at its admit_after-th lookup with insert; else it gives -1. Of one call an id counts
-        once. With insert all of the rows count as written from now on. Raises UsageError, before any change, when ids
-        are not int64 or one that would be inserted belongs to another shard. Warns once per table when the cache had to
+        An absent id gets a new row at its admit_after-th lookup with insert, and -1 before that; one call counts an id
+        once. With insert, all of the rows count as written from now on. Raises UsageError, before any change, if ids
+        are not int64 or one that would be inserted belongs to another shard. Warns once per table if the cache had to
         grow.
         """
         rows = self._lookup(ids, insert)
         self._warn_of_growth()
         return sent(torch.from_numpy(rows).view(ids.shape), self._device)
 
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
-        """As `lookup`, for who needs the rows on the host: int64 [n], without a wait for the cache's device."""
+    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
+        """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the cache's device."""
         rows = self._lookup(ids, insert)
         self._warn_of_growth()
         return rows
@@ -227,8 +203,8 @@ class MultiLevelTable:
         """Mark cache rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they
         are.
 
-        For code that changes rows in place which it got by a lookup without insert, or before the last cut. -1 is
-        passed over. Raises UsageError for rows out of range or of another dtype.
+        For code that changes rows in place that it got from a lookup without insert, or before the last cut. Skips -1.
+        Raises UsageError for rows out of range or of another dtype.
         """
         flat = flat_rows(rows, end=self.cache_rows, table=self._name)
         with self._lock.hold("touch"):
@@ -237,9 +213,9 @@ class MultiLevelTable:
     def prefetch(self, ids: IdsLike) -> int:
         """Bring rows of known ids (int64, any shape) into the cache for a coming batch; return how many came.
 
-        Rows that an earlier prefetch brought stay until a lookup has used them, so several batches may be ahead; it
-        stops when nothing else may go. It may run on another thread than training, beside the use of looked-up rows.
-        Raises UsageError.
+        Rows that an earlier prefetch brought stay until a lookup has used them, so it may run several batches ahead; it
+        stops when no other row can be evicted. It may run on another thread while training uses looked-up rows. Raises
+        UsageError.
         """
         flat = flat_ids(ids, table=self._name)
         with self._lock.hold("prefetch"):
@@ -248,8 +224,8 @@ class MultiLevelTable:
     def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
         """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
 
-        As HashTable.insert. Each id is set where its newest row is, and absent ids get a row whether admitted or not.
-        Raises UsageError before any change.
+        Like HashTable.insert. Each id is set where its newest row is, and absent ids get a row, admitted or not. Raises
+        UsageError before any change.
         """
         flat = flat_ids(ids, table=self._name)
         check_owned(flat, shard=self._shard, table=self._name)
@@ -263,22 +239,22 @@ class MultiLevelTable:
             self._candidates.forget(flat[order])
 
     def remove(self, ids: IdsLike) -> int:
-        """Forget ids (int64, any shape) and return how many of them were there; their rows are free for others."""
+        """Remove ids (int64, any shape) and return how many of them were there; other ids may get their rows."""
         flat = flat_ids(ids, table=self._name)
         with self._lock.hold("removal"):
             return self._levels.remove(flat)
 
     def evict(self, column: str, *, below: float) -> int:
-        """Forget the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
+        """Remove the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
 
-        As HashTable.evict, by the newest number of every id, cached or not. Raises UsageError.
+        Like HashTable.evict, by the newest number of every id, cached or not. Raises UsageError.
         """
         check_eviction(self._schema, column, below, table=self._name)
         with self._lock.hold("eviction"):
             return self._levels.remove(self._levels.expired(column, below))
 
     def clear(self) -> None:
-        """Forget all ids, also those on trial; the room of both levels stays."""
+        """Remove all ids, candidates for admission too; both levels keep their size."""
         with self._lock.hold("clear"):
             self._levels.begin()
             self._store.clear()
@@ -287,7 +263,7 @@ class MultiLevelTable:
             self._candidates.clear()
 
     def reserve(self, rows: int) -> None:
-        """Make room in the host level for rows in all: inserts up to there do not grow it. Raises UsageError."""
+        """Make room in the host level for `rows` rows in all, so that it need not grow. Raises UsageError."""
         checked_count("rows of a reservation", rows, table=self._name, at_least=0)
         with self._lock.hold("reservation"):
             self._levels.begin()
@@ -308,40 +284,20 @@ class MultiLevelTable:
             values = self._levels.read(flat)
         return {name: value.reshape((*ids.shape, *value.shape[1:])) for name, value in values.items()}
 
-    def ids(self) -> torch.Tensor:
-        """Return the ids, int64 [n] on the CPU, ordered by host row; a copy."""
-        with self._lock.hold("listing"):
-            return torch.from_numpy(self._store.ids())
-
-    def owns(self, ids: IdsLike) -> torch.Tensor:
-        """Return which of ids (int64, any shape) belong to this shard: bool, in the shape and on the device of ids."""
-        flat = flat_ids(ids, table=self._name)
-        mask = torch.from_numpy(owned_mask(flat, shard=self._shard)).view(ids.shape)
-        return mask.to(ids.device) if isinstance(ids, torch.Tensor) else mask
-
     def statistics(self) -> CacheStatistics:
-        """Return what has happened so far."""
+        """Return the counts so far."""
         with self._lock.hold("listing"):
-            counts = self._levels.counts
-            return CacheStatistics(
-                hits_count=counts.hits,
-                misses_count=counts.misses,
-                inserted_count=counts.inserted,
-                evictions_count=counts.evictions,
-                written_back_count=counts.written_back,
-                prefetched_count=counts.prefetched,
-                cached_count=self._cache.rows_count - self._cache.free_count,
-                paused_seconds=self._paused_seconds,
-            )
+            cached_count = self._cache.rows_count - self._cache.free_count
+            counts = asdict(self._levels.counts)
+            return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
 
     def begin_cut(self) -> MultiLevelCut:
-        """Hold the table still until the cut's fence. Raises DeadlineError when another use of it does not end.
+        """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end.
 
-        Where the cache is on a device, rows that were evicted last are waited for. What a lookup or prefetch on another
-        stream has queued comes before what this thread's current stream does next: copies of the cache among it.
+        With the cache on a device, waits for the rows that were evicted last. Work that a lookup or prefetch queued on
+        another stream comes before what this thread's current stream does next, such as copies of the cache.
         """
-        self._lock.acquire("cut")
-        try:
+        with self._lock.hold_for_result("cut"):
             self._levels.begin()
             return MultiLevelCut(
                 self._name,
@@ -351,32 +307,14 @@ class MultiLevelTable:
                 undo_bytes_max=self._undo_bytes_max,
                 on_pause=self._add_pause,
             )
-        except BaseException:
-            self._lock.release()
-            raise
 
-    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> HashTableLoad:
-        """Take the table for a load until its end, emptied first when clear, with room for rows_count more rows.
+    def _prepare_load(self, *, clear: bool) -> None:
+        self._levels.begin()
+        # The load writes host rows without notifying watchers.
+        self._store.watchers.storage_moves()
+        self._levels.empty_cache(write_back=not clear)
 
-        The load fills the host level; the cache is empty when it begins. Columns named in `filled` get no initial
-        values: the load writes them for every row it inserts.
-        """
-        checked_count("rows_count of a load", rows_count, table=self._name, at_least=0)
-        self._lock.acquire("load")
-        try:
-            self._levels.begin()
-            # The load writes host rows without a word to watchers.
-            self._store.watchers.storage_moves()
-            self._levels.empty_cache(write_back=not clear)
-            if clear:
-                self._store.clear()
-            self._store.reserve(len(self._store) + rows_count)
-            return HashTableLoad(self._name, store=self._store, lock=self._lock, shard=self._shard, filled=filled)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _lookup(self, ids: IdsLike, insert: bool) -> NDArray[np.int64]:
+    def _lookup(self, ids: IdsLike, insert: bool) -> I64:
         flat = flat_ids(ids, table=self._name)
         if insert:
             check_owned(flat, shard=self._shard, table=self._name)
@@ -384,10 +322,10 @@ class MultiLevelTable:
         with self._lock.hold("lookup"):
             return self._levels.lookup(flat, insert=insert, admitted=admitted)
 
-    def _admitted(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count a lookup of the absent ones of ids and return those that get a row now, distinct.
+    def _admitted(self, ids: I64) -> I64:
+        """Count a lookup of the absent ids among ids and return those that get a row now, distinct.
 
-        Between the steps no lock is held: a cut holds the locks of both tables, in whatever order it took them.
+        Holds no lock between the steps: a cut holds the locks of both tables, and took them in any order.
         """
         assert self._candidates is not None
         with self._lock.hold("lookup"):
@@ -395,7 +333,7 @@ class MultiLevelTable:
         return self._candidates.add(absent, admit_at=self._admit_after) if absent.size else absent
 
     def _warn_of_growth(self) -> None:
-        # Outside the lock, after the work is done: a program may have made warnings errors.
+        # Outside the lock, after the work is done: a program may turn warnings into errors.
         if self._growth_warned or self._cache.rows_count == self._cache_rows_wished:
             return
         self._growth_warned = True

@@ -1,14 +1,14 @@
-"""A multi-level table held still for a save, and kept exportable behind its fence. Implements OpenCut.
+"""A multi-level table frozen for a save, whose export may be deferred behind its fence. Implements OpenCut.
 
     from   to     done by                          the table
-    free   held   MultiLevelTable.begin_cut        nothing of it changes; columns of both levels may be read
-    held   open   stay_open, then fence            everything may change; old values of host rows are kept (undo_log.py)
-    held   free   fence, or end                    everything may change, nothing is kept
+    free   held   MultiLevelTable.begin_cut        does not change; columns of both levels may be read
+    held   open   stay_open, then fence            may change; old values of host rows are kept (undo_log.py)
+    held   free   fence, or end                    may change, nothing is kept
     open   free   end, or rows could not be kept   as above; in the second case exports raise
 
-In held the table's lock is held. The cut never flushes: cache rows are laid over host rows on their way out, and the
-live table does not notice. Cache map, cache rows, host rows and runs are read under one lock, so the map is that of the
-same step as the weights, whatever a prefetch has moved before.
+The table's lock is held in the state held. The cut never flushes the cache: cache rows overlay host rows in what is
+copied out, and the live table stays as it is. Cache map, cache rows, host rows and runs are read under one lock, so the
+map belongs to the same step as the weights, whatever a prefetch has moved before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncckpt.tables.undo_log import UndoLog
 
 @dataclass(frozen=True)
 class _OpenParts:
-    """What an open cut needs behind its fence."""
+    """What a deferred cut needs behind its fence."""
 
     places: CutPlaces
     columns: Mapping[str, RowMemory]
@@ -41,10 +41,10 @@ class _OpenParts:
 
 
 class MultiLevelCut(HashTableCut):
-    """An OpenCut of a MultiLevelTable. It is made holding the lock, which `fence` gives back, from any thread.
+    """An OpenCut of a MultiLevelTable. The caller holds the lock, which `fence` releases from any thread.
 
     `column`, `runs`, `rows_count` and marks are those of the host level: a row that was written in the cache is marked
-    where it has its host row.
+    at its host row.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MultiLevelCut(HashTableCut):
 
     @property
     def cache_map(self) -> torch.Tensor:
-        """The host row of every cache row, -1 where it holds none: int64 [cache rows], live. Raises UsageError."""
+        """The live host row of every cache row, -1 for a free one: int64 [cache rows]. Raises UsageError."""
         self._check_held("the cache map")
         return torch.from_numpy(self._cache.host_rows)
 
@@ -82,8 +82,8 @@ class MultiLevelCut(HashTableCut):
     def stay_open(self, copy: CacheCopy, *, window_rows: int) -> None:
         """Keep old values of host rows from now on, so that windows of them can be exported behind the fence.
 
-        copy is read by exports and stays the caller's. Costs a copy of the ids of the cache, and nothing that grows
-        with the host level. Raises UsageError.
+        Exports read `copy`, which the caller owns. Copies the ids of the cache; the cost does not depend on the size of
+        the host level. Raises UsageError.
         """
         self._check_held("stay_open")
         if self._open is not None:
@@ -92,14 +92,14 @@ class MultiLevelCut(HashTableCut):
             raise UsageError(f"window_rows of table {self._table!r} is wrong", found=window_rows, expected=">= 1")
         assert len(copy.map) == len(self._cache.host_rows)
         assert copy.columns.keys() == self._cache.columns().keys()
-        places = CutPlaces(self._runs, rows_count=self._rows_count, window_rows=window_rows)
+        places = CutPlaces(self.runs, rows_count=self.rows_count, window_rows=window_rows)
         names = [ID_COLUMN, *copy.columns]
         columns = {name: RowMemory.of(self._store.column(name)) for name in names}
         log = UndoLog(
             self._table,
             places=places,
             columns=columns,
-            # Laid over at export whatever became of the host row, so the first write-back needs no old value.
+            # Overlaid at export whatever the host row holds then, so the first write-back needs no old value.
             spared=copy.map[copy.map >= 0],
             bytes_max=self._undo_bytes_max,
             on_pause=self._on_pause,
@@ -115,8 +115,8 @@ class MultiLevelCut(HashTableCut):
     def export(self, index: int, targets: Mapping[str, int]) -> None:
         """Copy the rows of a window, as they were at the cut, to the address of each column.
 
-        From any thread, without the table's lock; each window once. Raises IOFailedError when old values could not be
-        kept, UsageError out of order.
+        Runs on any thread, without the table's lock; exports each window once. Raises IOFailedError if old values could
+        not be kept, UsageError out of order.
         """
         parts = self._opened()
         if not 0 <= index < parts.places.windows_count:
@@ -130,11 +130,11 @@ class MultiLevelCut(HashTableCut):
         parts.overlay.lay_over(index, targets)
 
     def end(self, ok: bool) -> None:
-        """End the save: nothing is kept any more, and growth that waited goes on. A second call does nothing."""
+        """End the save: drop the old values and let waiting changes go on. Idempotent."""
         self.fence()
         parts = self._open
         if parts is not None:
-            # In this order: once it is dropped, a change no longer waits for an export that reads.
+            # In this order: after the drop, a change no longer waits for an export that reads.
             parts.log.end()
             self._store.watchers.drop(parts.log)
 

@@ -1,7 +1,7 @@
 """Optimizers for the tables under HashEmbedding modules: they update only the rows that got a gradient.
 
-Modules over one table count as one: their gradients are summed per id, in the order of the modules and, within a
-module, of its forwards, before the one update of the row. So the result depends on ids and batch order, never on row
+Modules that share a table count as one: their gradients are summed per id, in the order of the modules and of the
+forwards of each module, before a single update of the row. So the result depends on ids and batch order, never on row
 numbers, and a run that was resumed from a checkpoint is bit-equal to one that was not.
 """
 
@@ -23,15 +23,14 @@ from asyncckpt.tables.trainable import TrainableTable, rows_on_host
 
 
 class _SparseOptimizer:
-    """What both optimizers share: which modules, and how gradients come to the rows of their tables."""
+    """What both optimizers share: the modules, and how gradients get to the rows of their tables."""
 
     def __init__(self, modules: nn.Module | Iterable[nn.Module], lr: float) -> None:
         self.lr = _checked_number("lr", lr)
         self._modules = _hash_modules(modules)
 
     def step(self) -> None:
-        """Update the rows with a pending gradient and forget the gradients. An id removed since its forward is passed
-        over.
+        """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
 
         Call it on the training thread; the table must not be in a cut before its fence.
         """
@@ -45,12 +44,12 @@ class _SparseOptimizer:
                 alive = rows >= 0
                 if not alive.all():
                     rows, summed = rows[alive], summed[sent(torch.from_numpy(np.flatnonzero(alive)), summed.device)]
-                # The forward marked them too, but a cut may have come between.
+                # The forward marked them too, but there may have been a cut since.
                 table.touch(rows)
                 self._update(table, sent(torch.from_numpy(rows), table.device), summed)
 
     def zero_grad(self) -> None:
-        """Forget all pending gradients."""
+        """Drop all pending gradients."""
         for module in self._modules:
             module.pending.drop()
 
@@ -59,7 +58,7 @@ class _SparseOptimizer:
         return {"lr": self.lr}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take over hyper-parameters, all or none. Raises UsageError."""
+        """Set the hyper-parameters, all or none. Raises UsageError."""
         names = self.state_dict().keys()
         if not isinstance(state, Mapping) or set(state) != set(names):
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state)
@@ -94,9 +93,9 @@ class SparseSGD(_SparseOptimizer):
 class SparseAdagrad(_SparseOptimizer):
     """Adagrad on rows that got a gradient; the sums of squares live in an optimizer slot of each table.
 
-    A slot as wide as the embedding gives Adagrad as torch.optim.Adagrad does it; one of row shape () gives the row-wise
-    kind, which adds the mean square of the row's gradient. The arithmetic is done in float32 or wider, so a float32
-    slot beside a float16 table loses nothing. Raises UsageError when a table lacks the slot or it has another shape.
+    A slot as wide as the embedding gives Adagrad as in torch.optim.Adagrad; one of row shape () gives row-wise Adagrad,
+    which adds the mean square of the row's gradient. Computes in float32 or wider, so a float32 slot of a float16 table
+    loses nothing. Raises UsageError if a table lacks the slot or it has another shape.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
-"""The host level of a table in pinned memory, and a CUDA device that takes rows from there by itself.
+"""The host level of a table in pinned memory, and a CUDA device that gathers rows from there itself.
 
-Without it the host gathers the rows of a batch, column by column, and sends them. With it one launch brings the rows of
-all columns over the link, and the host only names them. So the device reads host rows behind the call that asked for
-them. That is safe because of what the levels do anyway:
+Otherwise the host gathers the rows of a batch, column by column, and sends them. Here a single kernel gathers the rows
+of all columns over the bus, given their row numbers. So the device reads host rows after the call has returned. That is
+safe because of what the levels do anyway:
 
-1. A row that is cached is not written on the host before it was written back, and that waits until the device has come
-   to a point behind the reading.
-2. A row that was forgotten while it was read may be given to another id and written: what was read is in a cache row
-   that nobody uses any more, or that is written anew behind it.
-3. A column that moves is not freed before the device has read all that was asked for (`let_go`).
+1. A cached row is not written on the host before it was written back, and that waits until the device has passed the
+   read.
+2. A row that is removed while it is read may be assigned to another id and written: what was read is in a cache row
+   that is unused by then, or is written again after the read.
+3. A column that moves is not freed before the device has finished all queued reads (`let_go`).
 
-Where the CUDA library does not run on the device, the host gathers.
+Without a usable CUDA library for the device, the host gathers.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import DeviceError, UnsupportedError, UsageError
-from asyncckpt.native import UnusableLibrary
+from asyncckpt.native import I64, UnusableLibrary
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure, load_cuda_library
 from asyncckpt.tables.row_copy import RowMemory
-from asyncckpt.tables.row_device import I64, CudaRowDevice, RowDevice, Values, pinned
+from asyncckpt.tables.row_device import CudaRowDevice, RowDevice, Values, pinned
 
 
 class PinnedHost(RowDevice):
-    """Columns in pinned memory of the host, which `reader` reads beside the host."""
+    """Columns in pinned memory of the host, which the device `reader` reads too."""
 
     def __init__(self, reader: RowDevice) -> None:
         super().__init__(torch.device("cpu"))
         self._reader = reader
 
     def new_column(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
-        """As RowDevice.new_column, but all of it is there at once, and torch rounds it up to a power of two bytes."""
+        """Like RowDevice.new_column, but backed by memory at once; torch rounds it up to a power of two bytes."""
         with torch.inference_mode(mode=False):
             return pinned(shape, dtype)
 
@@ -44,7 +44,7 @@ class PinnedHost(RowDevice):
 
 
 class HostReadingDevice(CudaRowDevice):
-    """A CUDA device over columns of a PinnedHost. Any other columns of the host it must not be given."""
+    """A CUDA device that reads columns of a PinnedHost, and must be given no other columns of the host."""
 
     def __init__(self, device: torch.device, library: CudaLibrary) -> None:
         super().__init__(device)
@@ -55,7 +55,7 @@ class HostReadingDevice(CudaRowDevice):
         for name, source in sources.items():
             memory = RowMemory.of(source)
             columns.append((memory.address, targets[name].data_ptr(), memory.row_bytes))
-        # Both are freed when this returns, and go to who comes next on this stream, behind the launch.
+        # Both are freed when this returns; the next allocation on this stream may get them, after the launch.
         places = self.index(source_rows), self.index(target_rows)
         try:
             self._library.copy_rows(
@@ -70,13 +70,13 @@ class HostReadingDevice(CudaRowDevice):
             raise DeviceError(f"{self.device} failed to take rows from the host: {error}") from error
 
     def stop_reading(self) -> None:
-        # The allocator of pinned memory knows nothing of launches. The last stream has followed all others.
+        # The allocator of pinned memory does not know of launches. The last stream has followed all others.
         if self._last is not None:
             self._last.synchronize()
 
 
 def pinned_levels(table: str, device: torch.device) -> tuple[RowDevice, RowDevice]:
-    """The places of a cache on a device and of the pinned host level under it.
+    """Return the places of a cache on a device and of the pinned host level below it.
 
     Raises UnsupportedError without CUDA, UsageError for a device that needs no pinned memory.
     """

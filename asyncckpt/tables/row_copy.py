@@ -1,7 +1,7 @@
-"""Copy single rows: one native call on one thread, without the GIL, wherever both sides have an address.
+"""Gather and scatter rows of host memory: one native call on one thread, without the GIL.
 
-torch's own gather and scatter share even small copies out over all cores; beside the threads of an export or of a data
-loader each of them then waits for a core, which costs far more than the copy.
+torch's own gather and scatter split even small copies over all cores. Beside the threads of an export or of a data
+loader each part then waits for a core, which costs far more than the copy.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 
-I64 = NDArray[np.int64]
-# What copies rows here works beside training and must not take its cores.
+# These copies run beside training and must not take its cores.
 COPY_THREADS = 1
 
 
 @dataclass(frozen=True)
 class RowMemory:
-    """Where the rows of a column lie: row r at `address + r * row_bytes`. `owner` keeps the memory alive."""
+    """The memory of a column: row r is at `address + r * row_bytes`. `owner` keeps it alive."""
 
     address: int
     row_bytes: int
@@ -30,7 +28,7 @@ class RowMemory:
 
     @classmethod
     def of(cls, column: torch.Tensor) -> RowMemory:
-        """The memory of a contiguous tensor `[rows, *row_shape]` on the CPU."""
+        """Return the memory of a contiguous tensor `[rows, *row_shape]` on the CPU."""
         assert column.is_cpu
         assert column.is_contiguous()
         row_bytes = column.element_size() * math.prod(column.shape[1:])
@@ -38,7 +36,7 @@ class RowMemory:
 
 
 def copy_rows(source: RowMemory, source_rows: I64, *, target: int, target_rows: I64) -> None:
-    """Copy source_rows to the places target_rows behind the address target; both int64 [n]."""
+    """Copy source_rows to target_rows, both int64 [n], of the memory at `target`."""
     segments = np.empty((source_rows.size, 3), dtype=np.uint64)
     segments[:, 0] = source.address + source_rows * source.row_bytes
     segments[:, 1] = target + target_rows * source.row_bytes
@@ -47,7 +45,7 @@ def copy_rows(source: RowMemory, source_rows: I64, *, target: int, target_rows: 
 
 
 def copy_runs(source: RowMemory, runs: I64, *, target: int) -> None:
-    """Copy the rows of runs, int64 [k, 2] of (begin, end), one behind the other to the address target."""
+    """Copy the rows of runs, int64 [k, 2] of (begin, end), one after another to the address `target`."""
     counts = runs[:, 1] - runs[:, 0]
     segments = np.empty((len(runs), 3), dtype=np.uint64)
     segments[:, 0] = source.address + runs[:, 0] * source.row_bytes

@@ -1,41 +1,49 @@
-"""Where the columns of a level lie, and how values come there and back without making training wait.
+"""Where the columns of a level are stored, and how values get there and back without making training wait.
 
-On the host all is done at once. On a CUDA device work is queued, on the stream that is current where a table is called:
+On the host, everything is done at once. On a CUDA device, work is queued on the caller's current stream:
 
-1. `follow`, at the begin of every use: who comes on another stream than the use before him queues his work behind all
-   that was queued there. So a prefetch on a stream of its own neither overtakes the updates of a step nor is overtaken
-   by the next one, and a cut shows the work of both. The host does not wait.
-2. `to_device`, `bring`: values go by way of pinned memory. The host does not wait; torch keeps pinned memory that was
-   freed until the copies from it are done.
-3. `begin_to_host`: values are on their way into pinned memory. `wait` of what it returns is the one place where the
-   host waits, and only for what was queued before.
+1. `follow`, at the beginning of every call: if the previous call used another stream, wait on this stream for all that
+   was queued there. So a prefetch on a stream of its own neither overtakes the updates of a step nor is overtaken by
+   the next one, and a cut sees the work of both. The host does not wait.
+2. `to_device`, `bring`: copy values through pinned memory. The host does not wait; torch keeps freed pinned memory
+   until the copies from it are done.
+3. `begin_to_host`: copy values to pinned memory. `wait` of its result is the one place where the host waits, and only
+   for what was queued before.
 
-Other kinds of devices do with torch's own blocking copies.
+Other kinds of devices use torch's own blocking copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
 
-I64 = NDArray[np.int64]
 Values = Mapping[str, torch.Tensor]
 
 
-class Landing(Protocol):
-    """Values on their way to the host."""
+class Landing:
+    """Values on their way to the host: they arrive with `event`, None if they have arrived."""
+
+    def __init__(self, values: Values, event: Any = None) -> None:
+        self._values, self._event = values, event
 
     def wait(self) -> Values:
-        """Return them on the CPU as soon as they are there."""
-        ...
+        """Wait for the values and return them, on the CPU."""
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+        except RuntimeError as error:
+            what = f"a device failed before rows evicted from its cache had reached the host: {error}"
+            hint = "these rows are lost with the process: restart from a checkpoint"
+            raise DeviceError(what, hint=hint) from error
+        return self._values
 
 
 class RowDevice:
@@ -46,35 +54,35 @@ class RowDevice:
 
     @property
     def is_host(self) -> bool:
-        """Whether the host reads and writes columns by itself."""
+        """Whether the host reads and writes the columns directly."""
         return self.device.type == "cpu"
 
     def follow(self) -> None:
-        """Let what this thread queues from now on come behind the uses before."""
+        """Order what this thread queues from now on after the calls before."""
 
     def new_column(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a column.
 
-        Not zeroed: on the host, pages that no row has reached yet cost nothing. Never an inference tensor, also when a
-        lookup under torch.inference_mode() makes the table grow: the optimizer could not update that later.
+        Not zeroed: on the host, pages that no row has reached cost nothing. Never an inference tensor, even if a lookup
+        under torch.inference_mode() makes the table grow: an optimizer could not update that later.
         """
         with torch.inference_mode(mode=False):
             column = torch.empty(shape, dtype=dtype, device=self.device)
         if self.is_host:
-            # Rows are read and written at random: with small pages most of that is looking up where the page is.
+            # Rows are accessed at random: with small pages, TLB misses would take most of the time.
             core.advise_huge(column.data_ptr(), column.nbytes)
         return column
 
     def index(self, rows: I64) -> torch.Tensor:
-        """Rows as an index into columns, int64 [n] on the device; the array must not change any more."""
+        """Return rows as an index into columns, int64 [n] on the device; the array must not change afterwards."""
         return self.to_device(torch.from_numpy(rows))
 
     def to_device(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of any device on this one; the same tensor where they are there already."""
+        """Return values of any device on this one; the same tensor if they are there already."""
         return values.to(self.device)
 
     def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> None:
-        """Copy rows of columns of the host to columns here, as move_rows."""
+        """Copy rows of columns of the host to columns of this place, like move_rows."""
         if self.is_host:
             for name, source in sources.items():
                 target = RowMemory.of(targets[name]).address
@@ -85,23 +93,23 @@ class RowDevice:
             targets[name].index_copy_(0, index, self.bring(source, source_rows))
 
     def bring(self, source: torch.Tensor, rows: I64) -> torch.Tensor:
-        """Rows, int64 [n], of a column of the host on the device: `[n, *row_shape]`."""
+        """Return rows, int64 [n], of a column of the host on the device: `[n, *row_shape]`."""
         staged = torch.empty((rows.size, *source.shape[1:]), dtype=source.dtype, device="cpu")
         return self.to_device(gathered(source, rows, staged))
 
     def begin_to_host(self, values: Values) -> Landing:
-        """Begin to bring values of the device to the host."""
-        return _Landed({name: value.cpu() for name, value in values.items()})
+        """Begin to copy values of the device to the host."""
+        return Landing({name: value.cpu() for name, value in values.items()})
 
     def let_go(self, column: torch.Tensor) -> None:
-        """A column is about to be freed, while work on it may be queued."""
+        """Prepare for freeing a column on which work may still be queued."""
 
     def stop_reading(self) -> None:
-        """Wait until nothing that is queued reads columns of the host, of which one is about to be freed."""
+        """Wait until no queued work reads columns of the host, before one of them is freed."""
 
 
 class CudaRowDevice(RowDevice):
-    """Columns on a CUDA device, which has a number. cuda: torch.cuda, or what stands for it in a test."""
+    """Columns on a CUDA device with an index. cuda: torch.cuda, or its replacement in a test."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
@@ -111,7 +119,7 @@ class CudaRowDevice(RowDevice):
     def follow(self) -> None:
         stream = self._cuda.current_stream(self.device)
         last, self._last = self._last, stream
-        # Whatever was queued there by now, also updates of rows by training that the table was not told of.
+        # For all that was queued there by now, including updates of rows that the table cannot see.
         if last is not None and last != stream:
             stream.wait_stream(last)
 
@@ -127,22 +135,22 @@ class CudaRowDevice(RowDevice):
         for name, value in values.items():
             landed[name] = pinned(tuple(value.shape), value.dtype)
             landed[name].copy_(value, non_blocking=True)
-        return _CudaLanding(landed, self._cuda.current_stream(self.device).record_event())
+        return Landing(landed, self._cuda.current_stream(self.device).record_event())
 
     def let_go(self, column: torch.Tensor) -> None:
-        # It was allocated on the stream of that time, and goes back to it; this one may still use it.
+        # It returns to the stream on which it was allocated, while this stream may still use it.
         column.record_stream(self._cuda.current_stream(self.device))
 
 
 def row_device(device: torch.device) -> RowDevice:
-    """The way to columns on a device, whose number is known (checked_device)."""
+    """Return the place of columns on a device that has an index if it is CUDA (checked_device)."""
     return CudaRowDevice(device) if device.type == "cuda" else RowDevice(device)
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values of any device on another one, in the order of the current stream there; the host does not wait.
+    """Return values of any device on another one, in the order of the current stream there, without a wait of the host.
 
-    It does for pinned memory, which is its owner's and may change when this has returned.
+    Waits for pinned memory, which its owner may change when this has returned.
     """
     if device.type != "cuda" or not values.is_cpu or values.is_pinned():
         return values.to(device)
@@ -152,8 +160,8 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def move_rows(sources: Values, source_rows: I64, targets: Values, target_rows: I64, *, place: RowDevice) -> None:
     """Copy source_rows (int64 [n]) of columns of the host to target_rows (distinct) of those of the same names.
 
-    Columns are contiguous `[rows, *row_shape]`; the targets lie at `place`. The host waits for no device, and source
-    rows may change when this has returned, but for those that a device reads by itself (pinned_host.py).
+    Columns are contiguous `[rows, *row_shape]`; the targets are at `place`. The host waits for no device. Source rows
+    may change when this has returned, except those that a device reads itself (pinned_host.py).
     """
     if source_rows.size:
         with torch.no_grad():
@@ -161,39 +169,12 @@ def move_rows(sources: Values, source_rows: I64, targets: Values, target_rows: I
 
 
 def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Tensor:
-    """The target, `[n, *row_shape]` on the host, with rows of a column of the host."""
+    """Gather rows of a column of the host into target, `[n, *row_shape]` on the host, and return it."""
     in_order = np.arange(rows.size, dtype=np.int64)
     copy_rows(RowMemory.of(source), rows, target=target.data_ptr(), target_rows=in_order)
     return target
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Fresh pinned memory. torch rounds its bytes up to a power of two, and keeps what is freed for the next one."""
+    """Return new pinned memory. torch rounds its size up to a power of two bytes and caches freed memory."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-
-
-class _Landed:
-    """Values that are there."""
-
-    def __init__(self, values: Values) -> None:
-        self._values = values
-
-    def wait(self) -> Values:
-        return self._values
-
-
-class _CudaLanding:
-    """Values that are there after an event."""
-
-    def __init__(self, values: Values, event: Any) -> None:
-        self._values, self._event = values, event
-
-    def wait(self) -> Values:
-        try:
-            self._event.synchronize()
-        except RuntimeError as error:
-            what = f"a device failed before rows that left its cache had come to the host: {error}"
-            raise DeviceError(
-                what, hint="these rows are lost with the process: start anew from a checkpoint"
-            ) from error
-        return self._values

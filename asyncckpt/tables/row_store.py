@@ -1,12 +1,12 @@
 """The rows of a hash table: the id -> row map and one tensor per column, kept in step.
 
-Callers hold the table's lock; nothing here does. The invariants:
+Callers hold the table's lock. The invariants:
 1. Every row below the map's rows_end lies inside every column tensor.
-2. A row that an id got by `insert` holds initial values in every column, whatever the row held for an earlier id.
-3. An insert that fails (no memory, a faulty initializer) leaves no id behind that was not there before.
-4. `watchers` are told before a used row changes in any column, and before any column moves, the map's ids included.
-5. `marks` know of every row that was written in any column, `id` included, and of every id that was removed. Who writes
-   to a column himself marks the rows himself.
+2. A row that `insert` assigns to an id holds initial values in every column, whatever an earlier id left there.
+3. An insert that fails (no memory, a faulty initializer) adds no id.
+4. `watchers` are notified before a used row changes in any column, and before any column moves, the ids included.
+5. `marks` know every row that was written in any column, `id` included, and every id that was removed. Code that writes
+   to a column directly marks the rows itself.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice, move_rows
 from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.touched_rows import TouchedRows
 
-I64 = NDArray[np.int64]
-
-# Half again as large: growth stays geometric, and the pages of the new half are not touched before rows reach them.
+# By half: growth stays geometric, and the new pages are not touched before rows reach them.
 GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
 INITIALIZER_ROWS_MAX = 1 << 16
 
@@ -46,7 +44,7 @@ class RowStore:
         self.place = RowDevice(torch.device("cpu")) if place is None else place
         self._initializer = initializer
         self._ids = core.id_map(capacity)
-        # Beside the map, which must not be asked by a second thread while it works.
+        # A copy of the map's count: no second thread may ask the map while it works.
         self._rows_count = 0
         self._capacity = capacity
         self._tensors = {
@@ -56,7 +54,7 @@ class RowStore:
         }
 
     def __len__(self) -> int:
-        """How many ids there are; unlike all else here it may be asked without the lock."""
+        """How many ids there are; the only method that needs no lock."""
         return self._rows_count
 
     @property
@@ -64,7 +62,7 @@ class RowStore:
         return self._capacity
 
     def column(self, name: str) -> torch.Tensor:
-        """Return the live storage of a column; `id` is a view of the map, `[rows_end]`, dead after the next insert."""
+        """Return the live storage of a column; `id` is a view, `[rows_end]`, of the map, until the next insert."""
         if name == ID_COLUMN:
             return torch.from_numpy(self._ids.ids_by_row())
         tensor = self._tensors.get(name)
@@ -84,7 +82,7 @@ class RowStore:
     def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
         """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`.
 
-        touch: mark them all, not only the new ones, for a caller who is about to write to them.
+        touch: mark all of the rows, not only the new ones, for a caller that is about to write to them.
         """
         self.place.follow()
         rows, new_rows = self._ids.insert(ids) if not self.watchers else self._insert_watched(ids)
@@ -96,7 +94,7 @@ class RowStore:
         return rows
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
-        """Set rows (distinct) of the columns named to their values, `[n, *row_shape]` on any device."""
+        """Set rows (distinct) of the named columns to their values, `[n, *row_shape]` on any device."""
         self.place.follow()
         self.watchers.rows_change(rows)
         self.marks.mark(rows)
@@ -108,7 +106,7 @@ class RowStore:
     def take_over(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
         """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on the host.
 
-        Marks nothing: the table holds what it held, in another place. A row was marked when its newest values came.
+        Marks nothing: the table's values stay the same and only move. A row was marked when its newest values were set.
         """
         self.place.follow()
         self.watchers.rows_change(rows)
@@ -124,7 +122,7 @@ class RowStore:
     def remove(self, ids: I64) -> int:
         """Free the rows of ids and return how many of them were there."""
         if self.watchers:
-            # A later insert takes the row and writes its id in one go: now is the last time to tell.
+            # A later insert takes the row and writes its id at once, so this is the last chance to notify.
             rows = self._ids.find(ids)
             self.watchers.rows_change(np.unique(rows[rows >= 0]))
         rows = self._ids.remove(ids)
@@ -153,19 +151,15 @@ class RowStore:
         return self._ids.runs()
 
     def first_row(self) -> int | None:
-        """Return the row that the next new id gets when all further ones follow it; None when free rows are mixed in.
+        """Return the row that the next new id gets if all further ones follow it; None if that is not certain.
 
-        Only an empty store can say so: to another one an id may be known already.
+        It is certain only for an empty store: another one may know some of the ids already.
         """
         return 0 if self._ids.rows_end == 0 else None
 
     def rows(self) -> I64:
         """Return the used rows, ascending, int64 [n]."""
-        runs = self.runs()
-        begins, counts = runs[:, 0], runs[:, 1] - runs[:, 0]
-        # Row i of a run is i places behind the run's begin, and the run starts where the earlier ones end.
-        places_before = np.cumsum(counts) - counts
-        return np.repeat(begins - places_before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+        return rows_of(self.runs())
 
     def ids(self) -> I64:
         """Return a copy of the ids in the order of `rows`, int64 [n]."""
@@ -176,10 +170,10 @@ class RowStore:
         return self._ids.ids_by_row()[rows]
 
     def _insert_watched(self, ids: I64) -> tuple[I64, I64]:
-        """Do what the map's insert does, but let watchers know before the map moves its ids.
+        """Do what the map's insert does, but notify watchers before the map moves its ids.
 
-        The map makes room for every id it is given, known or not, so it is given the absent ones only; up to the
-        capacity it has room. New ids get the rows that they would get unwatched: the order is the same.
+        The map makes room for every id it is given, known or not, so give it only the absent ones; it has room up to
+        the capacity. New ids get the same rows as without watchers: the order is the same.
         """
         rows = self._ids.find(ids)
         missing = rows < 0
@@ -194,7 +188,7 @@ class RowStore:
         return rows, new_rows
 
     def _begin_rows(self, new_rows: I64, filled: Collection[str]) -> None:
-        """Bring rows that the map has just given out to life, or take their ids out of the map again."""
+        """Initialize rows that the map has just assigned, or take their ids out of the map again."""
         new_ids = self._ids.ids_by_row()[new_rows]
         try:
             if self._ids.rows_end > self._capacity:
@@ -229,7 +223,7 @@ class RowStore:
         if isinstance(self._initializer, Uniform):
             values = torch.from_numpy(self._initializer.rows(ids, dim=shape[1]))
         else:
-            # Its own copy: a function that sorts or edits its ids must not reach ours.
+            # A copy: a function may sort or edit its ids.
             values = _call(self._initializer, torch.from_numpy(ids.copy()), shape=shape)
         embedding.index_copy_(0, self.place.index(rows), self.place.to_device(values.to(embedding.dtype)))
 
@@ -237,11 +231,11 @@ class RowStore:
         if capacity <= self._capacity:
             return
         rows_used_count = min(self._capacity, self._ids.rows_end)
-        # So that inserts up to the capacity move the ids as little as the columns.
+        # So that inserts up to the capacity do not move the ids either.
         self._ids.reserve(capacity)
         with torch.no_grad():
-            # One column after the other, so that old and new storage of only one of them are alive at once. Should
-            # memory end halfway, some columns are longer than the capacity says, which breaks no invariant.
+            # One column at a time, so that only one of them exists twice at any moment. If memory runs out halfway,
+            # some columns are longer than the capacity, which breaks no invariant.
             for name, old in self._tensors.items():
                 new = self.place.new_column((capacity, *old.shape[1:]), dtype=old.dtype)
                 new[:rows_used_count].copy_(old[:rows_used_count])
@@ -252,13 +246,12 @@ class RowStore:
 
 
 def _first_mentions(ids: I64) -> I64:
-    """Return the distinct ids in the order of their first mention."""
     distinct, first = np.unique(ids, return_index=True)
     return distinct[np.argsort(first)]
 
 
 def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:
-    """Return how to name rows (distinct) to a fill: a slice when they are one run, in whatever order."""
+    """Return the index of rows (distinct) for a fill: a slice if they are one run, in any order."""
     begin, end = int(rows.min()), int(rows.max()) + 1
     return slice(begin, end) if end - begin == rows.size else place.index(rows)
 

@@ -1,11 +1,11 @@
-"""What a table holds per row besides its id: the columns, their dtypes and row shapes, and what a new row starts from.
+"""What a table holds per row besides its id: the columns, their dtypes and row shapes, and the initial value of a row.
 
-A column may be asked for in four ways, from short to exact:
+A column can be specified in four ways, from short to exact:
 
     torch.float32                     an optimizer slot as wide as the embedding; a metadata column of one scalar a row
     (4,) or ()                        a row shape, in the table's dtype
     (torch.float32, (4,))             both
-    Slot(torch.float32, (4,), 0.1)    both, and the value a new row starts from
+    Slot(torch.float32, (4,), 0.1)    both, and the initial value of a row
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SlotSpec: TypeAlias = torch.dtype | tuple[int, ...] | tuple[torch.dtype, tuple[i
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a table in their order, and the fill of every column that has one (all but id and embedding)."""
+    """The columns of a table in their order, and the fill of each column except id and embedding."""
 
     schema: TableSchema
     fills: Mapping[str, float]
@@ -107,7 +107,7 @@ def _resolve_slot(name: str, spec: object, *, table_dtype: torch.dtype, plain_sh
     if not isinstance(slot.row_shape, tuple) or not all(_is_count(size) for size in slot.row_shape):
         raise UsageError(f"row shape of column {name!r} is wrong", found=slot.row_shape, expected="a tuple of int >= 1")
     _check_fill(f"fill of column {name!r}", slot)
-    # A torch.Size is a tuple too; the schema compares and prints as plain ones.
+    # A torch.Size is a tuple too; the schema has plain ones.
     return Slot(dtype=slot.dtype, row_shape=tuple(slot.row_shape), fill=slot.fill)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of tables, checked. Every function raises UsageError before anything is changed."""
+"""Checks of the arguments of tables. Every function raises UsageError before anything is changed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 
@@ -38,9 +38,9 @@ def checked_shard(name: str, shard: object) -> tuple[int, int]:
 
 
 def checked_device(name: str, device: torch.device | str) -> torch.device:
-    """Return the device of a table's rows; of CUDA devices with its number, for the current one may change.
+    """Return the device of a table's rows, a CUDA device with its index, because the current one may change.
 
-    UnsupportedError for a CUDA device that is not there.
+    Raises UnsupportedError for a CUDA device that does not exist.
     """
     try:
         checked = torch.device(device)
@@ -102,8 +102,8 @@ def check_eviction(schema: TableSchema, column: object, below: object, *, table:
         raise UsageError(f"bound of an eviction from table {table!r} is wrong", found=below, expected="a number")
 
 
-def last_mentions(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where each value is mentioned last, ordered by value: index_copy_ promises no order among equal rows."""
+def last_mentions(values: I64) -> I64:
+    """Return where each value is mentioned last, ordered by value: index_copy_ has no order among equal rows."""
     _, first_from_end = np.unique(values[::-1], return_index=True)
     return np.asarray(values.size - 1 - first_from_end, dtype=np.int64)
 

@@ -1,8 +1,8 @@
 """The one lock of a table.
 
-Lookup, insert, removal and growth hold it for a moment, a cut from its begin to its fence, a load from its begin to its
-end. Whoever waits for longer than TABLE_WAIT_S_MAX gets a DeadlineError that says who holds the table: a cut without a
-fence or a load without an end is a bug, and a bug must not become a hang.
+Lookup, insert, removal and growth hold it briefly, a cut from begin to fence, a load from begin to end. A wait of more
+than TABLE_WAIT_S_MAX raises a DeadlineError that names the holder: a cut without a fence or a load without an end is a
+bug, and a bug must not become a hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TABLE_WAIT_S_MAX = 600.0
 
 
 class TableLock:
-    """A lock that another thread may release than the one that acquired it, as a fence does. Not re-entrant."""
+    """A lock that any thread may release, as a fence does. Not re-entrant."""
 
     def __init__(self, table: str) -> None:
         self._table = table
@@ -33,7 +33,7 @@ class TableLock:
         self._holder = use
 
     def release(self) -> None:
-        """Give the table back, from any thread."""
+        """Release the lock, from any thread."""
         self._holder = ""
         self._lock.release()
 
@@ -45,3 +45,13 @@ class TableLock:
             yield
         finally:
             self.release()
+
+    @contextmanager
+    def hold_for_result(self, use: str) -> Iterator[None]:
+        """Acquire the lock for what a block of code returns, which releases it later; release it if the block fails."""
+        self.acquire(use)
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise

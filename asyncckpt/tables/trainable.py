@@ -1,14 +1,14 @@
-"""What the modules and optimizers of this room need of a table."""
+"""What the modules and optimizers of this package need from a table."""
 
 from __future__ import annotations
 
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.ids import IdsLike, RowsLike
 
 
@@ -16,7 +16,7 @@ from asyncckpt.tables.ids import IdsLike, RowsLike
 class TrainableTable(Protocol):
     """A table whose rows training reads and updates in place.
 
-    What `lookup` returns indexes `embedding` and `slot(name)`, and does so until the next lookup: rows may move then.
+    The rows that `lookup` returns index `embedding` and `slot(name)` until the next lookup, which may move rows.
     """
 
     @property
@@ -27,7 +27,7 @@ class TrainableTable(Protocol):
     def device(self) -> torch.device: ...
     @property
     def embedding(self) -> torch.Tensor:
-        """The live rows, `[n, dim]`; fetch them anew after a lookup."""
+        """The live rows, `[n, dim]`; fetch them again after a lookup."""
         ...
 
     def slot(self, name: str) -> torch.Tensor:
@@ -40,24 +40,17 @@ class TrainableTable(Protocol):
         ...
 
     def touch(self, rows: RowsLike) -> None:
-        """Mark rows that are about to be written, or were: those of a lookup with insert are marked already.
+        """Mark rows that are about to be written, or were written; a lookup with insert marks its rows itself.
 
-        rows are what `lookup` returned, -1 is passed over. A table without marks may do nothing.
+        rows are what `lookup` returned; -1 is skipped. A table without marks may do nothing.
         """
         ...
 
 
-class FindsOnHost(Protocol):
-    """A TrainableTable that says on the host where rows are: nobody has to wait for its device to look at them."""
-
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> NDArray[np.int64]:
-        """As TrainableTable.lookup: int64 [n] in the order of the flat ids."""
-        ...
-
-
-def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> NDArray[np.int64]:
-    """Look ids up, int64 [n]; the rows on the host. Waits for the device of a table that is no FindsOnHost."""
-    if hasattr(table, "lookup_rows"):  # An isinstance with a Protocol takes 50 microseconds.
-        return cast(FindsOnHost, table).lookup_rows(ids, insert)
-    found: NDArray[np.int64] = table.lookup(ids, insert=insert).cpu().numpy()
+def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> I64:
+    """Look ids up and return the rows on the host, int64 [n]: by `lookup_rows`, or else after a wait for the device."""
+    find: Callable[[IdsLike, bool], I64] | None = getattr(table, "lookup_rows", None)
+    if find is not None:
+        return find(ids, insert)
+    found: I64 = table.lookup(ids, insert=insert).cpu().numpy()
     return found

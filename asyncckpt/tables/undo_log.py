@@ -1,4 +1,4 @@
-"""First touch: rows of an open cut are kept, as they were at the cut, just before they change.
+"""Copy-on-write for deferred cuts: keep rows as they were at the cut, just before they first change.
 
     from       to         done by                                  the rows of the cut
     OPEN       OPEN       rows_change                              are kept before they change; the change waits while
@@ -7,12 +7,12 @@
     any        ENDED      end                                      change freely; exports raise UsageError
 
 1. The thread that changes rows (it holds the table's lock) keeps them here first: rows_change.
-2. An export reads a window from the live storage. Rows may change under it, and be torn.
-3. Then it marks the window as exported and lays the kept rows over what it read. A row is kept before it changes, so
-   every row that 2 can have read torn or changed is among them; after the mark nothing of the window needs keeping.
+2. An export reads a window from the live storage. Rows may change meanwhile, so reads may be torn.
+3. Then it marks the window as exported and overlays what it read with the kept rows. A row is kept before it changes,
+   so every row that step 2 can have read torn or changed is among them; after the mark, the window needs no keeping.
 
-An export takes the log's lock only, never the table's: a change that waits here, holding the table's lock, always finds
-an exporter that can go on. The log is bounded; memory of exported windows is used again.
+An export takes only the log's lock, never the table's: a change that waits here while it holds the table's lock cannot
+block the exporter. The log is bounded; memory of exported windows is reused.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.errors import IOFailedError, UsageError
-from asyncckpt.native import Memory, core
+from asyncckpt.native import I64, Memory, core
 from asyncckpt.tables.cut_places import CutPlaces
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
 
-I64 = NDArray[np.int64]
-
-# How long a change of rows waits without a window being exported, before training goes on without this cut.
+# How long a change of rows waits without any window being exported, before the cut is given up.
 PAUSE_S_MAX = 300.0
 # Columns begin on cache lines.
 ALIGNMENT = 64
-# What the log itself holds per row: its place, its entry, and its entry once more when it is free again.
+# What the log itself holds per row: its place, its entry, and its entry again when it is free.
 ENTRY_OVERHEAD_BYTES = 24
 
 
@@ -51,10 +49,10 @@ class LogState(Enum):
 
 
 class UndoLog:
-    """The old values of rows of one open cut. Implements RowWatcher for the store, and serves one export at a time.
+    """The old values of rows of one deferred cut. Implements RowWatcher for the store, and serves one export at a time.
 
-    columns: the live storage, `id` included. spared: storage rows that need no keeping. on_pause is told the seconds of
-    every wait.
+    columns: the live storage, `id` included. spared: storage rows that need no keeping. on_pause is called with the
+    seconds of every wait.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class UndoLog:
         self._readers_count = 0
         self._exported = np.zeros(places.windows_count, dtype=np.bool_)
         self._exported_count = 0
-        # Per window: (place, entry) of every kept row, in the batches in which they came.
+        # Per window: (places, entries) of the kept rows, in batches.
         self._kept: dict[int, list[tuple[I64, I64]]] = {}
         self._kept_count = np.zeros(places.windows_count, dtype=np.int64)
         # Which storage rows are kept or need no keeping; made at the first change, outside the stall.
@@ -89,7 +87,7 @@ class UndoLog:
         self._targets: Mapping[str, int] = {}
 
     def rows_change(self, rows: I64) -> None:
-        """Keep what rows (distinct) hold now, unless they are kept, exported or not of the cut; wait for room."""
+        """Keep the values of rows (distinct) that are not kept, exported or outside of the cut; wait for room."""
         with self._changed:
             try:
                 self._keep_all(rows)
@@ -97,14 +95,14 @@ class UndoLog:
                 self._give_up(f"no memory to keep old values of rows: {error}")
 
     def storage_moves(self) -> None:
-        """Wait until no export needs the storage any more."""
+        """Wait until no export needs the storage."""
         with self._changed:
             self._wait(lambda: self._exported_count == len(self._exported), what="storage that has to grow or move")
-            # One copy of one window, which always ends; leaving earlier would let it read memory that is gone.
+            # One copy of one window, which always ends; without the wait it could read freed memory.
             self._changed.wait_for(lambda: not self._readers_count)
 
     def most_urgent(self, left: Sequence[int]) -> int:
-        """Return the window of left with most kept rows when the log is more than half full, else the first."""
+        """Return the window of `left` with most kept rows if the log is more than half full, else the first."""
         with self._changed:
             if 2 * self._entries.used_count <= self._entries.count_max:
                 return left[0]
@@ -112,9 +110,9 @@ class UndoLog:
 
     @contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """Hold live storage and log in their place while a window is exported.
+        """Keep live storage and log in place while a window is exported.
 
-        Raises IOFailedError when the cut was given up, UsageError when it has ended or the window was exported before.
+        Raises IOFailedError if the cut was given up, UsageError if it has ended or the window was exported before.
         """
         with self._changed:
             self._check_open()
@@ -129,7 +127,7 @@ class UndoLog:
                 self._changed.notify_all()
 
     def lay_over(self, index: int, targets: Mapping[str, int]) -> None:
-        """Lay the kept rows of a window over what was read of it, at the address of each column. While `reading`."""
+        """Overlay a window, read to the address of each column, with its kept rows. Call it while `reading`."""
         with self._changed:
             self._check_open()
             self._exported[index] = True
@@ -149,13 +147,13 @@ class UndoLog:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Keep nothing more, wake who waits, give the memory back. A second call does nothing."""
+        """Stop keeping rows, wake waiting threads and free the memory. Idempotent."""
         with self._changed:
             if self._state is LogState.ENDED:
                 return
             self._state = LogState.ENDED
             self._changed.notify_all()
-            # As in storage_moves: an export in this moment reads the memory that goes.
+            # As in storage_moves: an export may be reading the memory.
             self._changed.wait_for(lambda: not self._readers_count)
             self._kept.clear()
             self._settled = None
@@ -179,21 +177,20 @@ class UndoLog:
             rows, places = rows[left], places[left]
 
     def _to_keep(self, rows: I64) -> tuple[I64, I64]:
-        """Those of rows that have to be kept, and their places, ascending."""
+        """Return the rows that have to be kept, ordered by place, and their places."""
         if self._settled is None:
             self._settled = np.zeros(self._places.storage_end, dtype=np.bool_)
             self._settled[self._spared] = True
         rows = rows[rows < len(self._settled)]
         rows = rows[~self._settled[rows]]
         places = self._places.of(rows)
-        # Window -1 of a place -1 is the last one, which does no harm: the place itself rules the row out.
+        # Place -1 gives window -1, the last one, which does no harm: the place itself excludes the row.
         needed = (places >= 0) & ~self._exported[places // self._places.window_rows]
         rows, places = rows[needed], places[needed]
         order = np.argsort(places)
         return rows[order], places[order]
 
     def _keep(self, rows: I64, places: I64) -> None:
-        """Copy rows into the log; there is room."""
         assert self._settled is not None
         if self._memory is None:
             self._map_memory()
@@ -204,13 +201,13 @@ class UndoLog:
         begins = np.flatnonzero(np.diff(windows, prepend=-1))
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(windows)], strict=True):
             index = int(windows[begin])
-            # Copies: a view of one window's part would hold the arrays of all.
+            # Copies: a view would keep the arrays of all windows alive.
             self._kept.setdefault(index, []).append((places[begin:end].copy(), entries[begin:end].copy()))
             self._kept_count[index] += end - begin
         self._settled[rows] = True
 
     def _map_memory(self) -> None:
-        # Pages that no row has reached yet cost nothing, so the whole bound is mapped at once.
+        # Pages that no row has reached cost nothing, so map the whole bound at once.
         at, offsets = 0, {}
         for name, column in self._columns.items():
             offsets[name] = at
@@ -219,7 +216,7 @@ class UndoLog:
         self._targets = {name: self._memory.address + offset for name, offset in offsets.items()}
 
     def _wait(self, done: Callable[[], bool], *, what: str) -> None:
-        """Wait until done or not open any more; give the cut up when no window comes out for PAUSE_S_MAX."""
+        """Wait until done or no longer open; give the cut up if no window is exported for PAUSE_S_MAX."""
         if self._state is not LogState.OPEN or done():
             return
         begin = time.monotonic()
@@ -245,7 +242,7 @@ class UndoLog:
 
 
 class _Entries:
-    """Which entries of the log are free: those given back, and those never used yet, which cost no memory."""
+    """The free entries of the log: those given back, and those never used, which cost no memory."""
 
     def __init__(self, count_max: int) -> None:
         self.count_max = count_max
@@ -254,7 +251,7 @@ class _Entries:
         self._free: list[I64] = []
 
     def take(self, count: int) -> I64:
-        """Return count entries, those given back last first."""
+        """Return `count` entries, starting with those given back last."""
         assert count <= self.count_max - self.used_count
         self.used_count += count
         parts: list[I64] = []
@@ -269,6 +266,6 @@ class _Entries:
         return np.concatenate(parts)
 
     def give_back(self, entries: I64) -> None:
-        """Let entries be used again."""
+        """Make entries free again."""
         self.used_count -= entries.size
         self._free.append(entries)

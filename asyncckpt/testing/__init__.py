@@ -2,7 +2,7 @@
 
 import pytest
 
-# Before the modules with the tests are imported: their asserts then show values, as those of test files do.
+# Before importing the modules with the tests, so that their asserts show values like those of test files.
 for _module in ("case", "cuts", "cut_tests", "image", "level_tests", "mark_tests", "save_tests"):
     pytest.register_assert_rewrite(f"asyncckpt.testing.{_module}")
 

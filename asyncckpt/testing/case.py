@@ -1,4 +1,4 @@
-"""What the author of a suite says about his table, and the tools that the tests share."""
+"""The hooks by which the author of a suite describes a table, and the tools that the tests share."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FailedLoad: TypeAlias = Literal["empty", "unchanged", "undefined"]
 
 NAME = "table"
 STEPS = 4  # Training steps that give a table something to save.
-THREAD_S_MAX = 60.0  # A use of a table that takes longer hangs.
-HELD_S = 0.1  # How long a thread is given to run into a table that should hold still.
+THREAD_S_MAX = 60.0  # A longer use of a table counts as a hang.
+HELD_S = 0.1  # How long a thread may try to use a table that must be locked.
 
 
 class TableCase:
     """The hooks of a TableSuite. Override the first three, and what else is different about the table.
 
-    cut_kind     what keeps a table still between `begin_cut` and `fence`:
+    cut_kind     what keeps a table unchanged between `begin_cut` and `fence`:
                  "waits"   every use of it from another thread waits until the fence
                  "copies"  the cut is a copy, the table may change at once
-                 "caller"  nothing; whoever makes the cut keeps training away
-    failed_load  what a load leaves that ends with `end(False)`: "empty", "unchanged" (as before the load), or
+                 "caller"  nothing; the caller must not train meanwhile
+    failed_load  what a load that ends with `end(False)` leaves: "empty", "unchanged" (as before the load), or
                  "undefined" for tables that have no other place for their rows
-    fixed_ids    the ids are part of what the table is: none can be inserted or removed
+    fixed_ids    whether the ids are fixed: none can be inserted or removed
     """
 
     cut_kind: CutKind = "waits"
@@ -45,32 +45,32 @@ class TableCase:
     fixed_ids: bool = False
 
     def make_table(self) -> Table:
-        """Return a new table; all of them have one schema and start from the same values."""
+        """Return a new table; all of them have the same schema and initial values."""
         raise NotImplementedError("a TableSuite needs make_table(self) -> Table")
 
     def train(self, table: Table, step: int, seed: int) -> None:
-        """Change rows of every column, insert and remove as the table can; depends on table, step and seed alone.
+        """Change rows of every column, insert and remove if the table can; depend only on table, step and seed.
 
-        Called from the test's thread, or from one other thread at a time.
+        The test's thread calls it, or one other thread at a time.
         """
         raise NotImplementedError("a TableSuite needs train(self, table, step, seed)")
 
     def contents(self, table: Table) -> Contents:
-        """Return all rows by column name, in any one row order, without changing the table and not through a cut."""
+        """Return all rows by column name, in one row order, without changing the table and without a cut."""
         raise NotImplementedError("a TableSuite needs contents(self, table)")
 
     def make_shard(self, index: int, count: int) -> Table | None:
-        """Return a new table that holds the ids whose unsigned value modulo count is index; None: it cannot."""
+        """Return a new table of the ids whose unsigned value modulo count is index; None if that is impossible."""
         return None
 
     def internals(self, table: Table) -> Contents:
-        """Return what a save must leave as it is beside the contents: levels, cache map, counters; of any shapes."""
+        """Return what a save must not change besides the contents: levels, cache map, counters; of any shapes."""
         return {}
 
     # -- tools ---------------------------------------------------------------------------------------------------------
 
     def trained(self, seed: int = 1, *, steps: int = STEPS) -> Table:
-        """A table after some training."""
+        """Return a table after some training."""
         table = self.make_table()
         self.train_steps(table, range(steps), seed)
         return table
@@ -80,11 +80,11 @@ class TableCase:
             self.train(table, step, seed)
 
     def image(self, table: Table) -> Image:
-        """A copy of the contents."""
+        """Return a copy of the contents."""
         return Image.of(self.contents(table))
 
     def inside(self, table: Table) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-        """A copy of the internals, comparable with ==."""
+        """Return a copy of the internals, comparable with ==."""
         return {name: _bits(values) for name, values in self.internals(table).items()}
 
     def assert_holds(self, table: Table, expected: Image, *, what: str) -> None:
@@ -92,13 +92,13 @@ class TableCase:
         assert difference is None, f"{what}: {difference}"
 
     def assert_loads(self, path: Path, expected: Image, *, step: int | None = None) -> None:
-        """A new table must come to hold the expected rows."""
+        """Assert that a new table holds the expected rows after a load."""
         table = self.make_table()
         load(table, path, step=step)
         self.assert_holds(table, expected, what=f"the table loaded from step {step or 'newest'}")
 
     def assert_usable(self, table: Table, path: Path) -> None:
-        """Training, saving into a new directory and loading must work, and not wait for anything."""
+        """Assert that training, saving into a new directory and loading work without waiting."""
         in_thread(lambda: self.train_steps(table, range(50, 52), seed=50))
         expected = self.image(table)
         with saver(table, path) as saving:
@@ -106,13 +106,13 @@ class TableCase:
         self.assert_loads(path, expected)
 
     def weight_column(self, table: Table) -> str:
-        """The name of the first column that is a weight, else of the first one behind the ids."""
+        """Return the name of the first weight column, else of the first one after the ids."""
         columns = table.schema().columns[1:]
         return next((column.name for column in columns if column.role is Role.WEIGHT), columns[0].name)
 
 
 def saver(table: Table, path: Path, **options: Any) -> Saver:
-    """A Saver of one table. Without syncing: power does not fail here."""
+    """Return a Saver of one table, without fsync: power does not fail in these tests."""
     return Saver(path=path, hashtables={NAME: table}, durability="none", **options)
 
 
@@ -121,7 +121,7 @@ def load(table: Table, path: Path, **options: Any) -> LoadReport:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Run work in a thread of its own, so that a table that was never given back fails a test and does not hang it."""
+    """Run work in its own thread, so that a table that was never released fails a test instead of hanging it."""
     thread, failures = start_thread(work)
     thread.join(THREAD_S_MAX)
     assert not thread.is_alive(), f"a use of the table did not end within {THREAD_S_MAX} s: who holds it?"
@@ -130,7 +130,7 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 def start_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """Start a thread; what work raises is in the list once the thread has ended."""
+    """Start a thread; the list holds what work raises after the thread has ended."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -139,7 +139,7 @@ def start_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Bas
         except BaseException as error:
             failures.append(error)
 
-    # A daemon: one that hangs must not keep the interpreter from ending.
+    # A daemon: a hanging thread must not keep the interpreter from exiting.
     thread = threading.Thread(target=run, name="table-suite", daemon=True)
     thread.start()
     return thread, failures
@@ -158,12 +158,12 @@ def damage(path: Path, block: str) -> None:
 
 
 def skip(reason: str) -> NoReturn:
-    """Leave out a test for what the suite's hooks say of the table."""
+    """Skip a test that does not apply, according to the suite's hooks."""
     pytest.skip(reason)
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """The numbers below count in an order that the seed gives."""
+    """Return the numbers below count in a random order by seed."""
     return [int(index) for index in np.random.default_rng(seed).permutation(count)]
 
 

@@ -9,11 +9,11 @@ import torch
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.model.table import ID_COLUMN, HasCompanions, OwnsIds, Role, Table
 from asyncckpt.testing.case import HELD_S, THREAD_S_MAX, TableCase, in_thread, skip, start_thread
-from asyncckpt.testing.cuts import cut_image
+from asyncckpt.testing.cuts import cut_image, ended
 
 
 class SchemaTests(TableCase):
-    """What the table says about itself."""
+    """The schema and the other facts of the table."""
 
     def test_table_has_the_protocol(self) -> None:
         table = self.make_table()
@@ -47,7 +47,7 @@ class SchemaTests(TableCase):
         assert self.make_table().schema() == before
 
     def test_ids_belong_to_the_table(self) -> None:
-        """By its own rule where it has one, else by their unsigned value modulo the number of shards."""
+        """By its own rule, if it has one, else by their unsigned value modulo the number of shards."""
         table = self.trained()
         ids = self.image(table).ids
         if isinstance(table, OwnsIds):
@@ -72,7 +72,7 @@ class SchemaTests(TableCase):
             assert companion is table.companions()[suffix], "a companion is another object at every call"
 
     def test_contents_have_the_columns_of_the_schema(self) -> None:
-        """A test of the suite's own hooks: what they leave out, no other test looks at."""
+        """Tests the suite's own hooks: other tests do not see what they leave out."""
         table = self.trained()
         assert sorted(self.contents(table)) == sorted(column.name for column in table.schema().columns)
         image = self.image(table)
@@ -86,13 +86,12 @@ class SchemaTests(TableCase):
 
 
 class CutTests(TableCase):
-    """A table held still."""
+    """A frozen table."""
 
     def test_cut_describes_its_rows(self) -> None:
         table = self.trained()
         count = len(self.image(table))
-        cut = table.begin_cut()
-        try:
+        with ended(table.begin_cut()) as cut:
             runs = cut.runs
             assert cut.rows_count == count
             assert runs.dtype == np.int64
@@ -107,35 +106,27 @@ class CutTests(TableCase):
                 assert tuple(storage.shape[1:]) == column.row_shape
                 assert storage.is_contiguous()
                 assert len(storage) >= (int(runs[-1, 1]) if len(runs) else 0)
-        finally:
-            cut.end(True)
 
     def test_cut_holds_the_contents(self) -> None:
         """Every column, all of them in the row order of the ids."""
         table = self.trained()
         for step in range(4, 8):
             expected = self.image(table)
-            cut = table.begin_cut()
-            try:
+            with ended(table.begin_cut()) as cut:
                 difference = cut_image(cut, table.schema()).difference(expected)
-            finally:
-                cut.end(True)
             assert difference is None, difference
             self.train(table, step, 1)
 
     def test_cut_of_a_new_table(self) -> None:
         table = self.make_table()
         expected = self.image(table)
-        cut = table.begin_cut()
-        try:
+        with ended(table.begin_cut()) as cut:
             assert cut.rows_count == len(expected)
             assert cut_image(cut, table.schema()).difference(expected) is None
-        finally:
-            cut.end(True)
 
     @pytest.mark.parametrize("ok", [True, False])
     def test_a_cut_changes_nothing(self, ok: bool) -> None:
-        """Not the rows, and not where they lie: a level that is flushed for the cut shows in `internals`."""
+        """Neither the rows nor their places: flushing a level for the cut changes `internals`."""
         table = self.trained()
         expected, inside = self.image(table), self.inside(table)
         cut = table.begin_cut()
@@ -144,35 +135,29 @@ class CutTests(TableCase):
         self.assert_holds(table, expected, what="the table after a cut")
         assert self.inside(table) == inside, "the internals changed in a cut"
 
-    def test_cut_holds_still_until_the_fence(self) -> None:
+    def test_cut_does_not_change_before_the_fence(self) -> None:
         table = self.trained()
         expected, schema = self.image(table), table.schema()
         match self.cut_kind:
             case "caller":
-                skip("whoever makes a cut of this table keeps training away (cut_kind)")
+                skip("the caller keeps training away from a cut of this table (cut_kind)")
             case "copies":
-                cut = table.begin_cut()
-                try:
+                with ended(table.begin_cut()) as cut:
                     self.train_steps(table, range(4, 7))
                     difference = cut_image(cut, schema).difference(expected)
-                finally:
-                    cut.end(True)
                 assert difference is None, f"the cut changed with the table: {difference}"
             case "waits":
-                cut = table.begin_cut()
-                try:
+                with ended(table.begin_cut()) as cut:
                     thread, failures = start_thread(lambda: self.train_steps(table, range(4, 7)))
                     thread.join(HELD_S)
                     assert thread.is_alive(), "training went on between begin_cut and fence"
                     difference = cut_image(cut, schema).difference(expected)
-                finally:
-                    cut.end(True)
                 assert difference is None, f"the table changed in its cut: {difference}"
                 thread.join(THREAD_S_MAX)
                 assert not thread.is_alive(), "training did not go on after the fence"
                 assert not failures, failures
 
-    def test_fence_lets_go(self) -> None:
+    def test_fence_releases_the_table(self) -> None:
         table = self.trained()
         expected = self.trained(steps=6)
         cut = table.begin_cut()
@@ -208,9 +193,9 @@ class CutTests(TableCase):
         thread, failures = start_thread(lambda: self.train(table, 4, 1))
         if self.cut_kind == "waits":
             thread.join(HELD_S)
-            assert thread.is_alive(), "an old cut gave the table back that a new one holds"
+            assert thread.is_alive(), "an old cut released the table that a new one holds"
         second.end(True)
         thread.join(THREAD_S_MAX)
         assert not thread.is_alive()
         assert not failures, failures
-        self.assert_holds(table, self.image(self.trained(steps=5)), what="a table trained behind two cuts")
+        self.assert_holds(table, self.image(self.trained(steps=5)), what="a table trained after two cuts")

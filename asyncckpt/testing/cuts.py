@@ -1,27 +1,41 @@
-"""Read a table through its cut, as a save does, but slowly and plainly: an oracle beside the snapshot stage."""
+"""Read a table through its cut like a save, but slowly and simply: an oracle for the snapshot stage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, OpenCut, OverlaidCut, TableCut, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.testing.image import Image, raw_rows
+
+Cut = TypeVar("Cut", bound=TableCut)
+
+
+@contextmanager
+def ended(cut: Cut, ok: bool = True) -> Iterator[Cut]:
+    """End a cut after a block of code."""
+    try:
+        yield cut
+    finally:
+        cut.end(ok)
 
 
 def cut_image(cut: TableCut, schema: TableSchema, *, overlay: bool = True) -> Image:
-    """The rows of a cut, before its fence: the storage's, with cached ones laid over them if there are any."""
+    """Return the rows of a cut before its fence: those of the storage, overlaid with cached ones if there are any."""
     columns = {column.name: _column_rows(cut, column.name, overlay=overlay) for column in schema.columns}
     ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)
     return Image.of({ID_COLUMN: ids, **columns})
 
 
 def cut_rows(cut: TableCut, schema: TableSchema) -> NDArray[np.uint8]:
-    """The same, but in the order of the storage and with all columns side by side, uint8 [rows, bytes]."""
+    """Return the rows of a cut in the order of the storage, all columns side by side, uint8 [rows, bytes]."""
     return np.concatenate([_column_rows(cut, column.name, overlay=True) for column in schema.columns], axis=1)
 
 
@@ -36,14 +50,14 @@ def _column_rows(cut: TableCut, name: str, *, overlay: bool) -> NDArray[np.uint8
     return rows
 
 
-def run_rows(runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The storage rows that runs name, one after the other, int64 [n]."""
+def run_rows(runs: I64) -> I64:
+    """Return the storage rows of runs, in order, int64 [n]."""
     parts = [np.arange(begin, end, dtype=np.int64) for begin, end in runs.tolist()]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def cache_copy(cut: OverlaidCut, schema: TableSchema) -> CacheCopy:
-    """The copy of the cache level that a save makes before the fence."""
+    """Return the copy of the cache level that a save makes before the fence."""
     cache_map = cut.cache_map.numpy().copy()
     columns: dict[str, torch.Tensor] = {}
     for column in schema.columns:
@@ -54,7 +68,7 @@ def cache_copy(cut: OverlaidCut, schema: TableSchema) -> CacheCopy:
 
 
 class Windows:
-    """The windows of an open cut, exported one by one into memory of their own."""
+    """The windows of a deferred cut, exported one by one into their own memory."""
 
     def __init__(self, cut: OpenCut, schema: TableSchema, *, window_rows: int) -> None:
         self._cut = cut
@@ -66,7 +80,7 @@ class Windows:
         self.left = list(range(-(-cut.rows_count // window_rows)))
 
     def export(self, index: int) -> None:
-        """Export one window that is left."""
+        """Export one of the windows that are left."""
         self.left.remove(index)
         begin = index * self._window_rows
         targets = {
@@ -79,7 +93,7 @@ class Windows:
             self.export(index)
 
     def image(self) -> Image:
-        """What was exported; all windows must have been."""
+        """Return what was exported, after all windows were."""
         assert not self.left, f"windows {self.left} were not exported"
         columns = dict(self._buffers)
         ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)

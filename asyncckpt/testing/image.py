@@ -1,4 +1,4 @@
-"""What a table holds, as bytes: the only form in which NaNs, signed zeros and exotic dtypes compare honestly."""
+"""The rows of a table as bytes, which compare NaNs, signed zeros and exotic dtypes correctly."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.native import I64
 
 Contents: TypeAlias = Mapping[str, torch.Tensor | NDArray[Any]]
 """Column name -> its rows, `[n, *row_shape]`; all columns in one row order, `id` (int64) among them."""
@@ -23,12 +24,12 @@ IDS_SHOWN_MAX = 5
 class Image:
     """The rows of a table by ascending id: `ids` int64 [n], every other column as its bytes, uint8 [n, row bytes]."""
 
-    ids: NDArray[np.int64]
+    ids: I64
     columns: Mapping[str, NDArray[np.uint8]]
 
     @staticmethod
     def of(contents: Contents) -> Image:
-        """Copy contents, whatever their row order. AssertionError when a column lacks rows or an id is there twice."""
+        """Copy contents in any row order. Raises AssertionError if a column lacks rows or an id occurs twice."""
         assert ID_COLUMN in contents, f"contents lack the column {ID_COLUMN!r}, they have {sorted(contents)}"
         ids = raw_rows(contents[ID_COLUMN]).view(np.int64).reshape(-1)
         order = np.argsort(ids, kind="stable")
@@ -47,7 +48,7 @@ class Image:
         return len(self.ids)
 
     def difference(self, expected: Image) -> str | None:
-        """Say how this image differs from the expected one; None when it is the same, bit for bit."""
+        """Describe how this image differs from the expected one; None if they are equal bit for bit."""
         if sorted(self.columns) != sorted(expected.columns):
             return f"columns are {sorted(self.columns)}, expected {sorted(expected.columns)}"
         missing = np.setdiff1d(expected.ids, self.ids)
@@ -64,15 +65,15 @@ class Image:
         return None
 
     def part(self, mask: NDArray[np.bool_]) -> Image:
-        """The rows where mask, bool [n], is set."""
+        """Return the rows where mask, bool [n], is set."""
         return Image(ids=self.ids[mask], columns={name: rows[mask] for name, rows in self.columns.items()})
 
     def only(self, *names: str) -> Image:
-        """The ids and these columns."""
+        """Return the ids and these columns."""
         return Image(ids=self.ids, columns={name: self.columns[name] for name in names})
 
     def merged(self, newer: Image) -> Image:
-        """The rows of both; those of newer win."""
+        """Return the rows of both; those of newer win."""
         kept = self.part(~np.isin(self.ids, newer.ids))
         ids = np.concatenate([kept.ids, newer.ids])
         order = np.argsort(ids, kind="stable")
@@ -81,10 +82,10 @@ class Image:
 
 
 def raw_rows(values: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    """A copy of rows, `[n, *row_shape]`, as bytes, uint8 [n, row bytes]."""
+    """Copy rows, `[n, *row_shape]`, as bytes, uint8 [n, row bytes]."""
     if isinstance(values, torch.Tensor):
         plain = values.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        # Not viewed as bytes when empty: such a tensor may have a stride of 0, which torch refuses.
+        # An empty tensor may have a stride of 0, which torch cannot view as bytes.
         raw = plain.view(torch.uint8).numpy() if len(plain) else np.empty(0, dtype=np.uint8)
         item_bytes = plain.element_size()
     else:
@@ -94,5 +95,5 @@ def raw_rows(values: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     return copied
 
 
-def _shown(ids: NDArray[np.int64]) -> str:
+def _shown(ids: I64) -> str:
     return f"{ids[:IDS_SHOWN_MAX].tolist()}{'...' if ids.size > IDS_SHOWN_MAX else ''}"

@@ -1,4 +1,4 @@
-"""Tests of tables with a cache level: overlays, and cuts that stay open. Other tables skip them."""
+"""Tests of tables with a cache level: overlays and deferred cuts. Other tables skip them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import pytest
 import torch
 
-from asyncckpt.model.table import ID_COLUMN, OpenCut, OverlaidCut, Table, TableCut
+from asyncckpt.model.table import ID_COLUMN, OpenCut, OverlaidCut, Table
 from asyncckpt.testing.case import HELD_S, STEPS, THREAD_S_MAX, TableCase, shuffled, skip
-from asyncckpt.testing.cuts import Windows, cache_copy, cut_image
+from asyncckpt.testing.cuts import Windows, cache_copy, cut_image, ended
 from asyncckpt.testing.image import Image
 
 STEPS_MAX = 40
 
 
 class LevelTests(TableCase):
-    """Cached rows win over the storage's, also when training goes on while the storage is exported."""
+    """Cached rows win over those of the storage, even if training goes on while the storage is exported."""
 
     def test_cache_map_names_rows_of_the_storage(self) -> None:
         table = self._trained()
@@ -41,7 +41,7 @@ class LevelTests(TableCase):
                     assert len(cached) >= len(cache_map)
 
     def test_cached_rows_win(self) -> None:
-        """Training must come to a step where the storage alone is stale: the overlay is what makes it whole."""
+        """Training must reach a step at which the storage alone is stale, so that the overlay matters."""
         table = self._trained()
         stale = 0
         for step in range(STEPS, STEPS_MAX):
@@ -79,13 +79,13 @@ class LevelTests(TableCase):
         assert difference is None, difference
 
     def test_two_cuts_are_open_at_once(self) -> None:
-        """As when saves are queued: the older one is exported first, the newer one holds a later step."""
+        """As with queued saves: the older cut is exported first, the newer one holds a later step."""
         table = self._trained(stays_open=True)
         first_expected = self.image(table)
         with contextlib.ExitStack() as stack:
             first, first_windows = stack.enter_context(open_cut(table, window_rows=2))
             step = stack.enter_context(worker()).submit(self.train, table, STEPS, 1)
-            if not wait_a_little(step):  # The step waits for the end of the cut, which is the table's right.
+            if not wait_a_little(step):  # The table may let the step wait for the end of the cut.
                 first_windows.export_all(shuffled(len(first_windows.left), 1))
                 first.end(True)
             step.result(THREAD_S_MAX)
@@ -119,13 +119,10 @@ class LevelTests(TableCase):
         assert self.inside(table) == inside
 
     def _trained(self, *, stays_open: bool = False, seed: int = 1) -> Table:
-        """A trained table with a cache level; skips the test, before training, where there is none."""
+        """Return a trained table with a cache level; skip the test, before training, if there is none."""
         table = self.make_table()
-        cut: TableCut = table.begin_cut()
-        try:
+        with ended(table.begin_cut()) as cut:
             has_level, is_open = isinstance(cut, OverlaidCut), isinstance(cut, OpenCut)
-        finally:
-            cut.end(True)
         if not has_level:
             skip("the table has no cache level: its cuts are no OverlaidCut")
         if stays_open and not is_open:
@@ -134,7 +131,7 @@ class LevelTests(TableCase):
         return table
 
     def _export_beside_training(self, table: Table, cut: OpenCut, windows: Windows, *, seed: int) -> None:
-        """One step of training per window as far as it goes: a table may let its growth wait for the end of the cut."""
+        """Train a step per window while that works: a table may let its growth wait for the end of the cut."""
         order = shuffled(len(windows.left), seed)
         with training(self, table, seed=seed) as steps:
             goes_on = True
@@ -152,32 +149,26 @@ class LevelTests(TableCase):
 
 @contextlib.contextmanager
 def overlaid(table: Table) -> Iterator[OverlaidCut]:
-    """A cut with a cache level, ended at the end."""
-    cut: TableCut = table.begin_cut()
-    try:
+    """Make a cut with a cache level and end it."""
+    with ended(table.begin_cut()) as cut:
         assert isinstance(cut, OverlaidCut), "cuts of the table are not always of one kind"
         yield cut
-    finally:
-        cut.end(True)
 
 
 @contextlib.contextmanager
 def open_cut(table: Table, *, window_rows: int) -> Iterator[tuple[OpenCut, Windows]]:
-    """A cut that is open behind its fence, ended at the end."""
-    cut: TableCut = table.begin_cut()
-    try:
+    """Make a deferred cut and end it."""
+    with ended(table.begin_cut()) as cut:
         assert isinstance(cut, OpenCut), "cuts of the table are not always of one kind"
         windows = Windows(cut, table.schema(), window_rows=window_rows)
         cut.stay_open(cache_copy(cut, table.schema()), window_rows=window_rows)
         cut.fence()
         yield cut, windows
-    finally:
-        cut.end(True)
 
 
 @contextlib.contextmanager
 def worker() -> Iterator[ThreadPoolExecutor]:
-    """One thread. It is not waited for when a test fails: it may wait for a cut that ends only then."""
+    """Start one thread. Do not wait for it if a test fails: it may wait for a cut that ends only then."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="table-suite")
     try:
         yield thread
@@ -187,7 +178,7 @@ def worker() -> Iterator[ThreadPoolExecutor]:
 
 @contextlib.contextmanager
 def training(case: TableCase, table: Table, *, seed: int) -> Iterator[list[Future[None]]]:
-    """Training in a thread of its own; at the end all of its steps must have ended."""
+    """Train in another thread; wait for all of its steps at the end."""
     with worker() as thread:
         steps = [thread.submit(case.train, table, step, seed) for step in range(STEPS, 2 * STEPS)]
         yield steps
@@ -196,7 +187,7 @@ def training(case: TableCase, table: Table, *, seed: int) -> Iterator[list[Futur
 
 
 def wait_a_little(step: Future[None]) -> bool:
-    """Whether a step has ended after a moment; raises what it raised."""
+    """Return whether a step has ended after a moment; raise what it raised."""
     with contextlib.suppress(FutureTimeoutError):
         step.result(HELD_S)
     return step.done()

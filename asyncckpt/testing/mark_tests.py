@@ -1,11 +1,13 @@
 """Tests of tables that know which rows were written since a cut. Other tables skip them.
 
-A cut may tell of more rows than were written, and may not know any more. What it must never do is leave one out: a row
-that was changed and not told of is a row that is lost.
+A cut may report more rows than were written, or that it does not know. It must never leave one out: a row that was
+changed and not reported is lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +15,12 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion, Table, TableCut, TableSchema, TracksIds, TracksRows
+from asyncckpt.native import I64
 from asyncckpt.testing.case import STEPS, TableCase, shuffled, skip
-from asyncckpt.testing.cuts import cut_rows, run_rows
-
-I64 = NDArray[np.int64]
+from asyncckpt.testing.cuts import cut_rows, ended, run_rows
 
 MANY_CUTS = 300
-# So far back at least a table must know: two savers, a failed save or two, and what else cuts it meanwhile.
+# How many cuts a table must remember at least: two savers, a failed save or two, and other cuts meanwhile.
 CUTS_KNOWN = 8
 
 
@@ -40,20 +41,20 @@ class Remembered:
         return Remembered(version=cut.version, rows=run_rows(cut.runs), ids=ids, contents=contents)
 
     def changed_rows(self, since: Remembered) -> I64:
-        """The rows of the storage that hold something else than at an earlier cut, or did not hold anything then."""
+        """Return the storage rows that differ from an earlier cut, or were unused then."""
         _, now, then = np.intersect1d(self.rows, since.rows, assume_unique=True, return_indices=True)
         differ = (self.contents[now] != since.contents[then]).any(axis=1)
         return np.union1d(self.rows[now[differ]], np.setdiff1d(self.rows, since.rows))
 
     def begun_rows(self, since: Remembered) -> I64:
-        """The rows of the storage that hold another id than at an earlier cut, or did not hold any then."""
+        """Return the storage rows that hold another id than at an earlier cut, or were unused then."""
         _, now, then = np.intersect1d(self.rows, since.rows, assume_unique=True, return_indices=True)
         others = self.rows[now[self.ids[now] != since.ids[then]]]
         return np.union1d(others, np.setdiff1d(self.rows, since.rows))
 
 
 class MarkTests(TableCase):
-    """Whatever changed between two cuts is told by the second."""
+    """The second of two cuts reports everything that changed between them."""
 
     @pytest.mark.parametrize("seed", range(3))
     def test_touched_rows_cover_every_change(self, seed: int) -> None:
@@ -67,7 +68,7 @@ class MarkTests(TableCase):
         self._check_cut(table, earlier, ok=True, must_know=True)
 
     def test_cut_beside_cut(self) -> None:
-        """Nothing between them: what one tells, the other tells too."""
+        """Two cuts with nothing between them report the same."""
         table = self._tracking()
         first = self._check_cut(table, [], ok=True)
         self.train(table, STEPS, 1)
@@ -77,13 +78,13 @@ class MarkTests(TableCase):
         self._check_cut(table, [first, second], ok=True, must_know=True)
 
     def test_a_version_never_becomes_wrong(self) -> None:
-        """However many cuts are made: it is known and right, or not known. Counters must not come around."""
+        """After any number of cuts, it is known and right, or unknown. Counters must not wrap around."""
         table = self._tracking()
         earlier = [self._check_cut(table, [], ok=True)]
         for number in range(MANY_CUTS):
             if number % 25 == 0:
                 self.train(table, STEPS + number, 1)
-            # Few of all cuts are read in whole, which is slow.
+            # Only few cuts are read completely, which is slow.
             if number % 30 == 0:
                 earlier.append(self._check_cut(table, earlier, ok=True))
             else:
@@ -98,7 +99,7 @@ class MarkTests(TableCase):
         own = self._check_cut(table, [], ok=True).version
         assert own.source != theirs.source, "two tables have one source of versions"
         coming = CutVersion(source=own.source, number=own.number + 1000)
-        with _Cut(table) as cut:
+        with _tracked(table) as cut:
             for version in (theirs, coming):
                 assert cut.touched_since(version) is None, f"{version} is no version of this table"
                 assert cut.removed_since(version) is None, f"{version} is no version of this table"
@@ -106,7 +107,7 @@ class MarkTests(TableCase):
     @pytest.mark.parametrize("clear", [True, False])
     @pytest.mark.parametrize("ok", [True, False])
     def test_a_load_is_a_change(self, clear: bool, ok: bool) -> None:
-        """A load writes rows as it likes: versions before it are not known, or tell of all that it changed."""
+        """A load may write any row: earlier versions are unknown, or report everything that it changed."""
         if clear and self.fixed_ids:
             skip("the table cannot be emptied (fixed_ids)")
         table = self._tracking()
@@ -119,13 +120,10 @@ class MarkTests(TableCase):
         self._check_cut(table, [*earlier, now], ok=True)
 
     def _load_rows_of(self, source: Table, table: Table, *, clear: bool, ok: bool) -> None:
-        """What a Loader does, by hand: without files, and ended as asked."""
-        cut = source.begin_cut()
-        try:
+        """Do what a Loader does, without files, and end the load with ok."""
+        with ended(source.begin_cut()) as cut:
             rows = run_rows(cut.runs)
             columns = {column.name: cut.column(column.name)[rows].clone() for column in source.schema().columns}
-        finally:
-            cut.end(True)
         ids = columns.pop("id")
         load = table.begin_load(clear=clear, rows_count=len(ids), filled=set(columns))
         try:
@@ -136,7 +134,7 @@ class MarkTests(TableCase):
             load.end(ok)
 
     def _tracking(self, *, seed: int = 1) -> Table:
-        """A trained table whose cuts track rows; skips the test, before training, where there is none."""
+        """Return a trained table whose cuts track rows; skip the test, before training, if they do not."""
         table = self.make_table()
         cut: TableCut = table.begin_cut()
         cut.end(True)
@@ -146,8 +144,8 @@ class MarkTests(TableCase):
         return table
 
     def _check_cut(self, table: Table, earlier: list[Remembered], *, ok: bool, must_know: bool = False) -> Remembered:
-        """Make a cut, compare what it tells with earlier ones, and remember it."""
-        with _Cut(table, ok=ok) as cut:
+        """Make a cut, compare what it reports with earlier ones, and remember it."""
+        with _tracked(table, ok=ok) as cut:
             now = Remembered.of(cut, table.schema())
             for index in shuffled(len(earlier), len(earlier)):
                 since = earlier[index]
@@ -167,19 +165,11 @@ class MarkTests(TableCase):
         return now
 
 
-class _Cut:
-    """A cut that tracks rows, ended at the end."""
-
-    def __init__(self, table: Table, *, ok: bool = True) -> None:
-        self._cut: TableCut = table.begin_cut()
-        self._ok = ok
-
-    def __enter__(self) -> TracksRows:
-        assert isinstance(self._cut, TracksRows), "cuts of the table are not always of one kind"
-        return self._cut
-
-    def __exit__(self, *_: object) -> None:
-        self._cut.end(self._ok)
+@contextmanager
+def _tracked(table: Table, *, ok: bool = True) -> Iterator[TracksRows]:
+    with ended(table.begin_cut(), ok) as cut:
+        assert isinstance(cut, TracksRows), "cuts of the table are not always of one kind"
+        yield cut
 
 
 def _check_touched(touched: I64, now: Remembered, since: Remembered, *, what: str) -> None:
@@ -197,7 +187,7 @@ def _check_begun(begun: I64, now: Remembered, since: Remembered, *, what: str) -
     assert begun.ndim == 1
     assert bool((np.diff(begun) > 0).all()), f"begun rows are not ascending and distinct {what}"
     missed = np.setdiff1d(now.begun_rows(since), begun)
-    assert not missed.size, f"{missed.size} rows have another id and are not told {what}: {missed[:5].tolist()}"
+    assert not missed.size, f"{missed.size} rows have another id and are not reported {what}: {missed[:5].tolist()}"
 
 
 def _check_removed(removed: I64, now: Remembered, since: Remembered, *, what: str) -> None:

@@ -21,7 +21,7 @@ Info = dict[str, dict[str, list[str]]]
 
 
 class SaveTests(TableCase):
-    """Saving: what comes back is the table of the call, and the live one does not notice."""
+    """A save holds the table as it was in the call, and does not affect the live one."""
 
     @pytest.mark.parametrize("host_level", ["copy", "first_touch"])
     def test_save_async_holds_the_table_of_the_call(self, tmp_path: Path, host_level: HostLevel) -> None:
@@ -43,7 +43,7 @@ class SaveTests(TableCase):
         self.assert_loads(tmp_path, expected)
 
     def test_save_without_memory_for_a_snapshot(self, tmp_path: Path) -> None:
-        """The call blocks instead; the rows come from the live table, which the cut holds still meanwhile."""
+        """The call blocks instead and reads the live table, which the cut keeps unchanged."""
         table = self.trained()
         expected = self.image(table)
         with saver(table, tmp_path, host_memory_limit=0) as saving, warnings.catch_warnings():
@@ -54,7 +54,7 @@ class SaveTests(TableCase):
 
     @pytest.mark.parametrize("host_level", ["copy", "first_touch"])
     def test_every_step_loads_as_it_was(self, tmp_path: Path, host_level: HostLevel) -> None:
-        """Saves are queued: a cut begins while another one still holds rows as they were."""
+        """Saves are queued: a cut begins while another one still keeps old rows."""
         table = self.make_table()
         images: dict[int, Image] = {}
         with saver(table, tmp_path, device=DeviceOptions(host_level=host_level), on_busy="queue") as saving:
@@ -102,7 +102,7 @@ class SaveTests(TableCase):
 
 
 class LoadTests(TableCase):
-    """Loading: all of a step or nothing of it."""
+    """A load brings all of a step or nothing."""
 
     def test_load_empties_first(self, tmp_path: Path) -> None:
         _, expected = self._saved(tmp_path)
@@ -131,7 +131,7 @@ class LoadTests(TableCase):
         self.assert_holds(target, self.image(table), what="a loaded table that was trained on")
 
     def test_a_failed_load(self, tmp_path: Path) -> None:
-        """A block that is damaged is found on the way; see `failed_load` for what that leaves."""
+        """A damaged block is found during the load; see `failed_load` for what that leaves."""
         table, _ = self._saved(tmp_path)
         damage(tmp_path, f"{NAME}@{table.schema().columns[-1].name}")
         target = self.trained(seed=2)
@@ -193,7 +193,7 @@ class LoadTests(TableCase):
 
     @pytest.mark.parametrize("count", [2, 3])
     def test_resharding(self, tmp_path: Path, count: int) -> None:
-        """One table into `count` shards by the unsigned value of the ids, and all of these into one again."""
+        """Load one table into `count` shards by the unsigned value of the ids, and all of these into one again."""
         shards = [self.make_shard(index, count) for index in range(count)]
         if any(shard is None for shard in shards):
             skip("the table has no shards (make_shard)")
@@ -212,7 +212,6 @@ class LoadTests(TableCase):
         self.assert_holds(back, expected, what=f"{count} shards loaded into one table")
 
     def _saved(self, path: Path) -> tuple[Table, Image]:
-        """A trained table that was saved to path, and its rows."""
         table = self.trained()
         expected = self.image(table)
         with saver(table, path) as saving:

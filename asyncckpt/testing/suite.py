@@ -5,8 +5,8 @@
         def train(self, table, step, seed) -> None: ...
         def contents(self, table) -> Contents: ...
 
-A suite in the manner of zarr's `zarr.testing.store.StoreTests`: what a table may do otherwise is declared by hooks (see
-case.py), and only what they declare is left out, with a reason.
+Modelled on zarr's `zarr.testing.store.StoreTests`: hooks declare in what a table may differ (see case.py), and only the
+tests that these rule out are skipped, with a reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// ac_cuda_fingerprint: one thread for every row, column after column, each print the seed of the next.
+// ac_cuda_fingerprint: one thread for every row, column after column, each fingerprint the seed of the next.
 //
 // Threads of a warp read words that lie a row apart; the sectors they touch stay in the first-level cache until the
 // rows are through, so memory is read once.
@@ -9,7 +9,7 @@
 namespace asyncckpt::cuda {
 namespace {
 
-// Of one launch; a further one goes on with the prints of the one before.
+// Of one launch; a further one continues with the fingerprints of the one before.
 constexpr unsigned columns_max = 96;
 
 struct Column {
@@ -79,7 +79,7 @@ extern "C" int32_t ac_cuda_fingerprint(int32_t device, const ac_row_column* colu
     const uint64_t tiles = (rows_count - 1) / block_threads + 1;
     const unsigned blocks = choose_blocks(device, tiles, lies_on_host(prints));
     uint64_t index = 0;
-    // Without columns every print is 0, and a launch writes that too.
+    // Without columns every fingerprint is 0, and a launch writes that too.
     do {
       for (rows.columns_count = 0; index < columns_count && rows.columns_count < columns_max; ++index) {
         rows.columns[rows.columns_count++] = plan(columns[index]);

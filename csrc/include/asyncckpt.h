@@ -1,10 +1,10 @@
 /* asyncckpt: the C interface of the compiled core.
  *
- * Plain functions over pointers, sizes and file descriptors. No Python, no torch, no exceptions across the border.
+ * Plain functions over pointers, sizes and file descriptors. No Python, no torch, no exceptions across this interface.
  * Every function that can fail returns an ac_status and fills `error` (which may be NULL) when the status is not AC_OK.
  *
  * Ownership: the caller owns every pointer and every file descriptor it passes; a call keeps none of them after it
- *   returns, except the objects made by an `ac_*_new` function, which the matching `ac_*_free` ends.
+ *   returns. Objects made by an `ac_*_new` function are freed by the matching `ac_*_free`.
  * Threads: functions on different objects may run at once. One ac_idmap or ac_digester is used by one thread at a time.
  * Cancel: `cancel` points to an int32 that another thread may set to non-zero; the call then ends soon with AC_CANCELLED.
  * Progress: `bytes_done` points to a uint64 that the call adds to as bytes reach the disk (or memory); either may be NULL.
@@ -35,7 +35,7 @@ typedef enum ac_status {
   AC_SYSTEM = 2,    /* a system call failed; sys_errno says how */
   AC_NO_MEMORY = 3,
   AC_CANCELLED = 4,
-  AC_SHORT = 5      /* a file ended before the bytes that were asked for */
+  AC_SHORT = 5      /* a file ended before the requested bytes */
 } ac_status;
 
 typedef struct ac_error {
@@ -58,7 +58,7 @@ typedef struct ac_segment {
 } ac_segment;
 
 /* Copy all segments, in parallel on `threads` threads (0 = all cores; the caller is one of them). Targets must not
- * overlap each other or any source. Stores are non-temporal and page-interleaved where that is faster. */
+ * overlap each other or any source. Stores are non-temporal and page-interleaved if that is faster. */
 AC_API int32_t ac_copy(const ac_segment* segments, uint64_t count, uint32_t threads, ac_error* error);
 
 /* ---- memory: staging arenas ------------------------------------------------------------------------------------- */
@@ -71,7 +71,7 @@ AC_API int32_t ac_memory_resize(void* base, uint64_t old_bytes, uint64_t new_byt
 /* Fault in [begin, end) on `threads` threads (0 = all cores), so that later stores find their pages. */
 AC_API int32_t ac_memory_touch(void* base, uint64_t begin, uint64_t end, uint32_t threads, ac_error* error);
 AC_API int32_t ac_memory_unmap(void* base, uint64_t bytes, ac_error* error);
-/* Ask for huge pages in memory of any origin that was not touched yet; a wish, which a system may refuse. */
+/* Request huge pages for memory of any origin that was not touched yet; the system may refuse. */
 AC_API void ac_memory_advise_huge(void* data, uint64_t bytes);
 
 /* ---- digest ------------------------------------------------------------------------------------------------------
@@ -89,12 +89,12 @@ AC_API int32_t ac_digest(const ac_span* spans, uint64_t count, uint8_t* digests,
 typedef struct ac_digester ac_digester;
 AC_API ac_digester* ac_digester_new(void); /* NULL: no memory */
 AC_API void ac_digester_update(ac_digester* digester, const void* data, uint64_t bytes);
-AC_API void ac_digester_end(ac_digester* digester, uint8_t* digest); /* and start anew */
+AC_API void ac_digester_end(ac_digester* digester, uint8_t* digest); /* and start again */
 AC_API void ac_digester_free(ac_digester* digester);
 
 /* ---- drain: arena -> files -------------------------------------------------------------------------------------- */
 
-/* The bytes of the file are those of its extents, one behind the other. A write call never crosses an extent. */
+/* The file consists of its extents, one after another. A write call never crosses the end of an extent. */
 typedef struct ac_file {
   const ac_span* extents;  /* direct: every extent begins on a page and all but the last one are whole pages; the last one
                               is readable up to its bytes rounded up to AC_PAGE_BYTES */
@@ -111,8 +111,9 @@ typedef struct ac_drain_options {
   uint32_t sync;            /* non-zero: fsync each file after its last byte */
 } ac_drain_options;
 
-/* Write every file (reserve its space, write, cut to length, sync) and take the digest of every span, at the same time.
- * A direct write that the file system refuses with EINVAL goes on without O_DIRECT. A failed fsync is not tried again. */
+/* Write every file (reserve its space, write, truncate to its length, fsync) and compute the digest of every span, at the
+ * same time. A direct write that the file system refuses with EINVAL continues without O_DIRECT. A failed fsync is not
+ * retried. */
 AC_API int32_t ac_drain(const ac_file* files, uint64_t files_count, const ac_span* spans, uint64_t spans_count,
                         uint8_t* digests, const ac_drain_options* options, uint64_t* bytes_done,
                         const int32_t* cancel, ac_error* error);
@@ -136,13 +137,13 @@ typedef struct ac_read_options {
   uint32_t threads;      /* 0 = 4 */
 } ac_read_options;
 
-/* Read every item into its target; digests (count * 16 bytes, may be NULL) are taken on the way from the bytes that
- * were read. Neighbouring small items of one file are read together. AC_SHORT when a file ends too early. */
+/* Read every item into its target and compute the digests (count * 16 bytes, may be NULL) of the bytes that were read.
+ * Neighbouring small items of one file are read together. AC_SHORT if a file ends too early. */
 AC_API int32_t ac_read(const ac_read_item* items, uint64_t count, uint8_t* digests, const ac_read_options* options,
                        uint64_t* bytes_done, const int32_t* cancel, ac_error* error);
 
 /* ---- rows: columns of a table by row index ----------------------------------------------------------------------
- * A column is rows of row_bytes (0 or more, no alignment needed) behind each other. */
+ * A column is a sequence of rows of row_bytes (0 or more, no alignment needed). */
 
 typedef struct ac_row_column {
   const void* source;
@@ -150,31 +151,32 @@ typedef struct ac_row_column {
   uint64_t row_bytes;
 } ac_row_column;
 
-/* Copy row source_rows[i] of every column's source to row target_rows[i] of its target, for i below `count`; NULL stands
- * for row i. Row indices are 0 or more (AC_INVALID before anything is copied), target rows are distinct, and no target
+/* Copy row source_rows[i] of every column's source to row target_rows[i] of its target, for i below `count`; NULL means
+ * row i. Row indices are 0 or more (else AC_INVALID, and nothing is copied), target rows are distinct, and no target
  * overlaps another one or a source. On `threads` threads (0 = all cores; the caller is one of them). */
 AC_API int32_t ac_copy_rows(const ac_row_column* columns, uint64_t columns_count, const int64_t* source_rows,
                             const int64_t* target_rows, uint64_t count, uint32_t threads, ac_error* error);
 
-/* prints[i] for i below rows_count: 0, then for every column in order XXH3-64 of its source's row i with the print so
- * far as seed. Targets are not used. */
+/* fingerprints[i] for i below rows_count: 0, then for every column in order XXH3-64 of its source's row i with the
+ * fingerprint so far as seed. Targets are not used. */
 AC_API int32_t ac_fingerprint(const ac_row_column* columns, uint64_t columns_count, uint64_t rows_count,
-                              uint64_t* prints, uint32_t threads, ac_error* error);
+                              uint64_t* fingerprints, uint32_t threads, ac_error* error);
 
 /* ---- marks: one byte per row, the epoch in which it was last written ---------------------------------------------- */
 
-/* marks[row] = value for every row. -1 is passed over; any other row outside [0, marks_count) is AC_INVALID and then no
- * mark is set. */
+/* marks[row] = value for every row except -1. Any other row outside [0, marks_count) is AC_INVALID, and no mark is
+ * set. */
 AC_API int32_t ac_mark(uint8_t* marks, uint64_t marks_count, const int64_t* rows, uint64_t count, uint8_t value,
                        ac_error* error);
 /* The rows whose mark is greater than `above`, ascending: `rows` has room for `room` of them; *count is how many there
- * are. Where that is more than room, none is written; call again then. Nobody writes the marks meanwhile. */
+ * are. If that is more than room, none is written; call again. The marks must not change meanwhile. */
 AC_API int32_t ac_marked(const uint8_t* marks, uint64_t marks_count, uint8_t above, int64_t* rows, uint64_t room,
                          uint64_t* count, uint32_t threads, ac_error* error);
 
 /* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
- * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids take the row freed last, else
- * the next row never used, in the order of their first appearance in the batch, so rows are the same on every machine. */
+ * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids get the row that was freed
+ * last, else the next unused row, in the order of their first appearance in the batch, so rows are the same on every
+ * machine. */
 
 typedef struct ac_idmap ac_idmap;
 AC_API ac_idmap* ac_idmap_new(uint64_t capacity); /* NULL: no memory */
@@ -185,7 +187,7 @@ AC_API const int64_t* ac_idmap_ids(const ac_idmap* map); /* id by row, rows_end 
 AC_API int32_t ac_idmap_reserve(ac_idmap* map, uint64_t capacity, ac_error* error);
 /* rows: -1 for an absent id. */
 AC_API int32_t ac_idmap_find(const ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, ac_error* error);
-/* new_rows (may be NULL, else room for count): rows given to ids that were absent, in order of appearance. */
+/* new_rows (may be NULL, else room for count): rows assigned to ids that were absent, in order of appearance. */
 AC_API int32_t ac_idmap_insert(ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, int64_t* new_rows,
                                uint64_t* new_count, ac_error* error);
 /* rows: the row each id had, -1 for an absent id (a second mention in the batch is absent). */
@@ -193,7 +195,7 @@ AC_API int32_t ac_idmap_remove(ac_idmap* map, const int64_t* ids, uint64_t count
 /* The used rows as ascending maximal ranges [begin, end): `runs` has room for 2 * room values; *count is how many ranges
  * there are (also when that is more than room; call again then). */
 AC_API int32_t ac_idmap_runs(const ac_idmap* map, int64_t* runs, uint64_t room, uint64_t* count, ac_error* error);
-/* Forget all ids and rows; the memory stays. */
+/* Remove all ids and rows; keep the memory. */
 AC_API void ac_idmap_clear(ac_idmap* map);
 
 #ifdef __cplusplus

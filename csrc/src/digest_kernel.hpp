@@ -22,8 +22,8 @@ struct DigestKernel {
   void (*reset)(DigestState* state);
   void (*update)(DigestState* state, const void* data, size_t bytes);
   void (*end)(const DigestState* state, uint8_t* digest);
-  // XXH3-64 of every row of `row_bytes` with its print as seed becomes its print.
-  void (*chain_rows)(const char* rows, size_t row_bytes, size_t rows_count, uint64_t* prints);
+  // XXH3-64 of every row of `row_bytes` with its fingerprint as seed becomes its fingerprint.
+  void (*chain_rows)(const char* rows, size_t row_bytes, size_t rows_count, uint64_t* fingerprints);
 };
 
 extern const DigestKernel digest_portable;

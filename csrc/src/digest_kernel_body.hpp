@@ -25,9 +25,9 @@ void update(DigestState* state, const void* data, size_t bytes) {
   (void)XXH3_128bits_update(state_of(state), data, bytes);
 }
 void end(const DigestState* state, uint8_t* digest) { store(XXH3_128bits_digest(state_of(state)), digest); }
-void chain_rows(const char* rows, size_t row_bytes, size_t rows_count, uint64_t* prints) {
+void chain_rows(const char* rows, size_t row_bytes, size_t rows_count, uint64_t* fingerprints) {
   for (size_t row = 0; row < rows_count; ++row) {
-    prints[row] = XXH3_64bits_withSeed(rows + row * row_bytes, row_bytes, prints[row]);
+    fingerprints[row] = XXH3_64bits_withSeed(rows + row * row_bytes, row_bytes, fingerprints[row]);
   }
 }
 

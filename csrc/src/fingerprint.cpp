@@ -1,5 +1,5 @@
-// ac_fingerprint: a 64-bit print of every row over all its columns, grain by grain, so that the prints of a grain stay
-// in the cache while column after column is chained into them.
+// ac_fingerprint: the 64-bit fingerprint of every row over all its columns, grain by grain, so that the fingerprints of a
+// grain stay in the cache while column after column is chained into them.
 #include <algorithm>
 #include <atomic>
 

@@ -327,7 +327,7 @@ def test_ranks_hold_ids_by_the_signed_remainder(monkeypatch: pytest.MonkeyPatch)
     assert table.shard == (2, 3)
     assert table.owned(ids).tolist() == (torch.from_numpy(ids) % 3 == 2).tolist() == [True, True, True, False, False]
     module._dynamicemb_options[1].dist_type = "continuous"
-    with pytest.raises(asyncckpt.UnsupportedError, match="spreads its ids over ranks"):
+    with pytest.raises(asyncckpt.UnsupportedError, match="distributes its ids over ranks"):
         dynamicemb_tables(module, "")
 
 
@@ -352,5 +352,5 @@ def test_an_unknown_storage_is_refused() -> None:
         tables = known.tables
 
     module._storage = Elsewhere()
-    with pytest.raises(asyncckpt.UnsupportedError, match="storage of dynamicemb table 't0' is not known"):
+    with pytest.raises(asyncckpt.UnsupportedError, match="storage of dynamicemb table 't0' is unknown"):
         dynamicemb_tables(module, "")

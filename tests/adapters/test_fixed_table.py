@@ -195,9 +195,9 @@ def test_columns_that_are_not_loaded_stay(tmp_path: Path) -> None:
 def test_a_module_that_was_resized_is_refused(tmp_path: Path) -> None:
     rows = Rows()
     rows.embedding = torch.zeros(11, DIM)
-    with pytest.raises(UsageError, match=r"columns of table 't1' are others than when it was made.*tables_of again"):
+    with pytest.raises(UsageError, match=r"columns of table 't1' do not fit its schema.*tables_of again"):
         rows.table.begin_cut()
-    with pytest.raises(UsageError, match="columns of table 't1' are others"):
+    with pytest.raises(UsageError, match="columns of table 't1' do not fit"):
         rows.table.begin_load(clear=True, rows_count=11)
     rows.embedding = torch.zeros(10, DIM)  # New memory of the same form is read and written.
     cut = rows.table.begin_cut()
@@ -205,7 +205,7 @@ def test_a_module_that_was_resized_is_refused(tmp_path: Path) -> None:
 
 
 def test_columns_of_different_lengths_are_refused() -> None:
-    with pytest.raises(UsageError, match="columns of table 't' are others"):
+    with pytest.raises(UsageError, match="columns of table 't' do not fit"):
         FixedTable("t", lambda: {"embedding": torch.zeros(4, 2), "momentum1": torch.zeros(3)})
 
 

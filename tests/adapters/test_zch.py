@@ -134,9 +134,9 @@ def test_a_used_module_takes_another_history(tmp_path: Path) -> None:
     [
         (lambda state: state.pop("buffer_size"), "lacks a count"),
         (lambda state: state.update(current_iter=None), "lacks a count"),
-        (lambda state: state.pop("raw_ids"), "of another eviction policy"),
-        (lambda state: state["metadata"].clear(), "of another eviction policy"),
-        (lambda state: state["metadata"].update(x=state["raw_ids"]), "of another eviction policy"),
+        (lambda state: state.pop("raw_ids"), "to another eviction policy"),
+        (lambda state: state["metadata"].clear(), "to another eviction policy"),
+        (lambda state: state["metadata"].update(x=state["raw_ids"]), "to another eviction policy"),
         (lambda state: state.update(raw_ids=state["raw_ids"][:2]), "columns of different lengths"),
         (lambda state: state.update(buffer_size=2), "columns of different lengths"),
     ],

@@ -31,8 +31,9 @@ def rank_process(rank: int, folder: Path) -> None:
         state = {f"{rank}.{key}": value for key, value in case.make(size if rank else case.sizes[0]).items()}
         root = folder / f"{case.name}-{size}"
         try:
+            ranks = asyncckpt.RankOptions(peer_deadline=20.0)
             with asyncckpt.Saver(
-                rank, 2, path=root, tensors=state, durability="none", peer_deadline=20.0, on_busy="wait"
+                rank, 2, path=root, tensors=state, durability="none", ranks=ranks, on_busy="wait"
             ) as saver:
                 saver.save_async(1).result(60)
             answers.append(True)

@@ -1,7 +1,7 @@
-"""Other ways to store an array: smaller dtypes, quantized rows, without rows of zeros, compressed.
+"""Encodings of arrays: smaller dtypes, quantized rows, without rows of zeros, compressed.
 
-A block's `dtype` and `shape` tell the array that a loader gives; `encoding` lists the steps that made the stored bytes
-of it, in the order of writing. `encode` does the steps, `decode` their inverses, from the last to the first.
+A block's `dtype` and `shape` describe the array that a loader returns; `encoding` lists the steps that produced its
+stored bytes, in the order of writing. `encode` applies the steps, `decode` their inverses, from the last to the first.
 
     kind             members                       stored
     cast             dtype                         the same shape in a smaller dtype
@@ -9,8 +9,8 @@ of it, in the order of writing. `encode` does the steps, `decode` their inverses
     skip_zero_rows   rows: how many are stored     uint8: a bitmap of the rows that are not all zero bytes, then these
     zstd             level; shuffle: bytes         uint8: one zstd frame of the shuffled bytes
 
-Pure functions: nothing here reads or writes files, and nothing trusts a number of a file before it was checked against
-the block's shape and size.
+Pure functions: nothing here reads or writes files. No number from a file is trusted before it was checked against the
+block's shape and size.
 """
 
 from asyncckpt.format.encodings.codec import (

@@ -1,7 +1,7 @@
-"""Numbers in a smaller dtype of their kind: floats as smaller floats, integers as smaller integers.
+"""Cast numbers to a smaller dtype of their kind: floats to smaller floats, integers to smaller integers.
 
-Floats are rounded to the nearest. What would change more than that is refused: a number beyond the range of the smaller
-dtype, and an infinite one where that has none.
+Floats are rounded to the nearest. Values that would change by more than rounding are refused: numbers beyond the range
+of the smaller dtype, and infinities if it has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INTEGER_NAMES = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16
 FLOATS = frozenset(getattr(torch, name) for name in (*_FLOAT_NAMES, *_FLOAT8_NAMES) if hasattr(torch, name))
 INTEGERS = frozenset(getattr(torch, name) for name in _INTEGER_NAMES if hasattr(torch, name))
 
-_ELEMENTS_AT_ONCE = 1 << 20  # Bounds what checking takes.
+_ELEMENTS_AT_ONCE = 1 << 20  # Bounds the memory for the check.
 
 
 class Cast:
@@ -68,11 +68,11 @@ def _target(step: EncodingStep) -> torch.dtype:
 
 
 def _check_floats(values: torch.Tensor, dtype: torch.dtype) -> tuple[int, str] | None:
-    """The first number that a cast does more to than rounding."""
+    """Return the index of the first number that a cast does not only round, and the reason; None without any."""
     wide = values if values.dtype.itemsize >= 4 else values.float()
     greatest = torch.finfo(dtype).max
     low, high = (float(bound) for bound in wide.aminmax())
-    if -greatest <= low <= high <= greatest:  # The common case; NaN is in no order.
+    if -greatest <= low <= high <= greatest:  # The common case; false if there are NaNs.
         return None
     infinite = torch.isinf(wide)
     lost = torch.where(infinite, wide != values.to(dtype).to(wide.dtype), wide.abs() > greatest)
@@ -83,7 +83,7 @@ def _check_floats(values: torch.Tensor, dtype: torch.dtype) -> tuple[int, str] |
 
 
 def _check_integers(values: torch.Tensor, dtype: torch.dtype) -> tuple[int, str] | None:
-    numbers = values.numpy()  # torch compares few of the unsigned types.
+    numbers = values.numpy()  # torch cannot compare most unsigned types.
     bounds = np.iinfo(str(dtype).removeprefix("torch."))
     if bounds.min <= int(numbers.min()) and int(numbers.max()) <= bounds.max:
         return None

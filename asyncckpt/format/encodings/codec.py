@@ -1,13 +1,11 @@
-"""Do the steps of an encoding, and undo them."""
+"""Apply the steps of an encoding, and their inverses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format import limits
@@ -18,13 +16,12 @@ from asyncckpt.format.encodings.form import Encoding, Form, Malformed, Stage, Un
 from asyncckpt.format.encodings.quantize import Quantize
 from asyncckpt.format.encodings.zero_rows import SkipZeroRows
 from asyncckpt.model.block import BlockSpec, EncodingStep
+from asyncckpt.native import U8
 
-U8 = NDArray[np.uint8]
-
-# Of the array that an encoded block stands for. A few stored bytes can stand for any number of zeros, so without a
-# limit a damaged manifest could ask for all memory.
+# The maximal size of the array of an encoded block. A few stored bytes can mean any number of zeros, so without a limit
+# a damaged manifest could request all memory.
 ENCODED_BYTES_MAX = 64 << 20
-_BLOW_UP_MAX = 16  # float64 from 4 bits: the most that a stored byte can stand for when every row is there.
+_BLOW_UP_MAX = 16  # float64 from 4 bits: the highest ratio if every row is stored.
 
 _KINDS: Mapping[str, Encoding] = {
     "cast": Cast(),
@@ -36,7 +33,7 @@ _KINDS: Mapping[str, Encoding] = {
 
 @dataclass(frozen=True)
 class StoredAs:
-    """How an array lies in a shard file: the safetensors dtype, bytes of its elements, shape."""
+    """How an array is stored in a shard file: safetensors dtype, bytes per element, shape."""
 
     dtype: str
     itemsize: int
@@ -45,7 +42,7 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Stored bytes, uint8 [n], how they lie in the file, and the steps that were really done, as recorded."""
+    """Stored bytes, uint8 [n], how they are stored in the file, and the steps that were applied, as recorded."""
 
     raw: U8
     stored: StoredAs
@@ -53,11 +50,11 @@ class Encoded:
 
 
 def encode(values: torch.Tensor, steps: Sequence[EncodingStep]) -> Encoded:
-    """Do the steps, in their order, to a contiguous CPU tensor of any supported dtype.
+    """Apply the steps, in their order, to a contiguous CPU tensor of any supported dtype.
 
-    A step that would not make it smaller is left out, and so are those that need whole rows or blocks, when it is
-    larger than ENCODED_BYTES_MAX. Without any, `raw` is the tensor's own memory. Raises Unfit for values or dtypes
-    that a step cannot encode, UnsupportedError when a package is missing.
+    Leaves out a step that would not make the tensor smaller, and, for a tensor larger than ENCODED_BYTES_MAX, steps
+    that are not row-wise. If no step is applied, `raw` is the tensor's own memory. Raises Unfit for values or dtypes
+    that a step cannot encode, UnsupportedError if a package is missing.
     """
     done: list[EncodingStep] = []
     too_large = values.nbytes > ENCODED_BYTES_MAX
@@ -79,18 +76,18 @@ def encode(values: torch.Tensor, steps: Sequence[EncodingStep]) -> Encoded:
 
 
 def decode(raw: U8, spec: BlockSpec) -> torch.Tensor:
-    """The array that a block stands for: contiguous, on the CPU, of spec.dtype and spec.shape.
+    """Return the array of a block: contiguous, on the CPU, of spec.dtype and spec.shape.
 
     raw: the stored bytes, uint8 [spec.bytes], writable; without an encoding the result shares their memory. Raises
-    CorruptError naming the block when anything does not fit, UnsupportedError for kinds of a newer version and for a
-    missing package. Takes memory for ENCODED_BYTES_MAX, or 16 times the stored bytes where that is more, at most a few
-    times over.
+    CorruptError naming the block if anything does not fit, UnsupportedError for kinds of a newer version and for a
+    missing package. Needs at most a few times ENCODED_BYTES_MAX of memory, or 16 times the stored bytes if that is
+    more.
     """
     forms = _checked_forms(spec)
     try:
         if raw.nbytes != spec.bytes:
             raise Malformed(f"it has {raw.nbytes} bytes, not {spec.bytes}")
-        # A NumPy array without elements has no stride that torch could view as another dtype.
+        # torch cannot view an empty NumPy array as another dtype.
         stored = torch.from_numpy(raw) if raw.size else torch.empty(0, dtype=torch.uint8)
         values = stored.view(forms[-1].dtype).reshape(forms[-1].shape)
         for form, step in zip(reversed(forms[:-1]), reversed(spec.encoding), strict=True):
@@ -101,16 +98,16 @@ def decode(raw: U8, spec: BlockSpec) -> torch.Tensor:
 
 
 def check_encoding(spec: BlockSpec) -> None:
-    """Raise what `decode` would raise for a block of a manifest without looking at its bytes; see there."""
+    """Raise what `decode` would raise for a block of a manifest, as far as that does not depend on its bytes."""
     _checked_forms(spec)
     if any(step["kind"] == "zstd" for step in spec.encoding):
         zstandard()
 
 
 def misfit(dtype: torch.dtype, shape: tuple[int, ...], steps: Sequence[EncodingStep]) -> str | None:
-    """Why the last of the steps cannot be done to such an array, the others having been done; None when it can.
+    """Return why the last step cannot be applied to such an array after the others; None if it can.
 
-    Only the step's kind and an array's dtype and row shape matter, never the number of rows.
+    Depends only on the step's kind and the array's dtype and row shape, never on the number of rows.
     """
     form = Form.of(dtype, shape)
     for step in steps[:-1]:
@@ -119,7 +116,7 @@ def misfit(dtype: torch.dtype, shape: tuple[int, ...], steps: Sequence[EncodingS
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...], steps: Sequence[EncodingStep]) -> StoredAs | None:
-    """What `encode` will make of such an array; None when that depends on its values."""
+    """Return how `encode` will store such an array; None if that depends on its values."""
     if not all(_is_row_wise(step) for step in steps):
         return None
     form = Form.of(dtype, shape)
@@ -129,12 +126,12 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...], steps: Sequence[Encodi
 
 
 def _is_row_wise(step: EncodingStep) -> bool:
-    """Whether each row is stored by itself, in a size known before."""
+    """Return whether each row is stored separately, in a size known in advance."""
     return step["kind"] in ("cast", "quantize")
 
 
 def _assumed(form: Form, step: EncodingStep) -> Form:
-    """What a step makes of an array when it is not left out; of packed bytes the number is of no account."""
+    """Return the form after a step that is not left out; the number of packed bytes does not matter."""
     kind = step["kind"]
     if kind == "skip_zero_rows":
         return Form(dtype=torch.uint8, shape=(0,), lane=form.lane, stage=Stage.PACKED)
@@ -164,7 +161,7 @@ def _corrupt(spec: BlockSpec, error: Malformed) -> CorruptError:
 
 
 def _forms(form: Form, spec: BlockSpec) -> list[Form]:
-    """The array before the first step and after each one, the last as stored; Malformed when they do not fit."""
+    """Return the forms before the first step and after each one, the last as stored. Raises Malformed."""
     if form.bytes > max(ENCODED_BYTES_MAX, _BLOW_UP_MAX * spec.bytes) and spec.encoding:
         raise Malformed(f"{spec.bytes} stored bytes cannot stand for {form.bytes}")
     if len(spec.encoding) > limits.ENCODING_STEPS_MAX:
@@ -182,7 +179,7 @@ def _forms(form: Form, spec: BlockSpec) -> list[Form]:
             raise Malformed(f"{spec.bytes} compressed bytes cannot stand for {forms[-2].bytes}")
         last = forms[-1] = Form(dtype=last.dtype, shape=(spec.bytes,), lane=last.lane, stage=last.stage)
     if _stored_as(last) != StoredAs(dtype=spec.stored_dtype, itemsize=spec.stored_itemsize, shape=spec.stored_shape):
-        raise Malformed(f"it is stored as {spec.stored_dtype} {list(spec.stored_shape)}, not as its steps tell")
+        raise Malformed(f"it is stored as {spec.stored_dtype} {list(spec.stored_shape)}, not as its steps require")
     return forms
 
 

@@ -1,22 +1,18 @@
 """zstd over shuffled bytes: the first bytes of all numbers, then the second ones, and so on.
 
-High bytes of neighbours are alike and low ones are noise, so they compress better apart. A frame says how large its
-content is, and that is compared with the block's shape before anything is unpacked.
+High bytes of neighbours are similar and low ones are noise, so they compress better apart. A frame contains the size of
+its content, which is compared with the block's shape before decompression.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.encodings.form import Form, Malformed, Stage, as_bytes, integer
 from asyncckpt.model.block import EncodingStep
-
-U8 = NDArray[np.uint8]
 
 LEVEL_MIN, LEVEL_MAX = 1, 22
 _LANE_MAX = 16  # Bytes of the largest number, complex128.
@@ -60,7 +56,7 @@ class Zstd:
 
 
 def zstandard() -> ModuleType:
-    """The package that compresses; UnsupportedError where it is not installed."""
+    """Return the package zstandard. Raises UnsupportedError if it is not installed."""
     try:
         import zstandard
     except ImportError as error:
@@ -71,7 +67,7 @@ def zstandard() -> ModuleType:
 
 
 def _shuffled(raw: torch.Tensor, lane: int) -> torch.Tensor:
-    """Byte 0 of every lane, then byte 1, ...; what is left behind the last whole lane stays at the end."""
+    """Return byte 0 of every lane, then byte 1, ...; bytes after the last whole lane stay at the end."""
     whole = len(raw) // lane * lane
     if lane == 1 or whole == 0:
         return raw

@@ -1,4 +1,4 @@
-"""What the encodings share: the form of an array between two steps, and how they say that something does not fit."""
+"""What the encodings share: the form of an array between two steps, and the errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from asyncckpt.model.block import EncodingStep
 
 
 class Stage(IntEnum):
-    """How far an array has gone from what it was: a step may only follow those of earlier stages."""
+    """How far an array is encoded: a step may only follow steps of earlier stages."""
 
     ARRAY = 0  # Rows are rows.
-    PACKED = 1  # Rows of zeros are gone.
+    PACKED = 1  # Rows of zeros are left out.
     COMPRESSED = 2
 
 
 @dataclass(frozen=True)
 class Form:
-    """An array between two steps. `lane`: the bytes of one number, after which alike bytes come again."""
+    """An array between two steps. `lane`: the bytes of one number, the period of similar bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Form:
 
 
 class Unfit(ValueError):
-    """Values, or a kind of array, that a step cannot encode; `row` is the first such row, where it is one's."""
+    """Values, or a kind of array, that a step cannot encode; `row` is the first such row, if it is about rows."""
 
     def __init__(self, reason: str, *, row: int | None = None) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class Unfit(ValueError):
 
 
 class Malformed(ValueError):
-    """Recorded steps or stored bytes that no encoder has written."""
+    """Recorded steps or stored bytes that no encoder writes."""
 
 
 class Unknown(ValueError):
@@ -63,36 +63,36 @@ class Encoding(Protocol):
 
     @property
     def members(self) -> frozenset[str]:
-        """Of a recorded step, beside `kind`."""
+        """The members of a recorded step besides `kind`."""
         ...
 
     def misfit(self, form: Form, step: EncodingStep) -> str | None:
-        """Why the step cannot be done to such an array; None when it can."""
+        """Return why the step cannot be applied to such an array; None if it can."""
         ...
 
     def encode(self, values: torch.Tensor, form: Form, step: EncodingStep) -> tuple[torch.Tensor, EncodingStep] | None:
-        """The contiguous stored values, and the step as recorded; None when they would not be smaller. Raises Unfit."""
+        """Return the contiguous stored values and the recorded step; None if not smaller. Raises Unfit."""
         ...
 
     def stored(self, form: Form, step: EncodingStep) -> Form:
-        """What a recorded step makes of an array; a lower bound of its bytes where these are only known afterwards.
+        """Return the form after a recorded step, or a lower bound if its size is only known afterwards.
 
         Raises Malformed or Unknown.
         """
         ...
 
     def decode(self, stored: torch.Tensor, form: Form, step: EncodingStep) -> torch.Tensor:
-        """The array of `form` that was encoded, contiguous. Raises Malformed."""
+        """Return the array of `form` that was encoded, contiguous. Raises Malformed."""
         ...
 
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [n]; shares its memory."""
+    """Return the bytes of a contiguous tensor, uint8 [n]; shares its memory."""
     return values.reshape(-1).view(torch.uint8)
 
 
 def integer(step: EncodingStep, member: str, *, at_least: int, at_most: int) -> int:
-    """A number of a recorded step; Malformed when it is none, or out of its bounds."""
+    """Return an integer member of a recorded step. Raises Malformed if it is not one, or out of bounds."""
     value = step[member]
     if type(value) is not int or not at_least <= value <= at_most:
         raise Malformed(f"{member} is {value!r}, no integer in [{at_least}, {at_most}]")

@@ -1,13 +1,13 @@
-"""Rows of floats as 8-bit or 4-bit codes with a scale and a bias per row.
+"""Quantize rows of floats to 8-bit or 4-bit codes with a scale and a bias per row.
 
-The layout is that of FBGEMM's fused rows, so that its kernels can read what is stored:
+The layout is that of FBGEMM's fused rows, so that its kernels can read it:
 
     8 bits   codes uint8 [n], scale float32, bias float32
     4 bits   codes two to a byte, the first in the low half; scale float16, bias float16
 
-A number is read as `code * scale + bias`. The bias is the row's least number rounded down to what can be stored, the
-scale a 255th (a 15th) of what is above it rounded up, so no number of the row is out of reach and every one is at most
-half a scale away from its code: `abs(read - x) <= scale / 2`, beside the rounding to the array's own dtype.
+A number is decoded as `code * scale + bias`. The bias is the row's minimum, rounded down to what can be stored. The
+scale is 1/255 (1/15) of the range above it, rounded up. So the codes cover the whole row, and every number is at most
+half a scale away from its code: `abs(decoded - x) <= scale / 2`, plus the rounding to the array's own dtype.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from asyncckpt.format.encodings.cast import FLOATS
 from asyncckpt.format.encodings.form import Form, Malformed, Stage, Unfit
 from asyncckpt.model.block import EncodingStep
 
-_ELEMENTS_AT_ONCE = 1 << 20  # Bounds what the arithmetic in float64 takes.
-# Of scale and bias, by bits.
+_ELEMENTS_AT_ONCE = 1 << 20  # Bounds the memory for the arithmetic in float64.
+# The dtype of scale and bias, by bits.
 _PARAMETERS: dict[int, type[np.floating]] = {8: np.float32, 4: np.float16}
 
 
@@ -84,7 +84,7 @@ def _blocks(form: Form) -> list[tuple[int, int]]:
 
 
 def _encode_rows(values: torch.Tensor, stored: torch.Tensor, *, bits: int, first_row: int) -> None:
-    wide = values.to(torch.float64, copy=True)  # It is worked on in place.
+    wide = values.to(torch.float64, copy=True)  # Changed in place.
     low, high = (bound.numpy() for bound in wide.aminmax(dim=1))
     levels = (1 << bits) - 1
     with np.errstate(over="ignore", invalid="ignore"):
@@ -101,7 +101,7 @@ def _encode_rows(values: torch.Tensor, stored: torch.Tensor, *, bits: int, first
     codes = wide.round_().clamp_(0, levels).to(torch.uint8)
     ends = _code_bytes(values.shape[1], bits)
     stored[:, :ends] = codes if bits == 8 else _paired(codes)
-    parameters = np.stack([scale, bias], axis=1) + _PARAMETERS[bits](0)  # Not -0.0: rows of zeros are zero bytes.
+    parameters = np.stack([scale, bias], axis=1) + _PARAMETERS[bits](0)  # No -0.0: rows of zeros are zero bytes.
     stored[:, ends:] = torch.from_numpy(parameters).view(torch.uint8)
 
 
@@ -111,13 +111,13 @@ def _decode_rows(stored: torch.Tensor, values: torch.Tensor, *, bits: int) -> No
     scale, bias = (torch.from_numpy(np.ascontiguousarray(column)) for column in parameters.T)
     codes = stored[:, :ends] if bits == 8 else _unpaired(stored[:, :ends], values.shape[1])
     wide = codes.double().mul_(scale[:, None]).add_(bias[:, None])
-    # A scale is rounded up, so the highest code may read as a little more than the row's greatest number.
+    # The scale is rounded up, so the highest code may exceed the row's maximum.
     bounds = torch.finfo(values.dtype)
     values.copy_(wide.clamp_(bounds.min, bounds.max))
 
 
 def _rounded(values: NDArray[np.float64], dtype: type[np.floating], towards: float) -> NDArray[np.floating]:
-    """Values as dtype, never on the other side of `towards`."""
+    """Round values to dtype in the direction of `towards`."""
     rounded = values.astype(dtype)
     beyond = rounded.astype(np.float64) < values if towards > 0 else rounded.astype(np.float64) > values
     rounded[beyond] = np.nextafter(rounded[beyond], dtype(towards))
@@ -125,7 +125,7 @@ def _rounded(values: NDArray[np.float64], dtype: type[np.floating], towards: flo
 
 
 def _paired(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes two to a byte, the first of them in the low half."""
+    """Pack 4-bit codes two to a byte, the first in the low half."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[:, 0::2] | (codes[:, 1::2] << 4)

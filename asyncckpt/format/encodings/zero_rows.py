@@ -1,7 +1,7 @@
-"""Rows that are not all zero bytes, behind a bitmap that says which ones they are.
+"""Store only rows that are not all zero bytes, after a bitmap of which ones they are.
 
-Bit i of the bitmap, counted from the lowest of its first byte, is row i; unused bits of the last byte are 0. Only bytes
-count, so a row of -0.0 is stored.
+Bit i of the bitmap, counted from the lowest of its first byte, is row i; unused bits of the last byte are 0. Bytes
+are compared, so a row of -0.0 is stored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _bitmap_bytes(form: Form) -> int:
 
 
 def _used(rows: torch.Tensor) -> torch.Tensor:
-    """Which rows, uint8 [n, bytes], have a byte that is not zero: bool [n]."""
+    """Return which rows, uint8 [n, bytes], have a nonzero byte: bool [n]."""
     if rows.shape[1] % 8 == rows.storage_offset() % 8 == rows.data_ptr() % 8 == 0:
         return (rows.view(torch.int64) != 0).any(dim=1)
     return (rows != 0).any(dim=1)

@@ -9,8 +9,42 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, PAGE_BYTES, declarations
+from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, PAGE_BYTES, declarations, library
 
+
+class Segment(ctypes.Structure):
+    _fields_ = [("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class Span(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class ReadItem(ctypes.Structure):
+    _fields_ = [
+        ("target", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("fd", ctypes.c_int32),
+        ("direct", ctypes.c_int32),
+    ]
+
+
+class RowColumn(ctypes.Structure):
+    _fields_ = [("source", ctypes.c_void_p), ("target", ctypes.c_void_p), ("row_bytes", ctypes.c_uint64)]
+
+
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "ac_error": declarations.AcError,
+    "ac_file": declarations.AcFile,
+    "ac_drain_options": declarations.AcDrainOptions,
+    "ac_read_options": declarations.AcReadOptions,
+    # NumPy arrays are sent in place of these: uint64 [n, 3] or [n, 2], and library._READ_ITEM.
+    "ac_segment": Segment,
+    "ac_span": Span,
+    "ac_read_item": ReadItem,
+    "ac_row_column": RowColumn,
+}
 HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt.h"
 VALUES = {
     "void": None,
@@ -34,7 +68,7 @@ def allowed(c_type: str) -> list[Any]:
     if not c_type.endswith("*"):
         return [VALUES[c_type]]
     pointed = c_type[:-1]
-    structure = declarations.STRUCTURES.get(pointed)
+    structure = STRUCTURES.get(pointed)
     exact = ctypes.POINTER(structure) if structure else ctypes.POINTER(VALUES[pointed]) if pointed in VALUES else None
     return [ctypes.c_void_p, exact] + ([ctypes.c_char_p] if pointed == "char" else [])
 
@@ -68,15 +102,23 @@ def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
 
 
 def test_same_structures() -> None:
-    assert sorted(structures()) == sorted(declarations.STRUCTURES)
+    assert sorted(structures()) == sorted(STRUCTURES)
     for name, fields in structures().items():
-        declared: Any = declarations.STRUCTURES[name]._fields_
+        declared: Any = STRUCTURES[name]._fields_
         assert len(fields) == len(declared)
         for (c_type, c_name), (declared_name, declared_type) in zip(fields, declared, strict=True):
             plain_name, _, length = c_name.partition("[")
             assert plain_name == declared_name
             expected = [item * int(length[:-1]) for item in allowed(c_type)] if length else allowed(c_type)
             assert declared_type in expected, f"{name}.{plain_name} is declared as {declared_type}"
+
+
+def test_arrays_have_the_layout_of_their_structures() -> None:
+    assert [ctypes.sizeof(structure) for structure in (Segment, RowColumn, Span)] == [24, 24, 16]
+    assert library._READ_ITEM.itemsize == ctypes.sizeof(ReadItem)
+    assert library._READ_ITEM.fields is not None
+    offsets = {name: field[1] for name, field in library._READ_ITEM.fields.items()}
+    assert offsets == {"place": ReadItem.target.offset, "fd": ReadItem.fd.offset, "direct": ReadItem.direct.offset}
 
 
 def test_same_constants() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncckpt.native import LEAF_BYTES, U8, CancelledDrain, Core, CoreIOError, Progress, ShortFile
+from asyncckpt.native import LEAF_BYTES, U8, CancelledDrain, Core, CoreIOError, Progress, Reads, ShortFile
 
 MIB = 1 << 20
 FILE_BYTES = 21 * MIB + 1234
@@ -49,14 +49,12 @@ def read(
 ) -> U8 | None:
     """Read (target address, offset, bytes)."""
     progress = Progress()
-    result = core.read(
+    reads = Reads(
         np.array(places, dtype=np.uint64).reshape(-1, 3),
         np.array(fds, dtype=np.int32),
         direct=np.array([is_direct(fd) for fd in fds], dtype=np.int32),
-        digests=digests,
-        threads=threads,
-        progress=progress,
     )
+    result = core.read(reads, digests=digests, threads=threads, progress=progress)
     assert progress.bytes_done == sum(count for _, _, count in places)
     return result
 
@@ -168,15 +166,10 @@ def test_cancelled(core: Core, fd: int) -> None:
     target = np.zeros(100, dtype=np.uint8)
     progress = Progress()
     progress.cancel()
+    place = np.array([[target.ctypes.data, 0, 100]], dtype=np.uint64)
+    reads = Reads(place, np.array([fd], dtype=np.int32), direct=np.zeros(1, dtype=np.int32))
     with pytest.raises(CancelledDrain):
-        core.read(
-            np.array([[target.ctypes.data, 0, 100]], dtype=np.uint64),
-            np.array([fd], dtype=np.int32),
-            direct=np.zeros(1, dtype=np.int32),
-            digests=False,
-            threads=1,
-            progress=progress,
-        )
+        core.read(reads, digests=False, threads=1, progress=progress)
     assert progress.bytes_done == 0
 
 
@@ -194,5 +187,6 @@ def test_refusal_names_the_item(core: Core, fd: int, tmp_path: Path) -> None:
 def test_wrong_arrays_are_refused(core: Core, wrong: str) -> None:
     arrays = {"fds": np.zeros(1, dtype=np.int32), "direct": np.zeros(1, dtype=np.int32)}
     arrays[wrong] = np.zeros(2, dtype=np.int32)
+    reads = Reads(np.zeros((1, 3), dtype=np.uint64), **arrays)
     with pytest.raises(ValueError, match=f"{wrong} must be"):
-        core.read(np.zeros((1, 3), dtype=np.uint64), **arrays, digests=False, threads=1, progress=Progress())
+        core.read(reads, digests=False, threads=1, progress=Progress())

@@ -270,8 +270,8 @@ class LostEvent:
 
 
 def test_a_device_that_fails_with_rows_on_it_says_so() -> None:
-    with pytest.raises(DeviceError, match=r"a device failed before rows that left its cache .* device-side assert"):
-        row_device_module._CudaLanding({}, LostEvent()).wait()
+    with pytest.raises(DeviceError, match=r"a device failed before rows evicted from its cache .* device-side assert"):
+        row_device_module.Landing({}, LostEvent()).wait()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

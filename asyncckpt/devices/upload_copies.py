@@ -1,6 +1,6 @@
 """The kinds of copies that a load queues on a device, from host memory to targets there.
 
-Each may need scratch memory of the device, which all copies of a batch share: they come one after the other.
+Each may need scratch memory of the device, which all copies of a batch share, one after another.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, U64
 from asyncckpt.devices.sizes import LARGE_BYTES, SLOT_BYTES
+from asyncckpt.native import I64, U64
 
 GAP_BYTES_MAX = 64 << 10
-"""A smaller gap between two segments is brought over with them: starting a transfer takes longer."""
+"""A smaller gap between two segments is copied with them: starting another transfer takes longer."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,16 +26,16 @@ class Upload(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """How much scratch memory of the device it takes."""
+        """How much scratch memory of the device the copy takes."""
         ...
 
     def run(self, batch: Batch, scratch: int) -> None:
-        """Queue it; the side stream of the batch is current. scratch: the address of the memory, aligned to 256."""
+        """Queue the copy on the current side stream. scratch: the address of the memory, aligned to 256."""
         ...
 
 
 def run_uploads(uploads: list[Upload], batch: Batch) -> None:
-    """Queue all of them, in their order; the side stream is current. MemoryError when the device has no memory left."""
+    """Queue all of them, in their order, on the current side stream. Raises MemoryError."""
     needed = max((upload.scratch_bytes for upload in uploads), default=0)
     scratch = batch.device_memory(needed) if needed else 0
     for upload in uploads:
@@ -46,8 +45,8 @@ def run_uploads(uploads: list[Upload], batch: Batch) -> None:
 class SegmentUpload:
     """Segments (source, target, bytes), uint64 [n, 3], of which no two overlap.
 
-    window: (address, bytes) of host memory that may be read between segments too. Short segments out of it go by
-    kernels, which read registered memory, or else a copy of that in scratch memory; all others go one by one.
+    window: (address, bytes) of host memory that may also be read between segments. Kernels copy short segments of it,
+    from registered memory or else from a copy of that in scratch memory; all others are copied one by one.
     """
 
     def __init__(self, segments: U64, batch: Batch, *, window: tuple[int, int]) -> None:
@@ -60,7 +59,7 @@ class SegmentUpload:
         self._alone = np.ascontiguousarray(segments[~by_kernels & ~is_packed])
         self._packed = segments[is_packed][np.argsort(sources[is_packed], kind="stable")]
         self._begins, self._ends = _runs(self._packed)
-        shifts = self._begins % SLOT_BYTES  # Slots lie to a multiple as their sources do, for wide loads.
+        shifts = self._begins % SLOT_BYTES  # Slots are aligned like their sources, for wide loads.
         room = -(-(shifts + self._ends - self._begins) // SLOT_BYTES) * SLOT_BYTES
         self._slots = np.cumsum(room) - room + shifts
         self.scratch_bytes = int(room.sum())
@@ -81,9 +80,9 @@ class SegmentUpload:
 
 
 class TensorUpload:
-    """The values of a tensor on the host, of any strides, to one on the device that is not plain memory, or neither is.
+    """Copies a host tensor of any strides to a device tensor; at least one of them is not plain memory.
 
-    The bytes between the first and the last of the values are brought over, and taken apart on the device.
+    Copies the bytes from the first to the last of the values to the device, which picks the values.
     """
 
     def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -99,7 +98,7 @@ class TensorUpload:
 
 
 class RowUpload:
-    """Row positions[i] (None: row i) of values, contiguous on the host, to row rows[i] of a target on the device.
+    """Copies row positions[i] (None: row i) of contiguous host values to row rows[i] of a target on the device.
 
     positions, rows: int64 [n]; rows are distinct.
     """
@@ -108,7 +107,7 @@ class RowUpload:
         self, target: torch.Tensor, rows: I64, values: torch.Tensor, positions: I64 | None, batch: Batch
     ) -> None:
         self._target, self._rows, self._values, self._positions = target, rows, values, positions
-        self._is_plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        self._is_plain = is_plain(target)
         is_read_in_place = self._is_plain and batch.is_reachable(values.data_ptr(), values.nbytes)
         self.scratch_bytes = 0 if is_read_in_place else values.nbytes
 
@@ -129,8 +128,13 @@ class RowUpload:
         target.index_copy_(0, _on_device(self._rows, batch), values)
 
 
-def _runs(segments: U64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(begins, ends) of the host memory that segments, ascending, are read from, small gaps within."""
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory holds its values in order, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _runs(segments: U64) -> tuple[I64, I64]:
+    """Return (begins, ends) of the host memory of ascending segments, including small gaps."""
     begins = segments[:, 0].astype(np.int64)
     ends = begins + segments[:, 2].astype(np.int64)
     is_first = np.ones(len(begins), dtype=np.bool_)
@@ -141,7 +145,7 @@ def _runs(segments: U64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _span_bytes(values: torch.Tensor) -> int:
-    """From the first byte of a tensor that is not empty to its last."""
+    """Return the bytes from the first to the last byte of a non-empty tensor."""
     steps = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     assert math.prod(values.shape) > 0
     return (steps + 1) * values.element_size()
@@ -152,14 +156,14 @@ def _bring(source: int, target: int, bytes: int, batch: Batch) -> None:
 
 
 def _on_device(rows: I64, batch: Batch) -> torch.Tensor:
-    """Row numbers on the device, int64 [n]."""
+    """Return row numbers on the device, int64 [n]."""
     address = batch.device_memory(rows.nbytes)
     _bring(batch.pinned(rows), address, rows.nbytes, batch)
     return batch.runtime.view(address, rows.nbytes, batch.device).view(torch.int64)
 
 
 def _as_bits(target: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as integers of their size, where that means the same: not every dtype has all operations on a device."""
+    """Return both as integers of their size if that is equivalent: devices lack some operations for some dtypes."""
     bits = _BITS.get(target.element_size())
     if bits is None or target.is_conj() or target.is_neg():
         return target, values

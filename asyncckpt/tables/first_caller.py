@@ -1,12 +1,12 @@
-"""A thing that happens once, whichever thread comes first."""
+"""Find the first of several callers, for what must happen once."""
 
 from __future__ import annotations
 
 import threading
 
 
-class Once:
-    """Says True to the first caller only, from whichever thread; `done` says whether there was one."""
+class FirstCaller:
+    """Says which call is the first, from any thread; `done` says whether there was one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
