@@ -51,9 +51,10 @@ class Loader:
     merge            add rows to what a table holds (as RecIS does); by default a table is emptied first
     fallback         if the wanted step is damaged, load the newest older one that is sound, and report that
     on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy
-    shard_index      which rank of shard_num this process is; None: of ranks.process_group, or of torch.distributed if
-                     it is initialised, else 0 of 1. It decides which plain values, and which state of objects, are loaded:
-                     those of the same rank if as many ranks have saved, else those of all ranks, the lowest first
+    shard_index      rank of this process among shard_num; None: of ranks.process_group, or of torch.distributed if
+                     it is initialised, else 0 of 1. It decides which plain values, and which state of objects, are
+                     loaded: those of the same rank if as many ranks have saved, else those of all ranks, the lowest
+                     first
     ranks            RankOptions, as the Saver's: its process_group names the ranks that load together, if not all of
                      torch.distributed
 
