@@ -12,12 +12,13 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.caller_streams import CallerStreams
+from asyncckpt.engine.arguments import check_step
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState, LoadFuture
 from asyncckpt.engine.load import LoadRequest, run_load
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.reader_rank import reader_rank
 from asyncckpt.errors import UsageError
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.options import BUSY_DEADLINE_S, PARALLEL_MAX, OnBusy
@@ -87,11 +88,12 @@ class Loader:
             raise UsageError("verify is wrong", found=verify, expected=(True, False, "before"))
         if on_busy not in ("raise", "wait"):
             raise UsageError("on_busy is wrong", found=on_busy, expected=("raise", "wait"))
-        if step is not None and (type(step) is not int or step < 0):
-            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
+        check_step(step)
         if not isinstance(busy_deadline, (int, float)) or not 0 <= busy_deadline <= threading.TIMEOUT_MAX:
             raise UsageError("busy_deadline is wrong", found=busy_deadline, expected="seconds, at least 0")
-        self._rank, self._ranks_count = reader_rank(shard_index, shard_num, process_group)
+        self._rank, self._ranks_count = own_rank(
+            shard_index, shard_num, process_group, names=("shard_index", "shard_num")
+        )
         self._path = check_path(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._tables = dict(named_tables(tables))

@@ -27,6 +27,7 @@ from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, stored_of
 from asyncckpt.devices.chosen import device_of
+from asyncckpt.engine.arguments import check_step
 from asyncckpt.errors import ConflictError, NotFoundError, UsageError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
@@ -56,8 +57,7 @@ class StorageReader(DcpStorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True) -> None:
-        if step is not None and (type(step) is not int or step < 0):
-            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
+        check_step(step)
         if verify not in (True, False):
             raise UsageError("verify is wrong", found=verify, expected=(True, False))
         self._path = check_path(path)

@@ -5,7 +5,6 @@ Rank 0 makes the directory and holds its LOCK; the others wait until it has, or 
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from asyncckpt.engine.ranks import Ranks
 from asyncckpt.engine.replicas import Replicas
 from asyncckpt.errors import NotFoundError, PeerError, UsageError
 from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
@@ -38,24 +38,6 @@ class Opened:
     ranks: Ranks | None = None
 
 
-def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
-    """(index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
-    if process_group is None:
-        return shard_index, shard_num
-    dist = sys.modules["torch.distributed"]  # Whoever has a group has it.
-    index, count = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if index < 0:
-        raise UsageError("this process is not in the process group", found=dist.get_rank())
-    if (shard_index, shard_num) not in ((0, 1), (index, count)):
-        raise UsageError(
-            "shard_index and shard_num are not those of the process group",
-            found=(shard_index, shard_num),
-            expected=(index, count),
-            hint="leave them out, or leave out the group",
-        )
-    return index, count
-
-
 def open_directory(
     path: Path, *, index: int, count: int, process_group: Any, peer_deadline_s: float, exact_modes: bool
 ) -> Opened:
@@ -63,7 +45,7 @@ def open_directory(
     if count == 1:
         return _open_alone(path, exact_modes=exact_modes)
     limits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
-    over_store = process_group is not None or _is_default_group(index, count)
+    over_store = process_group is not None or rank_in_group() == (index, count)
     join = _join_over_store if over_store else _join_over_files
     root, lock, channel = join(path, process_group, index, count, peer_deadline_s, exact_modes)
     return Opened(root=root, lock=lock, ranks=Ranks(channel=channel, limits=limits, replicas=Replicas(index, count)))
@@ -76,14 +58,6 @@ def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
     except BaseException:
         root.close()
         raise
-
-
-def _is_default_group(index: int, count: int) -> bool:
-    """Whether the ranks that save are those of torch.distributed's default group."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return (index, count) == (dist.get_rank(), dist.get_world_size())
 
 
 def _join_over_store(

@@ -10,6 +10,7 @@ from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
+from asyncckpt.engine.arguments import check_step
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.device_stage import host_copies, launch
@@ -23,7 +24,6 @@ from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, DeviceError, UsageError
-from asyncckpt.format.names import STEP_MAX
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
@@ -214,8 +214,7 @@ def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
     others = [t.step for t in save_lock.in_flight() if t is not ticket and t.path == path and t.step is not None]
     if step is None:
         step = max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
-    if type(step) is not int or not 0 <= step <= STEP_MAX:
-        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
+    check_step(step, or_none=False)
     if step in others or is_committed(target.root, step):
         raise ConflictError(
             f"step {step} exists already in {str(path)!r}",

@@ -6,23 +6,10 @@ from typing import Any
 
 import torch
 
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.strategies.agreement import Agreement
 
 CALLS_PEER_DEADLINE_S = 600.0  # A rank may train for long before it asks for what another one waits.
-
-
-def is_distributed() -> bool:
-    """Whether torch.distributed has been initialised."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def ranks_of(process_group: Any = None) -> tuple[int, int]:
-    """(rank, number of ranks) in a process group; None: the default one, and (0, 1) where there is none."""
-    if not is_distributed():
-        return 0, 1
-    import torch.distributed as dist
-
-    return dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
 class GroupAgreement:
@@ -43,7 +30,7 @@ class GroupAgreement:
 
         Where torch.distributed was initialised anew, so is the agreement.
         """
-        if ranks_of(self._process_group)[1] == 1:
+        if own_rank(None, None, self._process_group)[1] == 1:
             return None
         from asyncckpt.coordination.store_channel import open_store_channel
 

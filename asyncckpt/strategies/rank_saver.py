@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability
 from asyncckpt.saver import Saver
-from asyncckpt.strategies.job_ranks import ranks_of
 from asyncckpt.strategies.layout import writing_path
 from asyncckpt.strategies.running_save import RunningSave
 
@@ -30,7 +30,7 @@ def begin_save(
     name: of the part. other_processes: see RunningSave. To be called on all ranks. An error of make_state is raised
     here, and by the saves of the other ranks as PeerError. Raises PeerError when the ranks do not find each other.
     """
-    rank, ranks_count = ranks_of(process_group)
+    rank, ranks_count = own_rank(None, None, process_group)
     state = _state(make_state, ranks_count)
     saver = Saver(
         shard_index=rank,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from asyncckpt.errors import IncompatibleError, UsageError
-from asyncckpt.trainer_state.own_rank import own_rank
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.trainer_state.streams import Stream, global_streams, stream_of
 
 RanksChanged = Literal["spread", "keep", "raise"]
