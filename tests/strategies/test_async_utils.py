@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.coordination.agreement import Agreement
 from asyncckpt.errors import DeadlineError, PeerError, UsageError
-from asyncckpt.strategies.agreement import Agreement
 from asyncckpt.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest, ThreadAsyncCaller
 from tests.strategies.memory_channel import Wire
 

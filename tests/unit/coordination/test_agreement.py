@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from asyncckpt.coordination.agreement import Agreement, Failure, Verdict
 from asyncckpt.errors import CorruptError, PeerError
-from asyncckpt.strategies.agreement import Agreement, Failure, Verdict
 from tests.strategies.memory_channel import Wire
 
 pytestmark = pytest.mark.once
@@ -43,13 +43,37 @@ def test_a_rank_that_asks_late_gets_the_answer_of_its_round() -> None:
 
 def test_a_failure_is_everybodys_at_once() -> None:
     zero, one, two = agreements(3)
-    failure = Failure(rank=2, cause="OSError: the disk is full \udcff")
+    error = OSError("the disk is full \udcff")
     with ThreadPoolExecutor(1) as thread:
-        told = thread.submit(two.decide, 0, ended=True, failure=failure, blocking=True)
+        failed = thread.submit(two.is_done, 0, "the call", ended=True, error=error, blocking=True)
         verdict = zero.decide(0, ended=False, failure=None, blocking=True)
-        assert verdict.failure == Failure(rank=2, cause="OSError: the disk is full ?")
-        assert told.result(LONG_S) == verdict
-        assert one.decide(0, ended=False, failure=None, blocking=True) == verdict
+        assert verdict.failure == Failure(rank=2, cause="OSError: the disk is full \\udcff")
+        assert failed.exception(LONG_S) is error
+        with pytest.raises(PeerError, match="the call failed on rank 2: OSError: the disk is full"):
+            one.is_done(0, "the call", ended=False, error=None, blocking=True)
+
+
+def test_results_must_be_equal() -> None:
+    zero, one, two = agreements(3)
+    with ThreadPoolExecutor(2) as threads:
+        for call, results in enumerate([("step 3", "step 3", "step 3"), ("step 3", "step 3", "step 4")]):
+            others = [
+                threads.submit(
+                    agreement.is_done, call, "the load", ended=True, error=None, blocking=True, result=result
+                )
+                for agreement, result in zip((one, two), results[1:], strict=True)
+            ]
+            own = zero.decide(call, ended=True, failure=None, blocking=True, result=results[0])
+            if call == 0:
+                assert own == DONE
+                assert [other.result(LONG_S) for other in others] == [True, True]
+            else:
+                assert own.failure is not None
+                for other in others:
+                    with pytest.raises(
+                        PeerError, match=r"the load failed on rank [12]: it has step \d, rank"
+                    ):
+                        other.result(LONG_S)
 
 
 def test_a_call_after_a_failed_one_is_decided_anew() -> None:
