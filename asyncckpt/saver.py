@@ -20,7 +20,7 @@ from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
-from asyncckpt.engine.open_ranks import Opened, open_directory
+from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.ranks_told import tell_failed
 from asyncckpt.engine.save import start_save
@@ -29,7 +29,6 @@ from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.engine.verify import newest_verified
 from asyncckpt.errors import DeadlineError, UsageError
-from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -142,9 +141,7 @@ class Saver:
         optimizers: Sequence[torch.optim.Optimizer] = (),
         exact_modes: bool = False,
     ) -> None:
-        if process_group is not None:
-            index, count = (None, None) if (shard_index, shard_num) == (0, 1) else (shard_index, shard_num)
-            shard_index, shard_num = own_rank(index, count, process_group, names=("shard_index", "shard_num"))
+        shard_index, shard_num = which_shard(shard_index, shard_num, process_group)
         check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
         check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
         check_choice("on_busy", on_busy, ON_BUSY)
@@ -275,7 +272,7 @@ class Saver:
         find together again. Does nothing with one rank.
         """
         if self._target.ranks is not None:
-            tell_failed(self._target, self._target.ranks.next_call(), error)
+            tell_failed(self._target.ranks, self._target.ranks.next_call(), error)
 
     def prepare(self) -> PrepareFuture:
         """Plan the save, and allocate and touch its arena in the background, so that the first save is as fast as later
@@ -358,8 +355,8 @@ class Saver:
                 call=call,
             )
         except BaseException as error:
-            if call is not None:
-                tell_failed(self._target, call, error)
+            if ranks is not None and call is not None:
+                tell_failed(ranks, call, error)
             raise
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
@@ -389,7 +386,7 @@ def _give_back(opened: Opened, regions: RegionCache) -> None:
     for layout in regions.layouts():
         pool.forget(layout)
     if opened.ranks is not None:
-        opened.ranks.channel.close()
+        opened.ranks.close()
     if opened.lock is not None:
         opened.lock.release()
     opened.root.close()

@@ -1,10 +1,8 @@
 """The Saver of multi-level tables: RecSDK's shape (`Saver(rank).save(module, path)`, `.load(module, path)`), and ours.
 
-A save of several ranks:
-1. Every rank checks its arguments, opens its own folder, and sees which step would be next.
-2. All ranks agree: nobody has failed, on the step, and on a random save id (see ranks.py).
-3. Every rank saves its tables, in the background or blocking, with the id in the metadata.
-4. After a blocking save the ranks agree that all have committed. After an asynchronous one a load finds out.
+A save: every rank checks its arguments, opens the directory, which all ranks share, and calls the asyncckpt.Saver of
+that directory. The ranks agree and commit in the background (docs/ranks.md). A rank that cannot begin aborts the save
+on all of them.
 
 A load: check everything on all ranks, agree, then fill the tables (see load_ranks.py and recsdk_load.py).
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,34 +22,47 @@ from torch import nn
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
-from asyncckpt.embcache.rank_folders import RankFacts, SeenSteps, rank_folder, rank_folders
-from asyncckpt.embcache.ranks import AgreedSave, Peers, which_rank
+from asyncckpt.embcache.rank_folders import earlier_steps, rank_folders, save_metadata, steps_of
+from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
 from asyncckpt.embcache.report import SparseLoadReport
+from asyncckpt.engine.arguments import check_choice, check_seconds, check_step
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.open_ranks import announce_open, leave_out_opening
+from asyncckpt.engine.ranks import Ranks
 from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError
-from asyncckpt.format.names import STEP_MAX
+from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import BUSY_DEADLINE_S, DeltaPolicy, Durability, HostLevel, OnBusy, SaveKind
-from asyncckpt.saver import Saver as RankSaver
+from asyncckpt.pipeline.row_filters import RowFilter
+from asyncckpt.saver import Saver as DirectorySaver
 
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
 PEERS_DEADLINE_S = 1800.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _OpenFolder:
-    """The open Saver of one folder and module. `newest` is the last step begun there, -1 before the first."""
+    """The open Saver of one folder and module. earlier: steps that are there in the earlier form."""
 
-    saver: RankSaver
+    saver: DirectorySaver
     saved: SavedTables
-    future: SaveFuture | None = None
-    newest: int = -1
+    ranks: Ranks | None
+    earlier: frozenset[int]
 
-    def is_idle(self) -> bool:
-        return self.future is None or self.future.done()
+    def next_step(self, step: int | None) -> int | None:
+        """Return the step to save; None: one more than the newest one in the directory. Raises ConflictError."""
+        if step is not None and step in self.earlier:
+            hint = "steps are never overwritten: save another step"
+            raise ConflictError(f"step {step} exists already in {self.saver.path!r}", hint=hint)
+        if step is not None or not self.earlier:
+            return step
+        path = Path(self.saver.path)
+        begun = {ticket.step for ticket in save_lock.in_flight() if ticket.path == path and ticket.step is not None}
+        newest = max(self.earlier)
+        return newest + 1 if max(steps_of(path) | begun, default=-1) <= newest else None
 
 
 class Saver:
@@ -63,15 +74,12 @@ class Saver:
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
                         saves, "queue"
-    durability, host_memory_limit, host_level, busy_deadline   as for asyncckpt.Saver
-    deltas              when a save holds only rows written since the one before, as for asyncckpt.Saver; every rank
-                        has a chain of its own, and may save another kind than the other ones
-    keep_latest         how many saves to keep; one rank only, for ranks do not yet forget together
-    peers_deadline      seconds that ranks wait for each other in one agreement
+    durability, host_memory_limit, host_level, busy_deadline, deltas, keep_latest, filters   as for asyncckpt.Saver
+    peers_deadline      seconds that ranks wait for each other to come to a save or a load
 
-    With torch.distributed, all ranks make the same calls in the same order, on the thread that may use collectives. The
-    directory stays open, and its tables are held, until `close()`, or the end of a `with` block. Raises UsageError.
-    Source of the interface: RecSDK `torchrec_embcache.saver.Saver`.
+    All ranks make the same calls in the same order. They find each other by torch.distributed, or, where that is not
+    initialised, by files in the directory. The directory stays open, and its tables are held, until `close()`, or the
+    end of a `with` block. Raises UsageError. Source of the interface: RecSDK `torchrec_embcache.saver.Saver`.
     """
 
     def __init__(
@@ -87,19 +95,15 @@ class Saver:
         host_level: HostLevel = "auto",
         deltas: DeltaPolicy | None = None,
         keep_latest: int | None = None,
+        filters: Sequence[RowFilter] = (),
         busy_deadline: float = BUSY_DEADLINE_S,
         peers_deadline: float = PEERS_DEADLINE_S,
     ) -> None:
         self._rank, self._world_size = which_rank(rank, world_size)
         if not isinstance(path_rules, PathRules):
             raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
-        if on_busy not in ON_BUSY:
-            raise UsageError("on_busy is wrong", found=on_busy, expected=ON_BUSY)
-        if keep_latest is not None and self._world_size > 1:
-            what = "keep_latest of several ranks could remove the last save that all of them have"
-            raise UsageError(what, found=keep_latest, expected=None, hint="remove old steps on all ranks together")
-        if isinstance(peers_deadline, bool) or not isinstance(peers_deadline, (int, float)) or peers_deadline <= 0:
-            raise UsageError("peers_deadline is wrong", found=peers_deadline, expected="seconds above 0")
+        check_choice("on_busy", on_busy, ON_BUSY)
+        check_seconds("peers_deadline", peers_deadline, above_zero=True)
         self._rules = path_rules
         self._on_busy: OnBusy = on_busy
         self._busy_deadline = busy_deadline
@@ -110,7 +114,9 @@ class Saver:
             "host_level": host_level,
             "deltas": deltas,
             "keep_latest": keep_latest,
+            "filters": filters,
             "busy_deadline": busy_deadline,
+            "peer_deadline": float(peers_deadline),
         }
         self._peers = Peers(self._rank, self._world_size, deadline_s=float(peers_deadline))
         self._open: OrderedDict[Path, _OpenFolder] = OrderedDict()
@@ -131,24 +137,15 @@ class Saver:
         *,
         step: int | None = None,
         kind: SaveKind = "auto",
-        save_id: str | None = None,
     ) -> SaveResult:
-        """Save the tables of this rank and return when the checkpoint is durable, on all ranks.
+        """Save the tables of this rank and return when the checkpoint is durable, with the tables of all ranks.
 
         step None: one more than the newest in path. kind: as for asyncckpt.Saver; RecSDK's incremental=True is "delta".
-        save_id: only for several ranks without torch.distributed. Raises
-        UsageError, ConflictError (another rank failed, among others), SaveInProgressError, IOFailedError, ...
+        Raises UsageError, ConflictError, SaveInProgressError, PeerError (another rank failed), IOFailedError, ...
         """
-        folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
-        error: Exception | None = None
-        result: SaveResult | None = None
-        try:
-            result = folder.saver.save(agreed.step, kind=kind, metadata=metadata, on_busy=self._on_busy)
-        except Exception as failure:
-            error = failure
-        self._peers.vote(f"save step {agreed.step}", error)
-        assert result is not None
-        return result
+        folder, step = self._begin(module, path, step)
+        metadata = save_metadata(list(folder.saved.companions))
+        return folder.saver.save(step, kind=kind, metadata=metadata, on_busy=self._on_busy)
 
     def save_async(
         self,
@@ -157,17 +154,16 @@ class Saver:
         *,
         step: int | None = None,
         kind: SaveKind = "auto",
-        save_id: str | None = None,
     ) -> SaveFuture:
         """Capture the tables of this rank and return; training goes on at once, the files are written in the
         background.
 
-        The future tells of this rank alone: the checkpoint is complete when the futures of all ranks have resolved, and
-        a load passes over one that is not. Raises as `save`.
+        The future resolves when the tables of all ranks are committed, together. Raises as `save`; what goes wrong on
+        another rank, or later, the future raises.
         """
-        folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
-        folder.future = folder.saver.save_async(agreed.step, kind=kind, metadata=metadata, on_busy=self._on_busy)
-        return folder.future
+        folder, step = self._begin(module, path, step)
+        metadata = save_metadata(list(folder.saved.companions))
+        return folder.saver.save_async(step, kind=kind, metadata=metadata, on_busy=self._on_busy)
 
     def load(
         self,
@@ -178,7 +174,8 @@ class Saver:
         incremental: bool = False,
         momentum_slots: Mapping[str, str | None] | None = None,
     ) -> SparseLoadReport:
-        """Load the newest save that all its ranks have, or that of a step; also what RecSDK wrote.
+        """Load the newest save, or that of a step; also of the earlier form, with one directory per rank, and of
+        RecSDK.
 
         Any number of ranks may have saved it: each table takes the ids it owns, by their unsigned value modulo the
         number of ranks. Nothing is changed before all checks have passed, on all ranks; a failure after that leaves the
@@ -187,7 +184,7 @@ class Saver:
         For RecSDK's files: incremental says that they hold only a part of the rows, which then go on top of those in
         the tables. momentum_slots maps "momentum1", "momentum2" to optimizer slots, or to None to leave one out; by
         default they go to the slots in their order. Raises UsageError, NotFoundError, CorruptError, IncompatibleError,
-        ConflictError (another rank failed), SaveInProgressError, IOFailedError.
+        ConflictError, PeerError (another rank failed), SaveInProgressError, IOFailedError.
         """
         self._check_open()
         ticket: Ticket | None = None
@@ -197,16 +194,14 @@ class Saver:
             try:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
-                _check_step(step)
+                check_step(step)
                 ticket = self._acquire(source, step)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
             except Exception as failure:
                 error = failure
-            found = -1 if prepared is None or prepared.step is None else prepared.step
-            highest, lowest_negated = self._peers.vote("load", error, (found, -found))
+            found = "" if prepared is None or prepared.step is None else f"step {prepared.step}"
+            self._peers.agree_on_load("the load", error, result=found)
             assert prepared is not None
-            if highest != -lowest_negated:
-                raise ConflictError("ranks found different newest steps", found=(-lowest_negated, highest))
             return self._run(prepared)
         finally:
             if ticket is not None:
@@ -220,7 +215,6 @@ class Saver:
     def close(self) -> None:
         """Wait for saves in flight, let go of all folders, raise the first error nobody has asked for. Idempotent."""
         self._closed = True
-        self._peers.close()
         first: CheckpointError | None = None
         while self._open:
             _, folder = self._open.popitem(last=False)
@@ -228,6 +222,7 @@ class Saver:
                 folder.saver.close()
             except CheckpointError as error:
                 first = first or error
+        self._peers.close()
         if first is not None:
             raise first
 
@@ -246,49 +241,51 @@ class Saver:
                 error.add_note(f"and closing the Saver raised: {closing}")
 
     def _begin(
-        self, module: nn.Module, path: str | os.PathLike[str], *, step: int | None, save_id: str | None
-    ) -> tuple[_OpenFolder, AgreedSave, dict[str, Any]]:
-        """Check and open everything, and agree with the other ranks on what is saved."""
+        self, module: nn.Module, path: str | os.PathLike[str], step: int | None
+    ) -> tuple[_OpenFolder, int | None]:
+        """Check and open everything; return the open folder and the step to save. The other ranks hear of an error."""
         self._check_open()
-        folder: _OpenFolder | None = None
-        error: Exception | None = None
-        next_step = 0
+        ranks = self._peers.for_saving()
+        target: Path | None = None
         try:
             target = self._rules.check_target(path)
             saved = self._saved_tables(module)
-            _check_step(step)
+            check_step(step)
             self._check_not_busy()
-            folder = self._folder(target, saved)
-            seen = SeenSteps.of(target, rank=self._rank, world_size=self._world_size)
-            if step in seen.taken:
-                hint = "steps are never overwritten: save another step"
-                raise ConflictError(f"step {step} exists already in {str(target)!r}", hint=hint)
-            next_step = max(folder.newest, seen.newest) + 1
-        except Exception as failure:
-            error = failure
-        agreed = self._peers.agree_on_save(next_step=next_step, step=step, save_id=save_id, error=error)
-        assert folder is not None
-        folder.newest = max(folder.newest, agreed.step)
-        facts = RankFacts(save_id=agreed.save_id, companions=tuple(folder.saved.companions))
-        return folder, agreed, facts.to_metadata(rank=self._rank, world_size=self._world_size)
+            folder = self._folder(target, saved, ranks)
+            return folder, folder.next_step(step)
+        except BaseException as error:
+            if ranks is not None:
+                leave_out_opening(ranks, error)
+            elif target is not None and target in self._open:
+                self._open[target].saver.leave_out_call(error)
+            raise
 
-    def _folder(self, target: Path, saved: SavedTables) -> _OpenFolder:
-        """Return the open folder of this rank below target; opened anew for another module."""
+    def _folder(self, target: Path, saved: SavedTables, ranks: Ranks | None) -> _OpenFolder:
+        """Return the open folder; opened anew for another module, or for ranks that have found each other anew."""
         known = self._open.get(target)
-        if known is not None and known.saved.is_same(saved):
-            if known.is_idle():
-                known.saver.wait_idle(0)  # Raises an error of an earlier save that nobody has asked for.
+        if known is not None and known.saved.is_same(saved) and known.ranks is ranks:
             self._open.move_to_end(target)
+            if ranks is not None:
+                announce_open(ranks)
             return known
         if known is not None:
             self._open.pop(target).saver.close()
         while len(self._open) >= OPEN_FOLDERS_MAX:
             self._open.popitem(last=False)[1].saver.close()
-        make_folders(target)
-        place = target / rank_folder(rank=self._rank, world_size=self._world_size)
-        self._rules.check_links(place)
-        saver = RankSaver(path=place, hashtables=saved.tables, on_busy=self._on_busy, exact_modes=True, **self._options)
-        self._open[target] = opened = _OpenFolder(saver=saver, saved=saved)
+        if self._rank == 0:
+            make_folders(target)
+        saver = DirectorySaver(
+            self._rank,
+            self._world_size,
+            path=target,
+            hashtables=saved.tables,
+            on_busy=self._on_busy,
+            process_group=ranks,
+            exact_modes=True,
+            **self._options,
+        )
+        self._open[target] = opened = _OpenFolder(saver, saved, ranks, earlier_steps(target))
         return opened
 
     def _saved_tables(self, module: nn.Module) -> SavedTables:
@@ -297,7 +294,7 @@ class Saver:
         return saved
 
     def _check_not_busy(self) -> None:
-        """Find out before the other ranks begin."""
+        """Find out before another module's Saver is closed, which would wait."""
         in_flight = save_lock.in_flight()
         if self._on_busy == "raise" and in_flight:
             hint = "await it, or give the Saver on_busy='wait' or 'queue'"
@@ -321,7 +318,7 @@ class Saver:
         ranks = rank_folders(source)
         for folder in (folder for world in ranks.values() for folder in world.values()):
             self._rules.check_links(folder)
-        if not ranks:
+        if not ranks and not (source / LOCK_NAME).exists():
             if step is not None:
                 raise UsageError("files of RecSDK have no steps", found=step, expected=None)
             return prepare_recsdk_load(source, saved, incremental=incremental, momentum_slots=momentum_slots)
@@ -336,15 +333,10 @@ class Saver:
             report = prepared.run()
         except Exception as failure:
             error = failure
-        self._peers.vote("fill its tables (those of this rank are filled)", error)
+        self._peers.agree_on_load("filling the tables (those of this rank are filled)", error)
         assert report is not None
         return report
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this Saver of multi-level tables is closed")
-
-
-def _check_step(step: int | None) -> None:
-    if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
-        raise UsageError("step is wrong", found=step, expected=f"None, or an int in [0, {STEP_MAX}]")

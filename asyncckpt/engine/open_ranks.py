@@ -6,7 +6,7 @@ Rank 0 makes the directory and holds its LOCK; the others wait until it has, or 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from asyncckpt.coordination.limits import Limits
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.coordination.store_channel import open_store_channel
 from asyncckpt.engine.ranks import Ranks
+from asyncckpt.engine.ranks_told import tell_failed
 from asyncckpt.engine.replicas import Replicas
 from asyncckpt.errors import NotFoundError, PeerError, UsageError
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.model.own_rank import rank_in_group
+from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
@@ -38,17 +39,59 @@ class Opened:
     ranks: Ranks | None = None
 
 
+def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
+    """Return (index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
+    if process_group is None:
+        return shard_index, shard_num
+    if isinstance(process_group, Ranks):
+        return process_group.rank, process_group.ranks_count
+    index, count = (None, None) if (shard_index, shard_num) == (0, 1) else (shard_index, shard_num)
+    return own_rank(index, count, process_group, names=("shard_index", "shard_num"))
+
+
+def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
+    """Open a channel to the other ranks of a process group, over which they save to any number of directories.
+
+    To be passed as the process group of each Saver. PeerError when rank 0 is not there within the deadline.
+    """
+    channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
+    return _ranks_over(channel, peer_deadline_s)
+
+
+def announce_open(ranks: Ranks, error: BaseException | None = None) -> None:
+    """Of rank 0: the directory of the next call is open, or why it is not. A rank may open it later than rank 0 did."""
+    if ranks.is_coordinator:
+        _announce(ranks, ranks.calls.next_number, error)
+
+
+def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
+    """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
+    announce_open(ranks, error)
+    tell_failed(ranks, ranks.next_call(), error)
+
+
+def _announce(ranks: Ranks, call: int, error: BaseException | None) -> None:
+    ranks.channel.put(call, "opened", b"" if error is None else cause_of(error).encode("utf-8"))
+
+
+def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
+    limits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
+    return Ranks(channel=channel, limits=limits, replicas=Replicas(channel.rank, channel.ranks_count))
+
+
 def open_directory(
     path: Path, *, index: int, count: int, process_group: Any, peer_deadline_s: float, exact_modes: bool
 ) -> Opened:
     """Open it as rank `index` of `count`. Ranks wait for each other at most peer_deadline_s seconds: PeerError."""
     if count == 1:
         return _open_alone(path, exact_modes=exact_modes)
-    limits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
-    over_store = process_group is not None or rank_in_group() == (index, count)
-    join = _join_over_store if over_store else _join_over_files
-    root, lock, channel = join(path, process_group, index, count, peer_deadline_s, exact_modes)
-    return Opened(root=root, lock=lock, ranks=Ranks(channel=channel, limits=limits, replicas=Replicas(index, count)))
+    if process_group is None and rank_in_group() != (index, count):
+        return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
+    if isinstance(process_group, Ranks):
+        call = process_group.calls.next_number
+        return _join_over_store(path, process_group.beside(), call, peer_deadline_s, exact_modes)
+    ranks = open_ranks(process_group, peer_deadline_s=peer_deadline_s)
+    return _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
 
 
 def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
@@ -60,24 +103,22 @@ def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
         raise
 
 
-def _join_over_store(
-    path: Path, process_group: Any, index: int, count: int, deadline_s: float, exact_modes: bool
-) -> tuple[CheckpointRoot, OwnerLock | None, Channel]:
-    channel: Channel = open_store_channel(process_group, deadline_s=deadline_s)
+def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
+    """call: under which rank 0 says that it has opened the directory."""
     try:
-        if index == 0:
+        if ranks.is_coordinator:
             try:
                 opened = _open_alone(path, exact_modes=exact_modes)
             except BaseException as error:
-                channel.put(OPENING, "opened", cause_of(error).encode("utf-8"))
+                _announce(ranks, call, error)
                 raise
-            channel.put(OPENING, "opened", b"")
-            return opened.root, opened.lock, channel
-        cause = channel.get(OPENING, "opened", deadline_s).decode("utf-8", "replace")
+            _announce(ranks, call, None)
+            return replace(opened, ranks=ranks)
+        cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
         if cause:
             raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
         try:
-            return CheckpointRoot.for_joining(path, exact_modes=exact_modes), None, channel
+            return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), None, ranks)
         except NotFoundError as error:
             raise UsageError(
                 "the checkpoint directory that rank 0 has opened is not there on this rank",
@@ -85,13 +126,11 @@ def _join_over_store(
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
     except BaseException:
-        channel.close()
+        ranks.close()
         raise
 
 
-def _join_over_files(
-    path: Path, _: Any, index: int, count: int, deadline_s: float, exact_modes: bool
-) -> tuple[CheckpointRoot, OwnerLock | None, Channel]:
+def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> Opened:
     until = time.monotonic() + deadline_s
     lock = None
     if index == 0:
@@ -101,7 +140,8 @@ def _join_over_files(
         root = _await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes)
     try:
         left_s = max(0.0, until - time.monotonic())
-        return root, lock, open_file_channel(root.root, rank=index, ranks_count=count, deadline_s=left_s)
+        channel = open_file_channel(root.root, rank=index, ranks_count=count, deadline_s=left_s)
+        return Opened(root, lock, _ranks_over(channel, deadline_s))
     except BaseException:
         if lock is not None:
             lock.release()

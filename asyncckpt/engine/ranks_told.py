@@ -13,25 +13,22 @@ from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Prepa
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.messages import log_warning
 from asyncckpt.engine.ranks import Ranks, talkers
-from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 
 
-def tell_skipped(target: SaveTarget, call: int) -> None:
+def tell_skipped(ranks: Ranks, call: int) -> None:
     """All ranks skip a save that this one skips."""
-    _tell(target, call, Skipped("a save or load was in flight"))
+    _tell(ranks, call, Skipped("a save or load was in flight"))
 
 
-def tell_failed(target: SaveTarget, call: int, error: BaseException) -> None:
+def tell_failed(ranks: Ranks, call: int, error: BaseException) -> None:
     """No rank saves what this one cannot save."""
-    _tell(target, call, Failed(cause_of(error)))
+    _tell(ranks, call, Failed(cause_of(error)))
 
 
-def _tell(target: SaveTarget, call: int, message: Skipped | Failed) -> None:
+def _tell(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
     """Behind what is in flight: the others come to this call no sooner either."""
-    ranks = target.ranks
-    assert ranks is not None
     ranks.replicas.forget()
     told = threading.Event()
     ranks.telling[:] = [*(item for item in ranks.telling if not item.is_set()), told]

@@ -57,7 +57,8 @@ def start_save(
     ticket = Ticket(kind="save", path=target.root.path, step=step)
     if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=target.options.busy_deadline_s):
         if call is not None:
-            tell_skipped(target, call)
+            assert target.ranks is not None
+            tell_skipped(target.ranks, call)
         return _skipped(target, step, begun)
     try:
         ticket.step = step = _resolve_step(target, step, ticket)
