@@ -19,7 +19,7 @@ from asyncckpt.coordination.store_channel import open_store_channel
 from asyncckpt.engine.ranks import Ranks
 from asyncckpt.engine.ranks_told import tell_failed
 from asyncckpt.engine.replicas import Replicas
-from asyncckpt.errors import NotFoundError, PeerError, UsageError
+from asyncckpt.errors import DeadlineError, NotFoundError, PeerError, UsageError
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.storage.owner_lock import OwnerLock
@@ -114,7 +114,10 @@ def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exa
                 raise
             _announce(ranks, call, None)
             return replace(opened, ranks=ranks)
-        cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
+        try:
+            cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
+        except DeadlineError as error:
+            cause = str(error)
         if cause:
             raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
         try:
