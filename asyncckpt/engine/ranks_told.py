@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NoReturn
 
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Prepared, Skipped, cause_of
+from asyncckpt.coordination.messages import Failed, Skipped, cause_of
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.messages import log_warning
 from asyncckpt.engine.ranks import Ranks, talkers
-from asyncckpt.format.names import Attempt
-from asyncckpt.format.strict_json import Json
 
 
 def tell_skipped(ranks: Ranks, call: int) -> None:
@@ -42,7 +36,7 @@ def _tell(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
 
 async def _run(ranks: Ranks, call: int, message: Skipped | Failed, told: threading.Event) -> None:
     try:
-        await run_call(ranks.channel, call, message, _NoEffects(), ranks.limits, threads=talkers)
+        await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
     except Exception as error:
         _lose(call, error, told)
     finally:
@@ -53,33 +47,3 @@ def _lose(call: int, error: BaseException, told: threading.Event) -> None:
     """They will find out when they have waited for too long."""
     told.set()
     log_warning("other ranks could not be told about save number %d: %s", call, error)
-
-
-@dataclass(frozen=True)
-class _NoEffects:
-    """A rank that does not take part is never asked for anything."""
-
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        _never()
-
-    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
-        _never()
-
-    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
-        _never()
-
-    async def abandon(self, attempt: Attempt) -> None:
-        _never()
-
-    async def look(self, attempt: Attempt) -> bool:
-        _never()
-
-    def resolve(self, attempt: Attempt) -> bool:
-        _never()
-
-    def stop(self) -> None:
-        pass
-
-
-def _never() -> NoReturn:
-    raise AssertionError("a rank that takes no part was asked to")
