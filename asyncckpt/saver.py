@@ -22,7 +22,7 @@ from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
-from asyncckpt.engine.ranks_told import tell_failed
+from asyncckpt.engine.ranks_told import announce_failed
 from asyncckpt.engine.save import start_save
 from asyncckpt.engine.save_counts import SaveCounts
 from asyncckpt.engine.save_request import SaveTarget
@@ -272,7 +272,7 @@ class Saver:
         find together again. Does nothing with one rank.
         """
         if self._target.ranks is not None:
-            tell_failed(self._target.ranks, self._target.ranks.next_call(), error)
+            announce_failed(self._target.ranks, self._target.ranks.next_call(), error)
 
     def prepare(self) -> PrepareFuture:
         """Plan the save, and allocate and touch its arena in the background, so that the first save is as fast as later
@@ -309,7 +309,7 @@ class Saver:
             return
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
-            self._target.ranks.wait_told()
+            self._target.ranks.wait_announced()
         self._finalizer()
         self._errors.raise_first()
 
@@ -356,7 +356,7 @@ class Saver:
             )
         except BaseException as error:
             if ranks is not None and call is not None:
-                tell_failed(ranks, call, error)
+                announce_failed(ranks, call, error)
             raise
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)

@@ -3,7 +3,7 @@
 Ranks ask in rounds. All ranks ask about the same calls in the same order, and equally often, so the rounds of a call
 have the same numbers everywhere. In every round
 
-1. a rank whose call has ended, well or not, tells rank 0, once;
+1. a rank whose call has ended, well or not, reports it to rank 0, a single time;
 2. rank 0 takes note of what has come, decides, and leaves the answer under the number of the round;
 3. the others take the answer from there.
 
@@ -61,7 +61,7 @@ class Agreement:
         self._deadline_s = deadline_s
         self._call = -1
         self._round = 0
-        self._told = False
+        self._has_reported = False
         self._missing: set[int] = set()
         self._failure: Failure | None = None
         self._results: dict[int, str] = {}
@@ -111,8 +111,8 @@ class Agreement:
             verdict = self._decided(call, own, blocking=blocking)
             self._channel.put(call, _name(number), _encode(verdict))
             return verdict
-        if ended and not self._told:
-            self._told = True
+        if ended and not self._has_reported:
+            self._has_reported = True
             self._channel.send(call, 0, _encode(own))
         return self._taken(call, _name(number))
 
@@ -125,9 +125,9 @@ class Agreement:
             return
         assert call > self._call, "calls are finalized in their order"
         if self._call > 0 and self._channel.rank == 0:
-            # Nobody reads its rounds any longer: whoever has told of the call behind it had ended it.
+            # Nobody reads its rounds any longer: whoever has reported the call behind it had ended it.
             self._channel.forget(self._call - 1)
-        self._call, self._round, self._told = call, 0, False
+        self._call, self._round, self._has_reported = call, 0, False
         self._missing, self._failure, self._results = set(range(self._channel.ranks_count)), None, {}
 
     def _taken(self, call: int, name: str) -> Verdict:
@@ -165,16 +165,16 @@ class Agreement:
                 self._failure = Failure(rank=min(silent), cause=f"no word for {self._deadline_s} s")
         return _DONE if self._failure is None else Verdict(running=False, failure=self._failure)
 
-    def _take(self, rank: int, told: Verdict) -> None:
-        if told.running:
+    def _take(self, rank: int, report: Verdict) -> None:
+        if report.running:
             return
         self._missing.discard(rank)
-        self._failure = self._failure or told.failure
+        self._failure = self._failure or report.failure
         if self._failure is None:
-            self._results[rank] = told.result
+            self._results[rank] = report.result
             other, result = next(iter(self._results.items()))
-            if result != told.result:
-                self._failure = Failure(rank=rank, cause=f"it has {told.result}, rank {other} {result}")
+            if result != report.result:
+                self._failure = Failure(rank=rank, cause=f"it has {report.result}, rank {other} {result}")
 
 
 def _name(number: int) -> str:

@@ -57,7 +57,7 @@ async def run_call(
     """Take one call of this rank to its end; nothing of it runs any more when this returns or raises.
 
     begin: Begin to save; Skipped or Failed (the engine keeps and raises its own error) when this rank does not take
-    part, which ends the call for it at once, on rank 0 after all are told. Then it has no effects.
+    part, which ends the call for it at once, on rank 0 after all know. Then it has no effects.
     threads: two at least, or what is sent waits for a receive to end, up to its slice.
 
     Returns an outcome "committed" or "skipped", and "aborted" only for a `begin` of Failed. Raises the error of this
@@ -69,7 +69,7 @@ async def run_call(
     return run.result()
 
 
-# Per channel, the first call that it has not been told to forget. Calls that were skipped, or aborted before all ranks
+# Per channel, the first call that it has not forgotten yet. Calls that were skipped, or aborted before all ranks
 # had begun, are forgotten with the next one that all have begun.
 _unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
 
@@ -127,7 +127,7 @@ class _Call:
         if outcome.state == "in_doubt":
             assert outcome.attempt is not None
             raise PeerInDoubtError(
-                f"the save of step {step} may be committed, this rank was not told",
+                f"the save of step {step} may be committed, this rank did not hear the outcome",
                 rank=outcome.rank,
                 cause=outcome.cause,
                 resolve=partial(self._effects.resolve, outcome.attempt),

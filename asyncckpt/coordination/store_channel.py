@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.coordination.open_channels import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
-from asyncckpt.coordination.store_address import await_address, connect, draw_number, serve, tell_address
+from asyncckpt.coordination.store_address import announce_address, await_address, connect, draw_number, serve
 from asyncckpt.coordination.store_inbox import Inbox, log_entry
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
@@ -83,7 +83,7 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
 def _serve(place: Any, deadline_s: float) -> Any:
     number = draw_number(place, rank=0)
     store, address = serve(timeout_s=deadline_s)
-    tell_address(place, number, address)
+    announce_address(place, number, address)
     return store
 
 

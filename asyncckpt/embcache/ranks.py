@@ -86,7 +86,7 @@ class Peers:
 
     def _close_ranks(self) -> None:
         if self._ranks is not None:
-            self._ranks.wait_told()
+            self._ranks.wait_announced()
             self._ranks.close()
             self._ranks = None
 

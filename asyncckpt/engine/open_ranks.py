@@ -17,7 +17,7 @@ from asyncckpt.coordination.limits import Limits
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.coordination.store_channel import open_store_channel
 from asyncckpt.engine.ranks import Ranks
-from asyncckpt.engine.ranks_told import tell_failed
+from asyncckpt.engine.ranks_told import announce_failed
 from asyncckpt.engine.replicas import Replicas
 from asyncckpt.errors import DeadlineError, NotFoundError, PeerError, UsageError
 from asyncckpt.format.names import LOCK_NAME
@@ -67,7 +67,7 @@ def announce_open(ranks: Ranks, error: BaseException | None = None) -> None:
 def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
     """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
     announce_open(ranks, error)
-    tell_failed(ranks, ranks.next_call(), error)
+    announce_failed(ranks, ranks.next_call(), error)
 
 
 def _announce(ranks: Ranks, call: int, error: BaseException | None) -> None:

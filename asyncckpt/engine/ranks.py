@@ -35,7 +35,7 @@ class Ranks:
     """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
 
     checked: of every rank, the digest of its part of the last manifest whose tensors were found to be complete.
-    telling: done when the others have been told of a call in which this rank does not save.
+    announcing: done when the others have heard of a call in which this rank does not save.
     is_shared: the same ranks save to other directories too (`beside`), over one channel, which is not closed here.
     """
 
@@ -43,7 +43,7 @@ class Ranks:
     limits: Limits
     replicas: Replicas
     checked: tuple[str | None, ...] = ()
-    telling: list[threading.Event] = field(default_factory=list)
+    announcing: list[threading.Event] = field(default_factory=list)
     calls: CallNumbers = field(default_factory=CallNumbers)
     is_shared: bool = False
 
@@ -59,11 +59,11 @@ class Ranks:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def wait_told(self) -> None:
-        """Before the channel is closed: what the others are still to be told is on its way."""
-        for told in self.telling:
-            told.wait(self.limits.begin_s)
-        self.telling.clear()
+    def wait_announced(self) -> None:
+        """Before the channel is closed: what the others are still to hear is on its way."""
+        for announced in self.announcing:
+            announced.wait(self.limits.begin_s)
+        self.announcing.clear()
 
     def next_call(self) -> int:
         """The number of a save that has just been asked for, alike on all ranks."""

@@ -17,7 +17,7 @@ from asyncckpt.engine.device_stage import host_copies, launch
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.job import SaveJob, Staged
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.ranks_told import tell_skipped
+from asyncckpt.engine.ranks_told import announce_skipped
 from asyncckpt.engine.save_job import end_save, lose_save, run_save
 from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.save_steps import as_ours
@@ -58,7 +58,7 @@ def start_save(
     if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=target.options.busy_deadline_s):
         if call is not None:
             assert target.ranks is not None
-            tell_skipped(target.ranks, call)
+            announce_skipped(target.ranks, call)
         return _skipped(target, step, begun)
     try:
         ticket.step = step = _resolve_step(target, step, ticket)

@@ -67,7 +67,7 @@ class AsyncRequest(NamedTuple):
 
 
 class AsyncCaller(ABC):
-    """Runs the async_fn of requests, and tells when that of the oldest has ended on all ranks."""
+    """Runs the async_fn of requests, and knows when that of the oldest has ended on all ranks."""
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:

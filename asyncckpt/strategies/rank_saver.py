@@ -53,7 +53,7 @@ def begin_save(
 
 
 class _Refused:
-    """Stands for a state that cannot be saved: a save raises the error here, and tells the other ranks of it."""
+    """Stands for a state that cannot be saved: a save raises the error here and announces it to the other ranks."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -54,7 +54,7 @@ def test_the_address_of_one_meeting_is_not_that_of_another() -> None:
     tell_address(place, 1, first)
     tell_address(place, 2, second)
     assert [await_address(place, number, until=soon()) for number in (2, 1)] == [second, first]
-    with pytest.raises(PeerError, match="not told its address") as caught:
+    with pytest.raises(PeerError, match="not announced its address") as caught:
         await_address(place, 3, until=soon())
     assert caught.value.rank == 0
 
