@@ -32,7 +32,7 @@ from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.open_ranks import announce_open, leave_out_opening
 from asyncckpt.engine.ranks import Ranks
 from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError
-from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import BUSY_DEADLINE_S, DeltaPolicy, Durability, HostLevel, OnBusy, SaveKind
 from asyncckpt.pipeline.row_filters import RowFilter
@@ -273,6 +273,7 @@ class Saver:
             self._open.pop(target).saver.close()
         while len(self._open) >= OPEN_FOLDERS_MAX:
             self._open.popitem(last=False)[1].saver.close()
+        self._check_links_below(target)
         if self._rank == 0:
             make_folders(target)
         saver = DirectorySaver(
@@ -292,6 +293,11 @@ class Saver:
         saved = saved_tables(module)
         saved.check_shard(rank=self._rank, world_size=self._world_size)
         return saved
+
+    def _check_links_below(self, folder: Path) -> None:
+        ranks = [place for world in rank_folders(folder).values() for place in world.values()]
+        for place in (folder / MANIFESTS_DIR, folder / DATA_DIR, *ranks):
+            self._rules.check_links(place)
 
     def _check_not_busy(self) -> None:
         """Find out before another module's Saver is closed, which would wait."""
@@ -315,9 +321,8 @@ class Saver:
         incremental: bool,
         momentum_slots: Mapping[str, str | None] | None,
     ) -> RanksLoad | RecsdkLoad:
+        self._check_links_below(source)
         ranks = rank_folders(source)
-        for folder in (folder for world in ranks.values() for folder in world.values()):
-            self._rules.check_links(folder)
         if not ranks and not (source / LOCK_NAME).exists():
             if step is not None:
                 raise UsageError("files of RecSDK have no steps", found=step, expected=None)
