@@ -6,6 +6,7 @@ collective (decision 0015).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,16 +54,17 @@ class Peers:
         self._ranks: Ranks | None = None
         self._opened_for: Any = None
 
-    def for_saving(self) -> Ranks | None:
+    def for_saving(self, *, before_reopening: Callable[[], None]) -> Ranks | None:
         """Return the ranks that save together; None for one rank, and where files must do without torch.distributed.
 
-        Raises PeerError when they do not find each other, UsageError when torch.distributed was initialised with other
-        ranks.
+        before_reopening: ends what uses the earlier channel. Raises PeerError when they do not find each other,
+        UsageError when torch.distributed was initialised with other ranks.
         """
         if not self._are_connected():
             return None
         world = torch.distributed.group.WORLD
         if self._ranks is None or self._opened_for is not world:
+            before_reopening()
             self._close_ranks()
             self._ranks, self._opened_for = open_ranks(None, peer_deadline_s=self._deadline_s), world
         return self._ranks

@@ -215,16 +215,10 @@ class Saver:
     def close(self) -> None:
         """Wait for saves in flight, let go of all folders, raise the first error nobody has asked for. Idempotent."""
         self._closed = True
-        first: CheckpointError | None = None
-        while self._open:
-            _, folder = self._open.popitem(last=False)
-            try:
-                folder.saver.close()
-            except CheckpointError as error:
-                first = first or error
-        self._peers.close()
-        if first is not None:
-            raise first
+        try:
+            self._close_folders()
+        finally:
+            self._peers.close()
 
     def __enter__(self) -> Saver:
         return self
@@ -245,7 +239,7 @@ class Saver:
     ) -> tuple[_OpenFolder, int | None]:
         """Check and open everything; return the open folder and the step to save. The other ranks hear of an error."""
         self._check_open()
-        ranks = self._peers.for_saving()
+        ranks = self._peers.for_saving(before_reopening=self._close_folders)
         target: Path | None = None
         try:
             target = self._rules.check_target(path)
@@ -288,6 +282,17 @@ class Saver:
         )
         self._open[target] = opened = _OpenFolder(saver, saved, ranks, earlier_steps(target))
         return opened
+
+    def _close_folders(self) -> None:
+        first: CheckpointError | None = None
+        while self._open:
+            _, folder = self._open.popitem(last=False)
+            try:
+                folder.saver.close()
+            except CheckpointError as error:
+                first = first or error
+        if first is not None:
+            raise first
 
     def _saved_tables(self, module: nn.Module) -> SavedTables:
         saved = saved_tables(module)

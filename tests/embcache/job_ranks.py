@@ -24,9 +24,9 @@ WORLD = 2
 DEADLINE_S = 60.0
 
 
-def group_of(rank: int, folder: Path) -> None:
+def group_of(rank: int, folder: Path, *, store: str = "store") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{store}", rank=rank, world_size=WORLD)
 
 
 def raised(kind: type[BaseException], text: str, call: Any, *args: Any, **options: Any) -> Any:
@@ -68,9 +68,16 @@ def saves_and_loads(rank: int, folder: Path) -> None:
         assert image(fresh) == image(net)
         assert saver.save(net, folder / "other").step == 0  # A second directory, over the same channel.
         other = Net(shard=(rank, WORLD)).trained(range(2))
-        assert saver.save(other, path).step == 22  # Another module opens the directory anew.
+        future = saver.save_async(other, path)  # Another module opens the directory anew.
+        dist.barrier()
+        dist.destroy_process_group()
+        group_of(rank, folder, store="store-of-another-group")
+        assert saver.save(other, path, step=30).step == 30
+        assert future.result(DEADLINE_S).step == 22
+        assert saver.load(fresh, path).step == 30
+        assert image(fresh) == image(other)
     with Saver(peers_deadline=DEADLINE_S) as again:
-        assert again.save(net, path).step == 23
+        assert again.save(net, path).step == 31
 
 
 def errors_of_one_rank(rank: int, folder: Path) -> None:
@@ -159,9 +166,7 @@ def dies(rank: int, folder: Path, victim: int, sends_count: int) -> None:
 
 def goes_on(rank: int, folder: Path) -> None:
     """A job that begins where the newest save is, whoever has written it."""
-    (folder / "store").unlink(missing_ok=True) if rank == 0 else None
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-again", rank=rank, world_size=WORLD)
+    group_of(rank, folder, store="store-of-another-group")
     net = Net(shard=(rank, WORLD))
     with Saver(peers_deadline=DEADLINE_S) as saver:
         step = saver.load(net, folder / "sparse").step

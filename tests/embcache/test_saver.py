@@ -196,6 +196,19 @@ def test_keep_latest(path: Path) -> None:
     assert asyncckpt.list_steps(path) == [2, 3]
 
 
+def test_filters(path: Path) -> None:
+    net = Net().trained(range(8))
+    often = asyncckpt.filters.keep_rows("user", lambda columns: columns["count"] > 1)
+    with Saver(rank=0, filters=[often]) as saver:
+        saver.save(net, path)
+    found, before = loaded(path), image(net)
+    table = net.bags.tables()["user"]
+    counts = dict(zip(table.ids().tolist(), table.read(table.ids())["count"].tolist(), strict=True))
+    assert found["user"] == {id: row for id, row in before["user"].items() if counts[id] > 1}
+    assert 0 < len(found["user"]) < len(before["user"])
+    assert found["ad"] == before["ad"]
+
+
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 

@@ -38,10 +38,10 @@ def load(path: Path, world_size: int, *, step: int | None = None, admit_after: i
 def test_one_commit_of_all_ranks(tmp_path: Path) -> None:
     assert run(job_ranks.saves_and_loads, 2, tmp_path) == [0, 0]
     path = tmp_path / "sparse"
-    # Of 0 to 22 the newest two were kept, and 20, upon which 21 is a delta; the last Saver keeps all.
-    assert asyncckpt.list_steps(path) == [20, 21, 22, 23]
+    # Of 0 to 30 the newest two were kept, and 21, the newest one known to be sound, with its parent; 31 removes none.
+    assert asyncckpt.list_steps(path) == [20, 21, 22, 30, 31]
     assert {entry.name for entry in path.iterdir()} == {"LOCK", "manifests", "data"}
-    for step, count in ((20, 12), (21, 12), (22, 2), (23, 12)):
+    for step, count in ((20, 12), (21, 12), (22, 2), (30, 2), (31, 12)):
         assert asyncckpt.verify(path, step).strays == ()
         for world_size in (1, 2, 3):
             assert load(path, world_size, step=step) == trained(count)
