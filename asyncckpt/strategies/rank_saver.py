@@ -31,7 +31,14 @@ def begin_save(
     here, and by the saves of the other ranks as PeerError. Raises PeerError when the ranks do not find each other.
     """
     rank, ranks_count = own_rank(None, None, process_group)
-    state = _state(make_state, ranks_count)
+    state: Mapping[str, Any] = {}
+    failed: Exception | None = None
+    try:
+        state = make_state()
+    except Exception as error:
+        if ranks_count == 1:
+            raise
+        failed = error  # The others would wait for this rank.
     saver = Saver(
         shard_index=rank,
         shard_num=ranks_count,
@@ -45,29 +52,11 @@ def begin_save(
         durability=durability,
     )
     try:
+        if failed is not None:
+            saver.leave_out_call(failed)
+            raise failed
         future = saver.save_async()
     except BaseException:
         saver.close()
         raise
     return RunningSave(saver, future, deadline=deadline, other_processes=other_processes)
-
-
-class _Refused:
-    """Stands for a state that cannot be saved: a save raises the error here and announces it to the other ranks."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def state_dict(self) -> Any:
-        """Raise it."""
-        raise self._error
-
-
-def _state(make_state: Callable[[], Mapping[str, Any]], ranks_count: int) -> Mapping[str, Any]:
-    """The state; of several ranks one that raises when it is saved, so that the others need not wait for this one."""
-    try:
-        return make_state()
-    except Exception as error:
-        if ranks_count == 1:
-            raise
-        return {"refused": _Refused(error)}
