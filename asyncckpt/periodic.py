@@ -16,11 +16,10 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal
 
 from asyncckpt.engine.future import SaveFuture
-from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.errors import CheckpointError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult
 from asyncckpt.saver import Saver
 
@@ -114,16 +113,8 @@ class PeriodicSaver:
     def __enter__(self) -> PeriodicSaver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.drain()
-        except Exception as draining:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):
-                error.add_note(f"and the last periodic save failed: {draining}")
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        close_beside(error, self.drain, "the last periodic save failed")
 
     def _is_due(self, step: int) -> bool:
         if self._every_steps is not None:

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from asyncckpt.engine.save_counts import SaveCounts
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.engine.verify import newest_verified
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -316,17 +315,8 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except Exception as closing:  # The error that is on its way matters more.
-            if error is not None and hasattr(error, "add_note"):
-                error.add_note(f"and closing the Saver raised: {closing}")
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        close_beside(error, self.close, "closing the Saver raised")
 
     def _start(
         self,

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -31,7 +30,7 @@ from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.open_ranks import announce_open, leave_out_opening
 from asyncckpt.engine.ranks import Ranks
-from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError
+from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, close_beside
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import BUSY_DEADLINE_S, DeltaPolicy, Durability, HostLevel, OnBusy, SaveKind
@@ -223,16 +222,8 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CheckpointError as closing:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # The error that is on its way matters more.
-                error.add_note(f"and closing the Saver raised: {closing}")
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        close_beside(error, self.close, "closing the Saver raised")
 
     def _begin(
         self, module: nn.Module, path: str | os.PathLike[str], step: int | None
