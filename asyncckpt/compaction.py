@@ -8,8 +8,9 @@ from pathlib import Path
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.compact import run_compaction
-from asyncckpt.errors import ConflictError, UsageError
-from asyncckpt.format.names import LOCK_NAME, STEP_MAX
+from asyncckpt.errors import ConflictError
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
@@ -30,8 +31,7 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     NotFoundError, CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.
     """
     checked = check_path(path)
-    if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
-        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None for the newest")
+    check_step(step)
     progress = Progress()
     future = workers.submit(_compact, checked, step, progress)
     try:

@@ -157,3 +157,15 @@ class PeerInDoubtError(PeerError, IndeterminateError):
     ) -> None:
         PeerError.__init__(self, what, rank=rank, cause=cause, hint=hint)
         self.resolve = resolve
+
+
+def close_beside(error: BaseException | None, close: Callable[[], object], what: str) -> None:
+    """Close at the end of a `with` block, from which `error` is on its way: it matters more than an error of closing,
+    of which it gets a note."""
+    try:
+        close()
+    except Exception as later:
+        if error is None:
+            raise
+        if hasattr(error, "add_note"):
+            error.add_note(f"and {what}: {later}")

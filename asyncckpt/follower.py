@@ -28,7 +28,7 @@ from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.loop_calls import acquire_save_lock, in_thread
 from asyncckpt.engine.update import HeldTables, OpenUpdate, TableUpdate, find_update, seen_step
 from asyncckpt.errors import UsageError
-from asyncckpt.format.names import STEP_MAX
+from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
@@ -62,9 +62,8 @@ def follow(
     IncompatibleError, UnsupportedError, IOFailedError.
     """
     checked = check_path(path)
-    for name, step in (("after", after), ("until", until)):
-        if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
-            raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None")
+    check_step(after, name="after")
+    check_step(until, name="until")
     if isinstance(poll_seconds, bool) or not isinstance(poll_seconds, (int, float)) or not 0 < poll_seconds <= 86400:
         raise UsageError("poll_seconds is wrong", found=poll_seconds, expected="seconds above 0, at most 86400")
     return Follower(checked, after=after, cursor=_cursor(cursor, checked), poll_seconds=poll_seconds, until=until)

@@ -17,8 +17,8 @@ from asyncckpt.engine.background import workers
 from asyncckpt.engine.future import FutureState, LoadFuture
 from asyncckpt.engine.load import LoadRequest, run_load
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.reader_rank import reader_rank
-from asyncckpt.errors import UsageError
+from asyncckpt.format.limits import check_step
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
@@ -85,11 +85,12 @@ class Loader:
     ) -> None:
         check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
         check_choice("verify", verify, (True, False, "before"))
-        if step is not None and (type(step) is not int or step < 0):
-            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
+        check_step(step)
         check_type("ranks", ranks, RankOptions)
         self._busy = BusyPolicy.of(on_busy, actions=("raise", "wait"))
-        self._rank, self._ranks_count = reader_rank(shard_index, shard_num, ranks.process_group)
+        self._rank, self._ranks_count = own_rank(
+            shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num")
+        )
         self._path = check_path(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._tables = dict(named_tables(tables))

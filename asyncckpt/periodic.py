@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds
 from asyncckpt.engine.future import SaveFuture
-from asyncckpt.engine.open_errors import close_behind
-from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.errors import CheckpointError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult
 from asyncckpt.saver import Saver
 
@@ -114,8 +113,8 @@ class PeriodicSaver:
     def __enter__(self) -> PeriodicSaver:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        close_behind(self.drain, error, what="the last periodic save failed")
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        close_beside(error, self.drain, "the last periodic save failed")
 
     def _is_due(self, step: int) -> bool:
         if self._every_steps is not None:

@@ -16,16 +16,16 @@ from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
-from asyncckpt.engine.open_errors import OpenErrors, close_behind
+from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
-from asyncckpt.engine.ranks_told import tell_failed
+from asyncckpt.engine.ranks_told import announce_failed
 from asyncckpt.engine.save import start_save
 from asyncckpt.engine.save_counts import SaveCounts
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.engine.verify import newest_verified
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, close_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -213,7 +213,7 @@ class Saver:
         find together again. Does nothing with one rank.
         """
         if self._target.ranks is not None:
-            tell_failed(self._target, self._target.ranks.next_call(), error)
+            announce_failed(self._target.ranks, self._target.ranks.next_call(), error)
 
     def prepare(self) -> PrepareFuture:
         """Plan, and allocate and touch the arena in the background, so that the first save is as fast as later ones.
@@ -242,15 +242,15 @@ class Saver:
             return
         self._errors.wait(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
-            self._target.ranks.wait_told()
+            self._target.ranks.wait_announced()
         self._finalizer()
         self._errors.raise_first()
 
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        close_behind(self.close, error, what="closing the Saver raised")
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        close_beside(error, self.close, "closing the Saver raised")
 
     def _start(
         self,
@@ -272,8 +272,8 @@ class Saver:
                 self._target, step=step, kind=kind, metadata=metadata, busy=busy, staged=staged, call=call
             )
         except BaseException as error:
-            if call is not None:
-                tell_failed(self._target, call, error)
+            if ranks is not None and call is not None:
+                announce_failed(ranks, call, error)
             raise
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
@@ -293,7 +293,7 @@ def _give_back(opened: Opened, regions: RegionCache) -> None:
     for layout in regions.layouts():
         pool.forget(layout)
     if opened.ranks is not None:
-        opened.ranks.channel.close()
+        opened.ranks.close()
     if opened.lock is not None:
         opened.lock.release()
     opened.root.close()

@@ -26,11 +26,11 @@ from asyncckpt.coordination.actions import MakeFolder
 from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.limits import Limits
-from asyncckpt.coordination.memory_channel import MemoryExchange
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Outcome, Prepared, decode, encode
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
+from bench.memory_channel import MemoryExchange
 from bench.report import machine, make_console
 
 RANKS = "8,64,256,1000"

@@ -34,6 +34,7 @@ from asyncckpt.adapters.prefetch_stream import follow_prefetch
 from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import IncompatibleError, UnsupportedError
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.native import I64, core
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
@@ -257,10 +258,9 @@ def dynamicemb_tables(module: Any, name: str) -> Mapping[str, DynamicEmbTable]:
 
 def _ranks(module: Any) -> tuple[int, int]:
     """Return (rank, number of ranks) of a module's rows; older modules do not say, and mean all ranks."""
-    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    everyone = torch.distributed.get_world_size() if is_initialized else 1
+    rank, everyone = own_rank(None, None)
     count = int(getattr(module, "_shard_world_size", everyone))
-    return (torch.distributed.get_rank() if count > 1 else 0), count
+    return (rank if count > 1 else 0), count
 
 
 def _tiers(storage: Any, table: str) -> list[Any]:

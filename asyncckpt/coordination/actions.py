@@ -60,7 +60,7 @@ class AbandonAttempt:
 
 @dataclass(frozen=True)
 class Finish:
-    """The machine has ended; it does nothing more, whatever it is told."""
+    """The machine has ended; it does nothing more, whatever it hears."""
 
     outcome: Outcome
 

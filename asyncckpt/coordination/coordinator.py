@@ -3,14 +3,14 @@
     from        to          on                                     does
     (new)       GATHERING   start
     GATHERING   MAKING      BEGIN of the last rank, all alike      MakeFolder
-    GATHERING   ENDED       SKIPPED                                tells all that the call is skipped
+    GATHERING   ENDED       SKIPPED                                announces that the call is skipped
     MAKING      WRITING     folder_made                            sends ATTEMPT to all
     WRITING     PUBLISHING  PREPARED of the last rank              Publish
-    PUBLISHING  ENDED       published                              tells all the outcome
-    GATHERING,  ENDED       FAILED, a limit passes, ranks differ,  tells all that the call is aborted, by whom and
+    PUBLISHING  ENDED       published                              announces the outcome
+    GATHERING,  ENDED       FAILED, a limit passes, ranks differ,  announces that it is aborted, by whom and
     WRITING                 the channel is lost                    why; AbandonAttempt
-    MAKING      CLEARING    the same                               tells all; the folder may be there in a moment
-    MAKING      ENDED       failed                                 tells all
+    MAKING      CLEARING    the same                               announces it; the folder may be there in a moment
+    MAKING      ENDED       failed                                 announces it
     CLEARING    ENDED       folder_made, failed                    AbandonAttempt
 
 It decides once. From PUBLISHING on nothing but the result of Publish decides, for the manifest may be there already.
@@ -54,7 +54,7 @@ class CoordinatorState(enum.Enum):
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """An attempt whose folder is made and durable, and what the ranks are told with it."""
+    """An attempt whose folder is made and durable, and what is sent to the ranks with it."""
 
     attempt: Attempt
     notes: Mapping[str, Json] = field(default_factory=dict)
@@ -111,9 +111,9 @@ class Coordinator:
 
     def failed(self, cause: str, now: float) -> list[Action]:
         """There is no attempt, for its folder could not be made."""
-        told = self._abort(COORDINATOR, cause) if self.state is CoordinatorState.MAKING else []
+        actions = self._abort(COORDINATOR, cause) if self.state is CoordinatorState.MAKING else []
         assert self.state is CoordinatorState.CLEARING
-        return [*told, *self._clear()]
+        return [*actions, *self._clear()]
 
     def published(self, outcome: Outcome, now: float) -> list[Action]:
         """How Publish ended: committed, aborted (certainly not there) or in doubt. Its data stays unless aborted."""

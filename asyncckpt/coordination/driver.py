@@ -48,7 +48,7 @@ async def run_call(
     channel: Channel,
     call: int,
     begin: Begin | Skipped | Failed,
-    effects: Effects,
+    effects: Effects | None,
     limits: Limits,
     *,
     threads: Executor,
@@ -57,7 +57,7 @@ async def run_call(
     """Take one call of this rank to its end; nothing of it runs any more when this returns or raises.
 
     begin: Begin to save; Skipped or Failed (the engine keeps and raises its own error) when this rank does not take
-    part, which ends the call for it at once, on rank 0 after all are told.
+    part, which ends the call for it at once, on rank 0 after all know. Then it has no effects.
     threads: two at least, or what is sent waits for a receive to end, up to its slice.
 
     Returns an outcome "committed" or "skipped", and "aborted" only for a `begin` of Failed. Raises the error of this
@@ -69,7 +69,7 @@ async def run_call(
     return run.result()
 
 
-# Per channel, the first call that it has not been told to forget. Calls that were skipped, or aborted before all ranks
+# Per channel, the first call that it has not forgotten yet. Calls that were skipped, or aborted before all ranks
 # had begun, are forgotten with the next one that all have begun.
 _unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
 
@@ -80,12 +80,12 @@ class _Call:
         channel: Channel,
         call: int,
         begin: Begin | Skipped | Failed,
-        effects: Effects,
+        effects: Effects | None,
         limits: Limits,
         threads: Executor,
         clock: Callable[[], float],
     ) -> None:
-        self._channel, self._call, self._effects, self._limits = channel, call, effects, limits
+        self._channel, self._call, self._given_effects, self._limits = channel, call, effects, limits
         self._threads, self._clock = threads, clock
         self._begin = begin
         self._machine = RankMachine(channel.rank, channel.ranks_count, begin, limits)
@@ -101,6 +101,11 @@ class _Call:
         self._is_stopping = False
         shared = SLICE_S if channel.rank == COORDINATOR else channel.ranks_count / SLICES_PER_S
         self._slice_s = max(SLICE_S, min(shared, limits.alive_s))
+
+    @property
+    def _effects(self) -> Effects:
+        assert self._given_effects is not None, "a rank that takes no part is never asked for anything"
+        return self._given_effects
 
     async def run(self) -> None:
         self._do(self._machine.start(self._clock()))
@@ -122,7 +127,7 @@ class _Call:
         if outcome.state == "in_doubt":
             assert outcome.attempt is not None
             raise PeerInDoubtError(
-                f"the save of step {step} may be committed, this rank was not told",
+                f"the save of step {step} may be committed, this rank did not hear the outcome",
                 rank=outcome.rank,
                 cause=outcome.cause,
                 resolve=partial(self._effects.resolve, outcome.attempt),

@@ -76,9 +76,9 @@ class Prepared:
 class Outcome:
     """How a call ended, and for its rank what it returns.
 
-    attempt: None when none was made, or none was told. rank: whose failure or skip it was; None of an aborted call
-    when no one rank is at fault but they contradict each other. notes: of a committed call, those of its publication;
-    empty where a rank was not told of the commit and found the manifest itself.
+    attempt: None when none was made, or this rank does not know of one. rank: whose failure or skip it was; None of an
+    aborted call when no one rank is at fault but they contradict each other. notes: of a committed call, those of its
+    publication; empty where a rank did not hear of the commit and found the manifest itself.
     """
 
     state: State
@@ -97,7 +97,7 @@ Message: TypeAlias = Begin | Skipped | Failed | AttemptMessage | Prepared | Outc
 
 
 def cause_of(error: BaseException) -> str:
-    """An error as the text that other ranks are told: one that every rank can encode, of bounded length."""
+    """An error as text for other ranks: one that every rank can encode, of bounded length."""
     text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= CAUSE_CHARACTERS_MAX else text[: CAUSE_CHARACTERS_MAX - 1] + "…"
 
@@ -144,8 +144,8 @@ def _members(message: Message) -> tuple[str, dict[str, Json]]:
             return "attempt", {"attempt": attempt.directory, "kind": kind, "notes": dict(notes)}
         case Prepared(attempt, notes):
             return "prepared", {"attempt": attempt.directory, "notes": dict(notes)}
-        case Outcome(state, told, rank, cause, notes):
-            directory = None if told is None else told.directory
+        case Outcome(state, attempt, rank, cause, notes):
+            directory = None if attempt is None else attempt.directory
             members = {"state": state, "attempt": directory, "rank": rank, "cause": cause, "notes": dict(notes)}
             return "outcome", members
         case Alive():

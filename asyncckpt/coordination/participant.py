@@ -12,8 +12,8 @@
     LOOKING   ENDED     looked                                     committed if found, else in doubt
     any       ENDED     OUTCOME of its attempt                     that outcome
 
-What it must never do: say PREPARED for an attempt that it was not told, or after it has ended; conclude by itself, once
-PREPARED may have been heard, that the save was aborted.
+What it must never do: say PREPARED for an attempt that was not sent to it, or after it has ended; conclude by itself,
+after PREPARED may have been heard, that the save was aborted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Participant:
                 return []  # Alive, a repetition, or of another attempt.
 
     def wrote(self, notes: Mapping[str, Json], now: float) -> list[Action]:
-        """The files are written, synced, and told to whoever assembles the manifest."""
+        """The files are written, synced, and reported to whoever assembles the manifest."""
         if self.state is not ParticipantState.WRITING:
             return []
         assert self.attempt is not None
@@ -140,7 +140,7 @@ class Participant:
         else:
             first = (self._heard + limits.silence_s, f"rank 0 sent nothing for {limits.silence_s:g} s")
         whole_s = limits.begin_s + limits.save_s
-        return [first, (self._started + whole_s, f"rank 0 told no outcome within {whole_s:g} s")]
+        return [first, (self._started + whole_s, f"rank 0 sent no outcome within {whole_s:g} s")]
 
     def _concerns(self, outcome: Outcome) -> bool:
         """Whether an outcome is of this attempt. Without an attempt nothing of this rank can have been committed."""

@@ -1,6 +1,6 @@
 """How ranks that share nothing but the checkpoint directory find each other, and nobody else.
 
-What a killed job has left must never be taken for today's, and nobody can tell by looking at a file whether its writer
+What a killed job has left must never be taken for today's, and a file does not show whether its writer
 lives. So every process draws a token, and a session counts for those whose tokens it names:
 
 1. Every rank but 0 leaves a hello with its token, and leaves it again whenever it has vanished.

@@ -2,8 +2,8 @@
 
 1. Every rank draws the number of this meeting from the group's default store: how many channels it has opened on this
    group before. All ranks open in the same order, so the numbers are alike, also when a process was started anew.
-2. Rank 0 of the group starts a TCPStore, leaves a random name in it, and tells its addresses and that name through the
-   default store.
+2. Rank 0 of the group starts a TCPStore, leaves a random name in it, and announces its addresses and that name through
+   the default store.
 3. The others try the addresses in turn and take the one that leads to a store with that name. An address may lead
    elsewhere: the same loopback address belongs to every host.
 
@@ -38,7 +38,7 @@ _SOMEWHERE = "192.0.2.1"  # Reserved for documentation: asked for the way only, 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where the store of rank 0 is: hosts to try, port, and the name that tells it from others."""
+    """Where the store of rank 0 is: hosts to try, port, and the name by which it is recognized."""
 
     hosts: tuple[str, ...]
     port: int
@@ -62,19 +62,20 @@ def draw_number(place: Any, *, rank: int) -> int:
     return int(place.add(f"opened/{rank}", 1))
 
 
-def tell_address(place: Any, number: int, address: StoreAddress) -> None:
+def announce_address(place: Any, number: int, address: StoreAddress) -> None:
     place.set(f"address/{number}", address.encode())
-    place.add(f"told/{number}", 1)
+    place.add(f"announced/{number}", 1)
 
 
 def await_address(place: Any, number: int, *, until: float) -> StoreAddress:
-    """The address, once it is told; PeerError when that does not happen until then (time.monotonic)."""
+    """The address, once it is announced; PeerError when that does not happen until then (time.monotonic)."""
     pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
     # Every kind of store, in every version of torch, adds without waiting for a key.
-    while not place.add(f"told/{number}", 0):
+    while not place.add(f"announced/{number}", 0):
         pauses.nothing_came()
         if not pauses.wait_until(until):
-            raise PeerError("no channel to rank 0", rank=0, cause="it has not told its address within the deadline")
+            cause = "it has not announced its address within the deadline"
+            raise PeerError("no channel to rank 0", rank=0, cause=cause)
     return StoreAddress.decode(bytes(place.get(f"address/{number}")))
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.coordination.open_channels import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
-from asyncckpt.coordination.store_address import await_address, connect, draw_number, serve, tell_address
+from asyncckpt.coordination.store_address import announce_address, await_address, connect, draw_number, serve
 from asyncckpt.coordination.store_inbox import Inbox, log_entry
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
@@ -34,6 +34,7 @@ from asyncckpt.coordination.store_values import (
     write_value,
 )
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, PeerError, UsageError
+from asyncckpt.model.own_rank import rank_in_group
 
 T = TypeVar("T")
 
@@ -52,14 +53,13 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
     Rank and number of ranks are those of the group. Rank 0 returns at once, the others when they have reached it:
     PeerError when that takes longer than `deadline_s` seconds. UsageError without a process group.
     """
-    dist: Any = import_module("torch.distributed")
-    if not dist.is_available() or not dist.is_initialized():
+    found = rank_in_group(process_group)
+    if found is None:
         raise UsageError("torch.distributed has no process group", hint="call torch.distributed.init_process_group")
+    rank, ranks_count = found
+    dist: Any = import_module("torch.distributed")
     inner = dist.distributed_c10d
     group = process_group if process_group is not None else inner._get_default_group()
-    rank, ranks_count = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise UsageError("this rank is not in the process group", found=dist.get_rank())
     until = time.monotonic() + deadline_s
     place = dist.PrefixStore(f"asyncckpt/{group.group_name}", inner._get_default_store())
     line = StoreLine(lambda: _serve(place, deadline_s) if rank == 0 else _join(place, rank, until))
@@ -83,7 +83,7 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
 def _serve(place: Any, deadline_s: float) -> Any:
     number = draw_number(place, rank=0)
     store, address = serve(timeout_s=deadline_s)
-    tell_address(place, number, address)
+    announce_address(place, number, address)
     return store
 
 

@@ -52,7 +52,7 @@ class Inbox:
         return [(sender, message) for (_, sender, _, _), message in zip(new, messages, strict=True)]
 
     def drop(self, store: Any) -> None:
-        """Delete the log of this rank, and what it tells of messages that were not read."""
+        """Delete the log of this rank, and the messages in it that were not read."""
         rank, key = self._readers[0], log_key(self._call, self._readers[0])
         store.append(key, b"")
         for sender, number, pieces in _ENTRY.iter_unpack(bytes(store.get(key))[self._taken_bytes[0] :]):

@@ -3,11 +3,11 @@
 All keys are below the number of a call:
 
     log/<rank>, log/all               an entry for every message, in the order of arrival (store_inbox.py)
-    message/<rank>|all/<from>/<n>     a message; it is there before the log tells of it
+    message/<rank>|all/<from>/<n>     a message; it is there before the log names it
     put/<name>                        what was put
 
 A store takes only a few MiB at once, so values are cut into pieces: the further ones are under piece/<i>/<key>, and are
-there before the first one, which tells their number.
+there before the first one, which holds their number.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ from asyncckpt.engine.lock import Ticket, save_lock
 from asyncckpt.engine.messages import log_warning
 from asyncckpt.engine.running_compactions import running_compactions
 from asyncckpt.engine.verify import newest_verified
-from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, UsageError
+from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError
+from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import ManifestHead
-from asyncckpt.format.names import LOCK_NAME, STEP_MAX, Attempt
+from asyncckpt.format.names import LOCK_NAME, Attempt
 from asyncckpt.options import BUSY_DEADLINE_S, SaveOptions
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.owner_lock import OwnerLock
@@ -114,8 +115,7 @@ class CoordinatedAttempt:
             others = [other[2] for other in _running if other[:2] == place]
             if step is None:
                 step = max([-1, *others, *committed_steps(self.root)[-1:]]) + 1
-            if type(step) is not int or not 0 <= step <= STEP_MAX:
-                raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
+            check_step(step, or_none=False)
             if step in others or is_committed(self.root, step):
                 raise ConflictError(
                     f"step {step} exists already in {str(self.root.path)!r}",

@@ -32,6 +32,7 @@ from asyncckpt.errors import ConflictError, NotFoundError, UsageError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode
+from asyncckpt.format.limits import check_step
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import Progress
@@ -57,8 +58,7 @@ class StorageReader(DcpStorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True) -> None:
-        if step is not None and (type(step) is not int or step < 0):
-            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the newest")
+        check_step(step)
         check_choice("verify", verify, (True, False))
         self._path = check_path(path)
         self._step = step

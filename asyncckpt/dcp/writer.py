@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWriter
@@ -43,7 +42,9 @@ from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import ManifestHead, encode_manifest
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, SaveOptions
 from asyncckpt.storage.directory import Directory, check_path
@@ -101,8 +102,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         device: DeviceOptions = DeviceOptions(),
     ) -> None:
         AsyncStager.__init__(self, host_memory_limit=host_memory_limit, device=device)
-        if step is not None and (type(step) is not int or step < 0):
-            raise UsageError("step is wrong", found=step, expected="a non-negative int, or None for the next")
+        check_step(step)
         self._path = check_path(path)
         self._step = step
         self._options = SaveOptions(
@@ -144,7 +144,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.close()
         newest_told()
-        if not kwargs.get("use_collectives", True) and _ranks_running() > 1:
+        if not kwargs.get("use_collectives", True) and own_rank(None, None)[1] > 1:
             raise UnsupportedError(
                 "use_collectives=False would commit every rank by itself", expected="one checkpoint of all ranks"
             )
@@ -239,11 +239,6 @@ def _savings() -> weakref.WeakKeyDictionary[StorageWriter, _Saving]:
     if found is None:
         found = _in_thread.savings = weakref.WeakKeyDictionary()
     return found
-
-
-def _ranks_running() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def local_items(planner: SavePlanner) -> list[WriteItem]:

@@ -1,9 +1,9 @@
 """Load a complete save of any number of ranks into the tables of this rank.
 
-1. Check: every rank's manifest and file sizes, and its tables against ours. Until all of them fit, no table is touched.
+1. Check: manifests, file sizes, and the tables against ours. Until all of them fit, no table is touched.
 2. Empty the companions that the checkpoint lacks.
-3. Load the folders one after the other, the first into empty tables, the others on top. A table takes just the ids it
-   owns, so the number of ranks that saved does not matter.
+3. Load; of the earlier form one folder per rank, the first into empty tables, the others on top. A table takes just the
+   ids it owns, so the number of ranks that saved does not matter.
 4. Check that no id came twice. What fails from 2 on leaves all tables empty, and the error says so.
 """
 
@@ -66,7 +66,7 @@ class RanksLoad:
             path=self.path,
             layout="asyncckpt",
             step=self.save.step,
-            world_size=len(self.save.folders),
+            world_size=self.save.world_size,
             save_id=self.save.save_id,
             rows=dict(rows),
             passed_over=self.save.passed_over,

@@ -1,10 +1,11 @@
-"""The folders of a sparse checkpoint, and which of their saves are complete.
+"""The saves in a folder, and which of them are complete.
 
-    path/rank00000-of-00002/      an ordinary checkpoint directory (manifests/, data/) that rank 0 of 2 writes
+    path/manifests/, path/data/, path/LOCK      an ordinary checkpoint directory, which all ranks write together
+    path/rank00000-of-00002/                    the earlier form, which is only read: a directory of rank 0 of 2 alone
     path/rank00001-of-00002/
 
-The ranks of one save commit one by one, so a crash may leave a step that only some of them have. A save is complete
-when every rank of its world has its step, under the same save id. Loads look at no other.
+In the earlier form ranks committed one by one, so a crash may have left a step that only some of them have. Such a save
+is complete when every rank of its world has its step, under the same save id. Loads look at no other.
 """
 
 from __future__ import annotations
@@ -28,11 +29,6 @@ STEPS_SHOWN_MAX = 8
 _FOLDER = re.compile(r"rank([0-9]{5})-of-([0-9]{5})")
 
 
-def rank_folder(*, rank: int, world_size: int) -> str:
-    """Return the name of a rank's folder."""
-    return f"rank{rank:05d}-of-{world_size:05d}"
-
-
 def rank_folders(path: Path) -> dict[int, dict[int, Path]]:
     """Return world size -> rank -> folder of all rank folders in a folder; empty when it is missing."""
     found: dict[int, dict[int, Path]] = defaultdict(dict)
@@ -48,8 +44,14 @@ def rank_folders(path: Path) -> dict[int, dict[int, Path]]:
     return dict(found)
 
 
+def earlier_steps(path: Path) -> frozenset[int]:
+    """Return the steps that any rank has in the earlier form."""
+    folders = [folder for ranks in rank_folders(path).values() for folder in ranks.values()]
+    return frozenset(step for folder in folders for step in steps_of(folder))
+
+
 def steps_of(folder: Path) -> set[int]:
-    """Return the committed steps of a rank's folder; none when it is only about to become one."""
+    """Return the committed steps of a directory; none when it is only about to become one."""
     try:
         with CheckpointRoot.for_reading(folder) as root:
             return set(committed_steps(root))
@@ -57,62 +59,42 @@ def steps_of(folder: Path) -> set[int]:
         return set()
 
 
-@dataclass(frozen=True)
-class SeenSteps:
-    """What one rank sees of the steps in a folder: the newest, -1 for none, and those that it may not save."""
-
-    newest: int
-    taken: frozenset[int]
-
-    @staticmethod
-    def of(path: Path, *, rank: int, world_size: int) -> SeenSteps:
-        """Look at the folders of this rank and of rank 0, of every world size.
-
-        A complete save is among them for some rank, whatever the number of ranks was, and no rank reads all folders.
-        Of its own world, a rank may not save just what it has saved itself: rank 0 may be ahead with the same save.
-        """
-        newest, taken = -1, set[int]()
-        for world, ranks in rank_folders(path).items():
-            for other in {0, rank} & ranks.keys():
-                steps = steps_of(ranks[other])
-                newest = max(newest, *steps, -1)
-                if world != world_size or other == rank:
-                    taken |= steps
-        return SeenSteps(newest=newest, taken=frozenset(taken))
+def save_metadata(companions: list[str]) -> dict[str, Any]:
+    """Return what a manifest says beside the tables: which of them are companions of others."""
+    return {METADATA_KEY: {"companions": companions}}
 
 
 @dataclass(frozen=True)
-class RankFacts:
-    """What the manifest of a rank says about the save it was part of."""
+class SaveFacts:
+    """What a manifest says about its save. In the earlier form the save has an id of its own, else its attempt's."""
 
     save_id: str
+    ranks_count: int
     companions: tuple[str, ...]
 
-    def to_metadata(self, *, rank: int, world_size: int) -> dict[str, Any]:
-        own = {"save_id": self.save_id, "rank": rank, "world_size": world_size, "companions": list(self.companions)}
-        return {METADATA_KEY: own}
-
     @staticmethod
-    def read(folder: Path, step: int) -> RankFacts | None:
+    def read(folder: Path, step: int) -> SaveFacts | None:
         """Read them of a step; None when something else than this Saver wrote it. CorruptError, IncompatibleError."""
         with CheckpointRoot.for_reading(folder) as root:
-            metadata = read_head(root, step).metadata
+            head = read_head(root, step)
+        metadata = head.metadata
         if type(metadata) is not dict or METADATA_KEY not in metadata:
             return None
         facts = decode_value(metadata[METADATA_KEY], owner=f"metadata[{METADATA_KEY!r}]")
-        save_id = facts.get("save_id") if isinstance(facts, Mapping) else None
+        save_id = facts.get("save_id", head.attempt) if isinstance(facts, Mapping) else None
         companions = facts.get("companions") if isinstance(facts, Mapping) else None
         if not isinstance(save_id, str) or not isinstance(companions, list):
             raise CorruptError(f"metadata of step {step} in {str(folder)!r} is wrong", found=facts)
-        return RankFacts(save_id=save_id, companions=tuple(map(str, companions)))
+        return SaveFacts(save_id=save_id, ranks_count=head.ranks_count, companions=tuple(map(str, companions)))
 
 
 @dataclass(frozen=True)
 class CompleteSave:
-    """A save that all its ranks have; folders in the order of the ranks."""
+    """A save that all its ranks have. folders: the one that all wrote, or, of the earlier form, those of the ranks."""
 
     step: int
     save_id: str
+    world_size: int
     folders: tuple[Path, ...]
     companions: frozenset[str]
     passed_over: tuple[int, ...]
@@ -121,10 +103,11 @@ class CompleteSave:
 def find_complete(path: Path, *, step: int | None) -> CompleteSave:
     """Return the newest complete save in a folder, or that of a step.
 
-    Raises NotFoundError that says what every rank has, and ConflictError when saves of two world sizes are complete
-    with one step.
+    Raises NotFoundError that says which steps there are, and ConflictError when several saves are complete with one
+    step.
     """
-    worlds = rank_folders(path)
+    # Under 0: the directory of all ranks, whatever their number was.
+    worlds = {0: {0: path}, **rank_folders(path)}
     steps = {world: {rank: steps_of(folder) for rank, folder in ranks.items()} for world, ranks in worlds.items()}
     seen = {one for ranks in steps.values() for found in ranks.values() for one in found}
     for candidate in sorted(seen, reverse=True) if step is None else [step]:
@@ -132,38 +115,46 @@ def find_complete(path: Path, *, step: int | None) -> CompleteSave:
         whole = [
             save
             for world, ranks in worlds.items()
-            if len(ranks) == world and all(candidate in found for found in steps[world].values())
+            if len(ranks) == (world or 1) and all(candidate in found for found in steps[world].values())
             if (save := _complete(ranks, candidate, passed_over=newer))
         ]
         if len(whole) > 1:
-            sizes = sorted(len(save.folders) for save in whole)
+            sizes = sorted(save.world_size for save in whole)
             what = f"step {candidate} in {str(path)!r} was saved by different numbers of ranks"
             raise ConflictError(what, found=sizes, hint="remove the folders of one of them")
         if whole:
             return whole[0]
     raise NotFoundError(
         f"{'no step' if step is None else f'step {step}'} in {str(path)!r} is {'' if step is None else 'not '}complete",
-        found=_shown(steps),
-        expected="every rank to have the step, under one save id",
+        found=_shown(path, worlds, steps),
+        expected="a step that all ranks have saved together",
     )
 
 
 def _complete(ranks: Mapping[int, Path], step: int, *, passed_over: tuple[int, ...]) -> CompleteSave | None:
     folders = tuple(ranks[rank] for rank in range(len(ranks)))
-    facts = [RankFacts.read(folder, step) for folder in folders]
+    facts = [SaveFacts.read(folder, step) for folder in folders]
     known = [one for one in facts if one is not None]
     ids = {one.save_id for one in known}
     if len(known) < len(facts) or len(ids) != 1:
         return None
-    companions = frozenset(name for one in known for name in one.companions)
-    return CompleteSave(step=step, save_id=ids.pop(), folders=folders, companions=companions, passed_over=passed_over)
+    return CompleteSave(
+        step=step,
+        save_id=ids.pop(),
+        world_size=sum(one.ranks_count for one in known),
+        folders=folders,
+        companions=frozenset(name for one in known for name in one.companions),
+        passed_over=passed_over,
+    )
 
 
-def _shown(steps: Mapping[int, Mapping[int, set[int]]]) -> dict[str, list[int]]:
-    """The newest steps of every rank, of not too many ranks."""
+def _shown(
+    path: Path, worlds: Mapping[int, Mapping[int, Path]], steps: Mapping[int, Mapping[int, set[int]]]
+) -> dict[str, list[int]]:
+    """The newest steps of every folder, of not too many folders."""
     found = {
-        rank_folder(rank=rank, world_size=world): sorted(own)[-STEPS_SHOWN_MAX:]
-        for world, ranks in sorted(steps.items())
-        for rank, own in sorted(ranks.items())
+        "." if folder == path else folder.name: sorted(steps[world][rank])[-STEPS_SHOWN_MAX:]
+        for world, ranks in sorted(worlds.items())
+        for rank, folder in sorted(ranks.items())
     }
     return dict(list(found.items())[:FOLDERS_SHOWN_MAX])

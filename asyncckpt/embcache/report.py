@@ -1,4 +1,4 @@
-"""What a load of sparse tables tells its caller."""
+"""What a load of sparse tables reports."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """The Saver of multi-level tables: RecSDK's shape (`Saver(rank).save(module, path)`, `.load(module, path)`), and ours.
 
-A save of several ranks:
-1. Every rank checks its arguments, opens its own folder, and sees which step would be next.
-2. All ranks agree: nobody has failed, on the step, and on a random save id (see ranks.py).
-3. Every rank saves its tables, in the background or blocking, with the id in the metadata.
-4. After a blocking save the ranks agree that all have committed. After an asynchronous one a load finds out.
+A save: every rank checks its arguments, opens the directory, which all ranks share, and calls the asyncckpt.Saver of
+that directory. The ranks agree and commit in the background (docs/ranks.md). A rank that cannot begin aborts the save
+on all of them.
 
 A load: check everything on all ranks, agree, then fill the tables (see load_ranks.py and recsdk_load.py).
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,38 +22,50 @@ from asyncckpt.arguments import check_seconds
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
-from asyncckpt.embcache.rank_folders import RankFacts, SeenSteps, rank_folder, rank_folders
-from asyncckpt.embcache.ranks import AgreedSave, Peers, which_rank
+from asyncckpt.embcache.rank_folders import earlier_steps, rank_folders, save_metadata, steps_of
+from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
 from asyncckpt.embcache.report import SparseLoadReport
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.open_errors import close_behind
-from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError
-from asyncckpt.format.names import STEP_MAX
+from asyncckpt.engine.open_ranks import announce_open, leave_out_opening
+from asyncckpt.engine.ranks import Ranks
+from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, close_beside
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, SaveKind
-from asyncckpt.saver import Saver as RankSaver
+from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, RankOptions, SaveKind
+from asyncckpt.pipeline.row_filters import RowFilter
+from asyncckpt.saver import Saver as DirectorySaver
 
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
 PEERS_DEADLINE_S = 1800.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _OpenFolder:
-    """The open Saver of one folder and module. `newest` is the last step begun there, -1 before the first."""
+    """The open Saver of one folder and module. earlier: steps that are there in the earlier form."""
 
-    saver: RankSaver
+    saver: DirectorySaver
     saved: SavedTables
-    future: SaveFuture | None = None
-    newest: int = -1
+    ranks: Ranks | None
+    earlier: frozenset[int]
 
-    def is_idle(self) -> bool:
-        return self.future is None or self.future.done()
+    def next_step(self, step: int | None) -> int | None:
+        """Return the step to save; None: one more than the newest one in the directory. Raises ConflictError."""
+        if step is not None and step in self.earlier:
+            hint = "steps are never overwritten: save another step"
+            raise ConflictError(f"step {step} exists already in {self.saver.path!r}", hint=hint)
+        if step is not None or not self.earlier:
+            return step
+        path = Path(self.saver.path)
+        begun = {ticket.step for ticket in save_lock.in_flight() if ticket.path == path and ticket.step is not None}
+        newest = max(self.earlier)
+        return newest + 1 if max(steps_of(path) | begun, default=-1) <= newest else None
 
 
-class _ExactModesSaver(RankSaver):
+class _ExactModesSaver(DirectorySaver):
     """Gives what it makes the modes that RecSDK gives it."""
 
     _exact_modes = True
@@ -70,15 +80,12 @@ class Saver:
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
                         saves, "queue"; or a BusyPolicy
-    durability, host_memory_limit, device   as for asyncckpt.Saver
-    deltas              when a save holds only rows written since the one before, as for asyncckpt.Saver; every rank
-                        has a chain of its own, and may save another kind than the other ones
-    keep_latest         how many saves to keep; one rank only, for ranks do not yet forget together
-    peers_deadline      seconds that ranks wait for each other in one agreement
+    durability, host_memory_limit, device, deltas, keep_latest, filters   as for asyncckpt.Saver
+    peers_deadline      seconds that ranks wait for each other to come to a save or a load
 
-    With torch.distributed, all ranks make the same calls in the same order, on the thread that may use collectives. The
-    directory stays open, and its tables are held, until `close()`, or the end of a `with` block. Raises UsageError.
-    Source of the interface: RecSDK `torchrec_embcache.saver.Saver`.
+    All ranks make the same calls in the same order. They find each other by torch.distributed, or, where that is not
+    initialised, by files in the directory. The directory stays open, and its tables are held, until `close()`, or the
+    end of a `with` block. Raises UsageError. Source of the interface: RecSDK `torchrec_embcache.saver.Saver`.
     """
 
     def __init__(
@@ -94,17 +101,16 @@ class Saver:
         device: DeviceOptions = DeviceOptions(),
         deltas: DeltaPolicy | None = None,
         keep_latest: int | None = None,
+        filters: Sequence[RowFilter] = (),
         peers_deadline: float = PEERS_DEADLINE_S,
     ) -> None:
         self._rank, self._world_size = which_rank(rank, world_size)
         if not isinstance(path_rules, PathRules):
             raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
         self._busy = BusyPolicy.of(on_busy, actions=ON_BUSY)
-        if keep_latest is not None and self._world_size > 1:
-            what = "keep_latest of several ranks could remove the last save that all of them have"
-            raise UsageError(what, found=keep_latest, expected=None, hint="remove old steps on all ranks together")
         check_seconds("peers_deadline", peers_deadline, above_zero=True)
         self._rules = path_rules
+        self._peers_deadline = float(peers_deadline)
         self._options: dict[str, Any] = {
             "parallel": parallel,
             "durability": durability,
@@ -112,8 +118,9 @@ class Saver:
             "device": device,
             "deltas": deltas,
             "keep_latest": keep_latest,
+            "filters": filters,
         }
-        self._peers = Peers(self._rank, self._world_size, deadline_s=float(peers_deadline))
+        self._peers = Peers(self._rank, self._world_size, deadline_s=self._peers_deadline)
         self._open: OrderedDict[Path, _OpenFolder] = OrderedDict()
         self._closed = False
 
@@ -132,24 +139,15 @@ class Saver:
         *,
         step: int | None = None,
         kind: SaveKind = "auto",
-        save_id: str | None = None,
     ) -> SaveResult:
-        """Save the tables of this rank and return when the checkpoint is durable, on all ranks.
+        """Save the tables of this rank and return when the checkpoint is durable, with the tables of all ranks.
 
         step None: one more than the newest in path. kind: as for asyncckpt.Saver; RecSDK's incremental=True is "delta".
-        save_id: only for several ranks without torch.distributed. Raises
-        UsageError, ConflictError (another rank failed, among others), SaveInProgressError, IOFailedError, ...
+        Raises UsageError, ConflictError, SaveInProgressError, PeerError (another rank failed), IOFailedError, ...
         """
-        folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
-        error: Exception | None = None
-        result: SaveResult | None = None
-        try:
-            result = folder.saver.save(agreed.step, kind=kind, metadata=metadata, on_busy=self._busy)
-        except Exception as failure:
-            error = failure
-        self._peers.vote(f"save step {agreed.step}", error)
-        assert result is not None
-        return result
+        folder, step = self._begin(module, path, step)
+        metadata = save_metadata(list(folder.saved.companions))
+        return folder.saver.save(step, kind=kind, metadata=metadata, on_busy=self._busy)
 
     def save_async(
         self,
@@ -158,17 +156,16 @@ class Saver:
         *,
         step: int | None = None,
         kind: SaveKind = "auto",
-        save_id: str | None = None,
     ) -> SaveFuture:
         """Capture the tables of this rank and return; training goes on at once, the files are written in the
         background.
 
-        The future tells of this rank alone: the checkpoint is complete when the futures of all ranks have resolved, and
-        a load passes over one that is not. Raises as `save`.
+        The future resolves when the tables of all ranks are committed, together. Raises as `save`; what goes wrong on
+        another rank, or later, the future raises.
         """
-        folder, agreed, metadata = self._begin(module, path, step=step, save_id=save_id)
-        folder.future = folder.saver.save_async(agreed.step, kind=kind, metadata=metadata, on_busy=self._busy)
-        return folder.future
+        folder, step = self._begin(module, path, step)
+        metadata = save_metadata(list(folder.saved.companions))
+        return folder.saver.save_async(step, kind=kind, metadata=metadata, on_busy=self._busy)
 
     def load(
         self,
@@ -179,7 +176,8 @@ class Saver:
         incremental: bool = False,
         momentum_slots: Mapping[str, str | None] | None = None,
     ) -> SparseLoadReport:
-        """Load the newest save that all its ranks have, or that of a step; also what RecSDK wrote.
+        """Load the newest save, or that of a step; also of the earlier form, with one directory per rank, and of
+        RecSDK.
 
         Any number of ranks may have saved it: each table takes the ids it owns, by their unsigned value modulo the
         number of ranks. Nothing is changed before all checks have passed, on all ranks; a failure after that leaves the
@@ -188,7 +186,7 @@ class Saver:
         For RecSDK's files: incremental says that they hold only a part of the rows, which then go on top of those in
         the tables. momentum_slots maps "momentum1", "momentum2" to optimizer slots, or to None to leave one out; by
         default they go to the slots in their order. Raises UsageError, NotFoundError, CorruptError, IncompatibleError,
-        ConflictError (another rank failed), SaveInProgressError, IOFailedError.
+        ConflictError, PeerError (another rank failed), SaveInProgressError, IOFailedError.
         """
         self._check_open()
         ticket: Ticket | None = None
@@ -198,16 +196,14 @@ class Saver:
             try:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
-                _check_step(step)
+                check_step(step)
                 ticket = self._acquire(source, step)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
             except Exception as failure:
                 error = failure
-            found = -1 if prepared is None or prepared.step is None else prepared.step
-            highest, lowest_negated = self._peers.vote("load", error, (found, -found))
+            found = "" if prepared is None or prepared.step is None else f"step {prepared.step}"
+            self._peers.agree_on_load("the load", error, result=found)
             assert prepared is not None
-            if highest != -lowest_negated:
-                raise ConflictError("ranks found different newest steps", found=(-lowest_negated, highest))
             return self._run(prepared)
         finally:
             if ticket is not None:
@@ -221,7 +217,66 @@ class Saver:
     def close(self) -> None:
         """Wait for saves in flight, let go of all folders, raise the first error nobody has asked for. Idempotent."""
         self._closed = True
-        self._peers.close()
+        try:
+            self._close_folders()
+        finally:
+            self._peers.close()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        close_beside(error, self.close, "closing the Saver raised")
+
+    def _begin(
+        self, module: nn.Module, path: str | os.PathLike[str], step: int | None
+    ) -> tuple[_OpenFolder, int | None]:
+        """Check and open everything; return the open folder and the step to save. The other ranks hear of an error."""
+        self._check_open()
+        ranks = self._peers.for_saving(before_reopening=self._close_folders)
+        target: Path | None = None
+        try:
+            target = self._rules.check_target(path)
+            saved = self._saved_tables(module)
+            check_step(step)
+            self._check_not_busy()
+            folder = self._folder(target, saved, ranks)
+            return folder, folder.next_step(step)
+        except BaseException as error:
+            if ranks is not None:
+                leave_out_opening(ranks, error)
+            elif target is not None and target in self._open:
+                self._open[target].saver._leave_out_call(error)
+            raise
+
+    def _folder(self, target: Path, saved: SavedTables, ranks: Ranks | None) -> _OpenFolder:
+        """Return the open folder; opened anew for another module, or for ranks that have found each other anew."""
+        known = self._open.get(target)
+        if known is not None and known.saved.is_same(saved) and known.ranks is ranks:
+            self._open.move_to_end(target)
+            if ranks is not None:
+                announce_open(ranks)
+            return known
+        if known is not None:
+            self._open.pop(target).saver.close()
+        while len(self._open) >= OPEN_FOLDERS_MAX:
+            self._open.popitem(last=False)[1].saver.close()
+        self._check_links_below(target)
+        if self._rank == 0:
+            make_folders(target)
+        saver = _ExactModesSaver(
+            self._rank,
+            self._world_size,
+            path=target,
+            hashtables=saved.tables,
+            on_busy=self._busy,
+            ranks=RankOptions(ranks, peer_deadline=self._peers_deadline),
+            **self._options,
+        )
+        self._open[target] = opened = _OpenFolder(saver, saved, ranks, earlier_steps(target))
+        return opened
+
+    def _close_folders(self) -> None:
         first: CheckpointError | None = None
         while self._open:
             _, folder = self._open.popitem(last=False)
@@ -232,65 +287,18 @@ class Saver:
         if first is not None:
             raise first
 
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        close_behind(self.close, error, what="closing the Saver raised")
-
-    def _begin(
-        self, module: nn.Module, path: str | os.PathLike[str], *, step: int | None, save_id: str | None
-    ) -> tuple[_OpenFolder, AgreedSave, dict[str, Any]]:
-        """Check and open everything, and agree with the other ranks on what is saved."""
-        self._check_open()
-        folder: _OpenFolder | None = None
-        error: Exception | None = None
-        next_step = 0
-        try:
-            target = self._rules.check_target(path)
-            saved = self._saved_tables(module)
-            _check_step(step)
-            self._check_not_busy()
-            folder = self._folder(target, saved)
-            seen = SeenSteps.of(target, rank=self._rank, world_size=self._world_size)
-            if step in seen.taken:
-                hint = "steps are never overwritten: save another step"
-                raise ConflictError(f"step {step} exists already in {str(target)!r}", hint=hint)
-            next_step = max(folder.newest, seen.newest) + 1
-        except Exception as failure:
-            error = failure
-        agreed = self._peers.agree_on_save(next_step=next_step, step=step, save_id=save_id, error=error)
-        assert folder is not None
-        folder.newest = max(folder.newest, agreed.step)
-        facts = RankFacts(save_id=agreed.save_id, companions=tuple(folder.saved.companions))
-        return folder, agreed, facts.to_metadata(rank=self._rank, world_size=self._world_size)
-
-    def _folder(self, target: Path, saved: SavedTables) -> _OpenFolder:
-        """Return the open folder of this rank below target; opened anew for another module."""
-        known = self._open.get(target)
-        if known is not None and known.saved.is_same(saved):
-            if known.is_idle():
-                known.saver.wait_idle(0)  # Raises an error of an earlier save that nobody has asked for.
-            self._open.move_to_end(target)
-            return known
-        if known is not None:
-            self._open.pop(target).saver.close()
-        while len(self._open) >= OPEN_FOLDERS_MAX:
-            self._open.popitem(last=False)[1].saver.close()
-        make_folders(target)
-        place = target / rank_folder(rank=self._rank, world_size=self._world_size)
-        self._rules.check_links(place)
-        saver = _ExactModesSaver(path=place, hashtables=saved.tables, on_busy=self._busy, **self._options)
-        self._open[target] = opened = _OpenFolder(saver=saver, saved=saved)
-        return opened
-
     def _saved_tables(self, module: nn.Module) -> SavedTables:
         saved = saved_tables(module)
         saved.check_shard(rank=self._rank, world_size=self._world_size)
         return saved
 
+    def _check_links_below(self, folder: Path) -> None:
+        ranks = [place for world in rank_folders(folder).values() for place in world.values()]
+        for place in (folder / MANIFESTS_DIR, folder / DATA_DIR, *ranks):
+            self._rules.check_links(place)
+
     def _check_not_busy(self) -> None:
-        """Find out before the other ranks begin."""
+        """Find out before another module's Saver is closed, which would wait."""
         in_flight = save_lock.in_flight()
         if self._busy.action == "raise" and in_flight:
             hint = "await it, or give the Saver on_busy='wait' or 'queue'"
@@ -311,10 +319,9 @@ class Saver:
         incremental: bool,
         momentum_slots: Mapping[str, str | None] | None,
     ) -> RanksLoad | RecsdkLoad:
+        self._check_links_below(source)
         ranks = rank_folders(source)
-        for folder in (folder for world in ranks.values() for folder in world.values()):
-            self._rules.check_links(folder)
-        if not ranks:
+        if not ranks and not (source / LOCK_NAME).exists():
             if step is not None:
                 raise UsageError("files of RecSDK have no steps", found=step, expected=None)
             return prepare_recsdk_load(source, saved, incremental=incremental, momentum_slots=momentum_slots)
@@ -329,15 +336,10 @@ class Saver:
             report = prepared.run()
         except Exception as failure:
             error = failure
-        self._peers.vote("fill its tables (those of this rank are filled)", error)
+        self._peers.agree_on_load("filling the tables (those of this rank are filled)", error)
         assert report is not None
         return report
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this Saver of multi-level tables is closed")
-
-
-def _check_step(step: int | None) -> None:
-    if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
-        raise UsageError("step is wrong", found=step, expected=f"None, or an int in [0, {STEP_MAX}]")

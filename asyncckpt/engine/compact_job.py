@@ -7,8 +7,8 @@ from asyncckpt.engine.background import workers
 from asyncckpt.engine.compact import run_compaction
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.save_request import SaveTarget
-from asyncckpt.errors import IndeterminateError, SaveCancelledError, UsageError
-from asyncckpt.format.names import STEP_MAX
+from asyncckpt.errors import IndeterminateError, SaveCancelledError
+from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 
 
@@ -24,8 +24,7 @@ def skipped_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
 def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     """Begin to compact a step (None: the newest). UsageError, NotFoundError when there is no step at all."""
     target.check_not_in_doubt()
-    if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
-        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None for the newest")
+    check_step(step)
     chosen = newest_step(target.root) if step is None else step
     future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
 

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from asyncckpt.engine.background import check_may_wait
@@ -75,17 +74,6 @@ class OpenErrors:
 
 
 _reporters: set[OpenErrors] = set()
-
-
-def close_behind(close: Callable[[], object], error: BaseException | None, *, what: str) -> None:
-    """Close something at the end of a `with` block. An error that is on its way matters more than one of closing."""
-    try:
-        close()
-    except Exception as closing:
-        if error is None:
-            raise
-        if hasattr(error, "add_note"):
-            error.add_note(f"and {what}: {closing}")
 
 
 def _is_open(future: CheckpointFuture[Any]) -> bool:

@@ -5,9 +5,8 @@ Rank 0 makes the directory and holds its LOCK; the others wait until it has, or 
 
 from __future__ import annotations
 
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,12 @@ from asyncckpt.coordination.limits import Limits
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.coordination.store_channel import open_store_channel
 from asyncckpt.engine.ranks import Ranks
+from asyncckpt.engine.ranks_told import announce_failed
 from asyncckpt.engine.replicas import Replicas
-from asyncckpt.errors import NotFoundError, PeerError, UsageError
+from asyncckpt.errors import DeadlineError, NotFoundError, PeerError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.options import RankOptions
 from asyncckpt.storage.owner_lock import OwnerLock
 
@@ -42,23 +43,45 @@ class Opened:
 
 
 def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
-    """(index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
+    """Return (index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
     if process_group is None:
         check_int("shard_num", shard_num, at_least=1, at_most=limits.RANKS_MAX)
         check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
         return shard_index, shard_num
-    dist = sys.modules["torch.distributed"]  # Whoever has a group has it.
-    index, count = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if index < 0:
-        raise UsageError("this process is not in the process group", found=dist.get_rank())
-    if (shard_index, shard_num) not in ((0, 1), (index, count)):
-        raise UsageError(
-            "shard_index and shard_num are not those of the process group",
-            found=(shard_index, shard_num),
-            expected=(index, count),
-            hint="leave them out, or leave out the group",
-        )
-    return index, count
+    if isinstance(process_group, Ranks):
+        return process_group.rank, process_group.ranks_count
+    index, count = (None, None) if (shard_index, shard_num) == (0, 1) else (shard_index, shard_num)
+    return own_rank(index, count, process_group, names=("shard_index", "shard_num"))
+
+
+def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
+    """Open a channel to the other ranks of a process group, over which they save to any number of directories.
+
+    To be passed as the process group of each Saver. PeerError when rank 0 is not there within the deadline.
+    """
+    channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
+    return _ranks_over(channel, peer_deadline_s)
+
+
+def announce_open(ranks: Ranks, error: BaseException | None = None) -> None:
+    """Of rank 0: the directory of the next call is open, or why it is not. A rank may open it later than rank 0 did."""
+    if ranks.is_coordinator:
+        _announce(ranks, ranks.calls.next_number, error)
+
+
+def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
+    """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
+    announce_open(ranks, error)
+    announce_failed(ranks, ranks.next_call(), error)
+
+
+def _announce(ranks: Ranks, call: int, error: BaseException | None) -> None:
+    ranks.channel.put(call, "opened", b"" if error is None else cause_of(error).encode("utf-8"))
+
+
+def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
+    waits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
+    return Ranks(channel=channel, limits=waits, replicas=Replicas(channel.rank, channel.ranks_count))
 
 
 def open_directory(path: Path, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
@@ -66,11 +89,13 @@ def open_directory(path: Path, *, index: int, count: int, options: RankOptions, 
     if count == 1:
         return _open_alone(path, exact_modes=exact_modes)
     process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
-    limits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
-    over_store = process_group is not None or _is_default_group(index, count)
-    join = _join_over_store if over_store else _join_over_files
-    root, lock, channel = join(path, process_group, index, count, peer_deadline_s, exact_modes)
-    return Opened(root=root, lock=lock, ranks=Ranks(channel=channel, limits=limits, replicas=Replicas(index, count)))
+    if process_group is None and rank_in_group() != (index, count):
+        return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
+    if isinstance(process_group, Ranks):
+        call = process_group.calls.next_number
+        return _join_over_store(path, process_group.beside(), call, peer_deadline_s, exact_modes)
+    ranks = open_ranks(process_group, peer_deadline_s=peer_deadline_s)
+    return _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
 
 
 def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
@@ -82,32 +107,25 @@ def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
         raise
 
 
-def _is_default_group(index: int, count: int) -> bool:
-    """Whether the ranks that save are those of torch.distributed's default group."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return (index, count) == (dist.get_rank(), dist.get_world_size())
-
-
-def _join_over_store(
-    path: Path, process_group: Any, index: int, count: int, deadline_s: float, exact_modes: bool
-) -> tuple[CheckpointRoot, OwnerLock | None, Channel]:
-    channel: Channel = open_store_channel(process_group, deadline_s=deadline_s)
+def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
+    """call: under which rank 0 says that it has opened the directory."""
     try:
-        if index == 0:
+        if ranks.is_coordinator:
             try:
                 opened = _open_alone(path, exact_modes=exact_modes)
             except BaseException as error:
-                channel.put(OPENING, "opened", cause_of(error).encode("utf-8"))
+                _announce(ranks, call, error)
                 raise
-            channel.put(OPENING, "opened", b"")
-            return opened.root, opened.lock, channel
-        cause = channel.get(OPENING, "opened", deadline_s).decode("utf-8", "replace")
+            _announce(ranks, call, None)
+            return replace(opened, ranks=ranks)
+        try:
+            cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
+        except DeadlineError as error:
+            cause = str(error)
         if cause:
             raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
         try:
-            return CheckpointRoot.for_joining(path, exact_modes=exact_modes), None, channel
+            return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), None, ranks)
         except NotFoundError as error:
             raise UsageError(
                 "the checkpoint directory that rank 0 has opened is not there on this rank",
@@ -115,13 +133,11 @@ def _join_over_store(
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
     except BaseException:
-        channel.close()
+        ranks.close()
         raise
 
 
-def _join_over_files(
-    path: Path, _: Any, index: int, count: int, deadline_s: float, exact_modes: bool
-) -> tuple[CheckpointRoot, OwnerLock | None, Channel]:
+def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> Opened:
     until = time.monotonic() + deadline_s
     lock = None
     if index == 0:
@@ -131,7 +147,8 @@ def _join_over_files(
         root = _await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes)
     try:
         left_s = max(0.0, until - time.monotonic())
-        return root, lock, open_file_channel(root.root, rank=index, ranks_count=count, deadline_s=left_s)
+        channel = open_file_channel(root.root, rank=index, ranks_count=count, deadline_s=left_s)
+        return Opened(root, lock, _ranks_over(channel, deadline_s))
     except BaseException:
         if lock is not None:
             lock.release()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.limits import Limits
@@ -21,19 +19,32 @@ committer = IdleEndingThreads("asyncckpt-commit", 1)
 
 
 @dataclass
+class CallNumbers:
+    """The numbers of calls, alike on all ranks. next_number: of the next call."""
+
+    next_number: int = 1
+
+    def take(self) -> int:
+        number, self.next_number = self.next_number, self.next_number + 1
+        return number
+
+
+@dataclass
 class Ranks:
     """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
 
     checked: of every rank, the digest of its part of the last manifest whose tensors were found to be complete.
-    telling: done when the others have been told of a call in which this rank does not save.
+    announcing: done when the others have heard of a call in which this rank does not save.
+    is_shared: the same ranks save to other directories too (`beside`), over one channel, which is not closed here.
     """
 
     channel: Channel
     limits: Limits
     replicas: Replicas
     checked: tuple[str | None, ...] = ()
-    telling: list[threading.Event] = field(default_factory=list)
-    _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    announcing: list[threading.Event] = field(default_factory=list)
+    calls: CallNumbers = field(default_factory=CallNumbers)
+    is_shared: bool = False
 
     @property
     def rank(self) -> int:
@@ -47,12 +58,21 @@ class Ranks:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def wait_told(self) -> None:
-        """Before the channel is closed: what the others are still to be told is on its way."""
-        for told in self.telling:
-            told.wait(self.limits.begin_s)
-        self.telling.clear()
+    def wait_announced(self) -> None:
+        """Before the channel is closed: what the others are still to hear is on its way."""
+        for announced in self.announcing:
+            announced.wait(self.limits.begin_s)
+        self.announcing.clear()
 
     def next_call(self) -> int:
         """The number of a save that has just been asked for, alike on all ranks."""
-        return next(self._calls)
+        return self.calls.take()
+
+    def beside(self) -> Ranks:
+        """The same ranks for one more directory."""
+        return replace(self, checked=(), is_shared=True)
+
+    def close(self) -> None:
+        """End the channel, unless other directories need it."""
+        if not self.is_shared:
+            self.channel.close()

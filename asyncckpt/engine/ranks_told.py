@@ -1,88 +1,49 @@
-"""Tell the other ranks of a call in which this rank does not save: it was skipped, or failed before it began."""
+"""Announce to the other ranks a call in which this rank does not save: it was skipped, or failed before it began."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NoReturn
 
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Prepared, Skipped, cause_of
+from asyncckpt.coordination.messages import Failed, Skipped, cause_of
 from asyncckpt.engine.background import Job, background
 from asyncckpt.engine.messages import log_warning
 from asyncckpt.engine.ranks import Ranks, talkers
-from asyncckpt.engine.save_request import SaveTarget
-from asyncckpt.format.names import Attempt
-from asyncckpt.format.strict_json import Json
 
 
-def tell_skipped(target: SaveTarget, call: int) -> None:
+def announce_skipped(ranks: Ranks, call: int) -> None:
     """All ranks skip a save that this one skips."""
-    _tell(target, call, Skipped("a save or load was in flight"))
+    _announce(ranks, call, Skipped("a save or load was in flight"))
 
 
-def tell_failed(target: SaveTarget, call: int, error: BaseException) -> None:
+def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
     """No rank saves what this one cannot save."""
-    _tell(target, call, Failed(cause_of(error)))
+    _announce(ranks, call, Failed(cause_of(error)))
 
 
-def _tell(target: SaveTarget, call: int, message: Skipped | Failed) -> None:
+def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
     """Behind what is in flight: the others come to this call no sooner either."""
-    ranks = target.ranks
-    assert ranks is not None
     ranks.replicas.forget()
-    told = threading.Event()
-    ranks.telling[:] = [*(item for item in ranks.telling if not item.is_set()), told]
+    sent = threading.Event()
+    ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
     try:
         background.submit(
-            Job(run=lambda: _run(ranks, call, message, told), lose=lambda error: _lose(call, error, told))
+            Job(run=lambda: _run(ranks, call, message, sent), lose=lambda error: _lose(call, error, sent))
         )
     except Exception as error:
-        _lose(call, error, told)
+        _lose(call, error, sent)
 
 
-async def _run(ranks: Ranks, call: int, message: Skipped | Failed, told: threading.Event) -> None:
+async def _run(ranks: Ranks, call: int, message: Skipped | Failed, sent: threading.Event) -> None:
     try:
-        await run_call(ranks.channel, call, message, _NoEffects(), ranks.limits, threads=talkers)
+        await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
     except Exception as error:
-        _lose(call, error, told)
+        _lose(call, error, sent)
     finally:
-        told.set()
+        sent.set()
 
 
-def _lose(call: int, error: BaseException, told: threading.Event) -> None:
+def _lose(call: int, error: BaseException, sent: threading.Event) -> None:
     """They will find out when they have waited for too long."""
-    told.set()
-    log_warning("other ranks could not be told about save number %d: %s", call, error)
-
-
-@dataclass(frozen=True)
-class _NoEffects:
-    """A rank that does not take part is never asked for anything."""
-
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        _never()
-
-    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
-        _never()
-
-    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
-        _never()
-
-    async def abandon(self, attempt: Attempt) -> None:
-        _never()
-
-    async def look(self, attempt: Attempt) -> bool:
-        _never()
-
-    def resolve(self, attempt: Attempt) -> bool:
-        _never()
-
-    def stop(self) -> None:
-        pass
-
-
-def _never() -> NoReturn:
-    raise AssertionError("a rank that takes no part was asked to")
+    sent.set()
+    log_warning("other ranks could not be informed of save number %d: %s", call, error)

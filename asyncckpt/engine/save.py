@@ -17,7 +17,7 @@ from asyncckpt.engine.device_stage import host_copies, launch
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.job import SaveJob, Staged
 from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.ranks_told import tell_skipped
+from asyncckpt.engine.ranks_told import announce_skipped
 from asyncckpt.engine.save_job import end_save, lose_save, run_save
 from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.save_steps import as_ours
@@ -25,7 +25,7 @@ from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import ConflictError, DeviceError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.names import STEP_MAX
+from asyncckpt.format.limits import check_step
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
@@ -59,7 +59,8 @@ def start_save(
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
     if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline):
         if call is not None:
-            tell_skipped(target, call)
+            assert target.ranks is not None
+            announce_skipped(target.ranks, call)
         return _skipped(target, step, begun)
     try:
         ticket.step = step = _resolve_step(target, step, ticket)
@@ -223,8 +224,7 @@ def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
     others = [t.step for t in save_lock.in_flight() if t is not ticket and t.path == path and t.step is not None]
     if step is None:
         step = max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
-    if type(step) is not int or not 0 <= step <= STEP_MAX:
-        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
+    check_step(step, or_none=False)
     if step in others or is_committed(target.root, step):
         raise ConflictError(
             f"step {step} exists already in {str(path)!r}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import StoredDtype, known_dtype
@@ -44,6 +45,12 @@ VALUE_DEPTH_MAX = (JSON_DEPTH_MAX - 16) // 3
 TREE_DEPTH_MAX = 256
 INTEGER_DIGITS_MAX = 4000  # Of a number that is written in decimal digits: Python limits these too.
 KEY_BITS_MAX = 13_000  # Of an int that is a key: about as many digits.
+
+
+def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> None:
+    """UsageError for what is no number of a step; or_none: None is allowed, for the newest or the next one."""
+    if (step is not None or not or_none) and (type(step) is not int or not 0 <= step <= STEP_MAX):
+        raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
 
 
 def array_bytes(shape: Sequence[int], itemsize: int) -> int:

@@ -7,7 +7,7 @@
     ...
     async_calls.maybe_finalize_async_calls()        # at every step
 
-The names of Megatron's modules are in base.py, async_utils.py and mapping.py; docs/megatron.md tells how to use them,
+The names of Megatron's modules are in base.py, async_utils.py and mapping.py; docs/megatron.md says how to use them,
 and how to use Megatron-Core with this backend. Importing this registers the backend, and imports nothing of Megatron's.
 """
 

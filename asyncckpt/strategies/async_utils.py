@@ -21,11 +21,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from asyncckpt.errors import DeadlineError, PeerError, UsageError
+from asyncckpt.coordination.agreement import Agreement, GroupAgreement
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.strategies.agreement import Agreement, Failure
-from asyncckpt.strategies.job_ranks import GroupAgreement
 
 PRELOADED_ARGS_COUNT = 3  # What async_fn is called with, where the second one is what preload_fn returns.
 
@@ -68,7 +67,7 @@ class AsyncRequest(NamedTuple):
 
 
 class AsyncCaller(ABC):
-    """Runs the async_fn of requests, and tells when that of the oldest has ended on all ranks."""
+    """Runs the async_fn of requests, and knows when that of the oldest has ended on all ranks."""
 
     @abstractmethod
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
@@ -137,7 +136,9 @@ class ThreadAsyncCaller(AsyncCaller):
             ended = error is not None or future.done()
             done = ended
             if agreement is not None:
-                done = _agreed(agreement, request.call_idx, ended=ended, error=error, blocking=blocking)
+                done = agreement.is_done(
+                    request.call_idx, f"async call {request.call_idx}", ended=ended, error=error, blocking=blocking
+                )
         except Exception:  # Whoever interrupts the wait, with Ctrl-C, may go on with the call.
             self._calls.popleft()
             raise
@@ -153,7 +154,7 @@ class ThreadAsyncCaller(AsyncCaller):
         if self._agreement is None or not self._calls:
             return not is_alive
         call = self._calls[0][0].call_idx
-        return _agreed(self._agreement, call, ended=not is_alive, error=None, blocking=False)
+        return self._agreement.is_done(call, f"async call {call}", ended=not is_alive, error=None, blocking=False)
 
     def close(self, abort: bool = False) -> None:
         """See AsyncCaller. A call that has begun is cancelled by `cancel()` of its async_fn, where that has one."""
@@ -184,21 +185,6 @@ def _error_of(future: Future[Any], call: int) -> Exception | None:
     wrapped = UsageError(f"async call {call} ended with {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _agreed(agreement: Agreement, call: int, *, ended: bool, error: Exception | None, blocking: bool) -> bool:
-    """Whether a call has ended on all ranks; `error` is this rank's own. PeerError when it failed on another one."""
-    failure = None if error is None else Failure(rank=agreement.rank, cause=f"{type(error).__name__}: {error}")
-    try:
-        verdict = agreement.decide(call, ended=ended, failure=failure, blocking=blocking)
-    except Exception as lost:
-        if error is not None:
-            raise error from lost
-        raise
-    if verdict.failure is not None and error is None:
-        what = f"async call {call} failed on rank {verdict.failure.rank}"
-        raise PeerError(what, rank=verdict.failure.rank, cause=verdict.failure.cause)
-    return not verdict.running
 
 
 class _ActiveAsyncRequest(NamedTuple):

@@ -52,7 +52,7 @@ def register_default_strategy(
 
 
 class LoadStrategyBase(ABC):
-    """A way to load; tells which checkpoints it can read."""
+    """A way to load, which knows which checkpoints it can read."""
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -101,7 +101,7 @@ class LoadCommonStrategy(LoadStrategyBase):
         """ShardedObjects without data, by their unique keys."""
         if not self.can_handle_sharded_objects:
             return {}
-        raise UnsupportedError(f"{type(self).__name__} cannot tell what sharded objects there are")
+        raise UnsupportedError(f"{type(self).__name__} does not know what sharded objects there are")
 
 
 class LoadShardedStrategy(LoadStrategyBase):
@@ -113,13 +113,13 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """ShardedTensors without data and sharding, by their keys: global shape and dtype are what they tell."""
+        """ShardedTensors without data and sharding, by their keys: global shape and dtype are what they hold."""
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """The same, and ShardedObjects without data by their unique keys."""
         if not self.can_handle_sharded_objects:
             return self.load_tensors_metadata(checkpoint_dir)
-        raise UnsupportedError(f"{type(self).__name__} cannot tell what sharded objects there are")
+        raise UnsupportedError(f"{type(self).__name__} does not know what sharded objects there are")
 
     @abstractmethod
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt.errors import NotFoundError
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.options import PEER_DEADLINE_S, Durability
 from asyncckpt.saver import Saver
 from asyncckpt.strategies.backend import BACKEND, VERSION, LoadsOwnCheckpoints
 from asyncckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from asyncckpt.strategies.job_ranks import ranks_of
 from asyncckpt.strategies.layout import COMMON, COMMON_DIR, OBJECTS_DIR, SHARDED_DIR, writing_path
 from asyncckpt.strategies.load_state import load_objects, load_sharded, objects_metadata
 from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, StateDict
@@ -54,7 +54,7 @@ class CommonSave(SaveCommonStrategy):
 
         Raises UsageError naming the key path of what cannot be stored, IOFailedError, ConflictError.
         """
-        if ranks_of(self._process_group)[0] != 0:
+        if own_rank(None, None, self._process_group)[0] != 0:
             return
         state = {COMMON: pack(common_state_dict)}
         path = writing_path(checkpoint_dir, COMMON_DIR)

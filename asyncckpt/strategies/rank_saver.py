@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability, RankOptions
 from asyncckpt.saver import Saver
-from asyncckpt.strategies.job_ranks import ranks_of
 from asyncckpt.strategies.layout import writing_path
 from asyncckpt.strategies.running_save import RunningSave
 
@@ -30,8 +30,15 @@ def begin_save(
     name: of the part. other_processes: see RunningSave. To be called on all ranks. An error of make_state is raised
     here, and by the saves of the other ranks as PeerError. Raises PeerError when the ranks do not find each other.
     """
-    rank, ranks_count = ranks_of(process_group)
-    state = _state(make_state, ranks_count)
+    rank, ranks_count = own_rank(None, None, process_group)
+    state: Mapping[str, Any] = {}
+    failed: Exception | None = None
+    try:
+        state = make_state()
+    except Exception as error:
+        if ranks_count == 1:
+            raise
+        failed = error  # The others would wait for this rank.
     saver = Saver(
         shard_index=rank,
         shard_num=ranks_count,
@@ -44,29 +51,11 @@ def begin_save(
         durability=durability,
     )
     try:
+        if failed is not None:
+            saver._leave_out_call(failed)
+            raise failed
         future = saver.save_async()
     except BaseException:
         saver.close()
         raise
     return RunningSave(saver, future, deadline=deadline, other_processes=other_processes)
-
-
-class _Refused:
-    """Stands for a state that cannot be saved: a save raises the error here, and tells the other ranks of it."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def state_dict(self) -> Any:
-        """Raise it."""
-        raise self._error
-
-
-def _state(make_state: Callable[[], Mapping[str, Any]], ranks_count: int) -> Mapping[str, Any]:
-    """The state; of several ranks one that raises when it is saved, so that the others need not wait for this one."""
-    try:
-        return make_state()
-    except Exception as error:
-        if ranks_count == 1:
-            raise
-        return {"refused": _Refused(error)}

@@ -33,6 +33,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, descend, leaves
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import Role
 from asyncckpt.native import PAGE_BYTES, Progress, core
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
@@ -42,7 +43,6 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import LentMemory, stored_source
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.storage.owner_lock import OwnerLock
-from asyncckpt.strategies.job_ranks import ranks_of
 from asyncckpt.strategies.layout import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 
 
@@ -55,7 +55,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
     """
     if not isinstance(key_prefix, str):
         raise UsageError("key_prefix is wrong", found=key_prefix, expected="a string")
-    if ranks_of(process_group)[0] != 0:
+    if own_rank(None, None, process_group)[0] != 0:
         return
     # On a worker, where no KeyboardInterrupt cuts the commit in two.
     if not workers.submit(_remove, Path(checkpoint_dir), key_prefix).result():

@@ -109,8 +109,8 @@ class ShardedLoad(LoadsOwnCheckpoints, LoadShardedStrategy):
         """The same nested dict with tensors and objects in place of the sharded ones.
 
         A ShardedTensor's own data is filled in place; without data it gets a tensor on the CPU. Where
-        allow_shape_mismatch is set and shapes differ, what the checkpoint does not have is zero. async_strategy tells
-        nothing here. Raises NotFoundError, IncompatibleError (before anything is changed), CorruptError.
+        allow_shape_mismatch is set and shapes differ, what the checkpoint does not have is zero. async_strategy has
+        no meaning here. Raises NotFoundError, IncompatibleError (before anything is changed), CorruptError.
         """
         loaded: StateDict = load_sharded(sharded_state_dict, checkpoint_dir, SHARDED_DIR)
         return loaded

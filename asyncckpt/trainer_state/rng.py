@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from asyncckpt.errors import IncompatibleError, UsageError
-from asyncckpt.trainer_state.own_rank import own_rank
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.trainer_state.streams import Stream, global_streams, stream_of
 
 RanksChanged = Literal["spread", "keep", "raise"]
@@ -43,13 +43,13 @@ class RngState:
         if ranks_changed not in RANKS_CHANGED:
             raise UsageError("ranks_changed is wrong", found=ranks_changed, expected=RANKS_CHANGED)
         self._named = {name: stream_of(source, name) for name, source in (generators or {}).items()}
-        self._told_rank = (rank, ranks_count)
+        self._given_rank = (rank, ranks_count)
         self._ranks_changed = ranks_changed
         own_rank(rank, ranks_count)  # Refused now rather than at the first save.
 
     def state_dict(self) -> dict[str, Any]:
         """The states as plain values (bytes, ints, floats)."""
-        rank, ranks_count = own_rank(*self._told_rank)
+        rank, ranks_count = own_rank(*self._given_rank)
         return {
             "rank": rank,
             "ranks_count": ranks_count,
@@ -78,7 +78,7 @@ class RngState:
             _check(streams[name], name, value)
         for name, value in named.items():
             _check(self._named[name], name, value)
-        rank = own_rank(*self._told_rank)
+        rank = own_rank(*self._given_rank)
         if saved_rank != rank:
             wanted = self._for_other_rank(wanted, streams, saved_rank=saved_rank, rank=rank)
         for name, value in wanted.items():

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Sampler
 
 from asyncckpt.errors import UsageError
-from asyncckpt.trainer_state.own_rank import own_rank
+from asyncckpt.model.own_rank import own_rank
 
 _TAKEN_AT_ONCE = 1 << 14
 _GOLDEN = 0x9E3779B97F4A7C15

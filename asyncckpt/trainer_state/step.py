@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.errors import IncompatibleError, UsageError
+from asyncckpt.errors import IncompatibleError
+from asyncckpt.format.limits import check_step
 
 
 class StepCounter:
     """How many steps were trained. An int where one is wanted: `saver.save_async(int(step))`."""
 
     def __init__(self, value: int = 0) -> None:
-        if type(value) is not int or value < 0:
-            raise UsageError("the first step is wrong", found=value, expected="a non-negative int")
+        check_step(value, name="the first step", or_none=False)
         self.value = value
 
     def advance(self) -> int:

@@ -429,8 +429,8 @@ def test_case_105_steps_end_at_twelve_digits(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=rf"step is wrong, found {last + 1}, expected 'an int in .0, {last}.'"):
                 saver.save(step)
     assert asyncckpt.list_steps(tmp_path) == [last]
-    with pytest.raises(NotFoundError):
-        asyncckpt.Loader(tmp_path, step=last + 1).load()
+    with pytest.raises(UsageError, match="step is wrong"):
+        asyncckpt.Loader(tmp_path, step=last + 1)
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,12 @@ def test_dangling_link_is_refused(folder: Path) -> None:
     refused(folder / "link", "not a folder", replace(STRICT, symlinks_allowed=True))
 
 
-def test_link_in_place_of_a_rank_folder_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["manifests", "data", "rank00000-of-00001"])
+def test_link_in_place_of_an_own_folder_is_refused(folder: Path, name: str) -> None:
     (folder / "elsewhere").mkdir(0o750)
     path = folder / "run"
     path.mkdir(0o750)
-    (path / "rank00000-of-00001").symlink_to(folder / "elsewhere")
+    (path / name).symlink_to(folder / "elsewhere")
     with Saver(rank=0) as saver, pytest.raises(UsageError, match="symbolic link"):
         saver.save(Net(), path)
     assert list((folder / "elsewhere").iterdir()) == []

@@ -1,4 +1,4 @@
-"""Saves of several ranks: loaded by any number of ranks, and only when all ranks have them."""
+"""Saves of several ranks in the earlier form: loaded by any number of ranks, and only when all ranks have them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.embcache import Saver
-from asyncckpt.embcache.rank_folders import rank_folder
+from tests.embcache.earlier_form import rank_folder, save_rank
 from tests.embcache.models import IDS, Image, Net, image, owners, union
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
@@ -27,12 +27,7 @@ def nets(world_size: int, *, steps: range = range(0)) -> list[Net]:
 
 def save(ranks: list[Net], path: Path, *, step: int, save_id: str = "one") -> Image:
     for net in ranks:
-        rank, world_size = net.shard
-        with Saver(rank=rank, world_size=world_size) as saver:
-            if world_size == 1:
-                saver.save(net, path, step=step)
-            else:
-                saver.save(net, path, step=step, save_id=save_id)
+        save_rank(net, path, step=step, save_id=save_id)
     return union(image(net) for net in ranks)
 
 
@@ -72,10 +67,21 @@ def test_any_number_of_ranks(path: Path, world_size: int) -> None:
         assert load(path, count) == before
 
 
-def test_next_step_goes_on_after_another_number_of_ranks(path: Path) -> None:
-    save(nets(3, steps=range(2)), path, step=41)
-    with Saver(rank=0) as saver:
-        assert saver.save(nets(1)[0], path).step == 42
+def test_saves_go_on_behind_the_earlier_form(path: Path) -> None:
+    """The next step is one more than the newest one that any rank has; both forms load, also the older one."""
+    before = save(nets(3, steps=range(2)), path, step=41)
+    save(nets(3, steps=range(1))[2:], path, step=43)
+    net = nets(1, steps=range(4))[0]
+    with Saver(rank=0, on_busy="queue", keep_latest=2) as saver:
+        for step in (41, 43):
+            with pytest.raises(asyncckpt.ConflictError, match=f"step {step} exists already"):
+                saver.save(net, path, step=step)
+        assert [future.result(60).step for future in [saver.save_async(net, path) for _ in range(3)]] == [44, 45, 46]
+        report = saver.load(nets(1)[0], path)
+        assert (report.step, report.world_size, report.passed_over) == (46, 1, ())
+    assert asyncckpt.list_steps(path) == [45, 46]  # What the earlier form left is not touched.
+    assert load(path, 2) == image(net)
+    assert load(path, 2, step=41) == before
 
 
 # -- incomplete saves --------------------------------------------------------------------------------------------------
@@ -125,6 +131,15 @@ def test_one_step_of_two_world_sizes_is_refused(path: Path) -> None:
     shutil.move(path / "a" / rank_folder(rank=0, world_size=1), path / "b")
     with Saver(rank=0) as saver, pytest.raises(asyncckpt.ConflictError, match=r"different numbers of ranks.*\[1, 2\]"):
         saver.load(nets(1)[0], path / "b")
+
+
+def test_one_step_in_both_forms_is_refused(path: Path) -> None:
+    net = nets(1, steps=range(3))[0]
+    with Saver(rank=0) as saver:
+        saver.save(net, path, step=1)
+        save(nets(2, steps=range(3)), path, step=1)
+        with pytest.raises(asyncckpt.ConflictError, match=r"different numbers of ranks.*\[1, 2\]"):
+            saver.load(net, path)
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
-from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX
+from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
 from asyncckpt.engine.lock import save_lock
 from tests.embcache.models import Net, config, image
 
@@ -118,7 +118,7 @@ def test_only_sparse_state_is_saved(path: Path) -> None:
         head = target.head.weight.clone()
         saver.load(target, path)
     assert torch.equal(target.head.weight, head)
-    info = asyncckpt.describe(path / "rank00000-of-00001")
+    info = asyncckpt.describe(path)
     assert {block.name.split("@")[0] for block in info.blocks} == {"user", "ad", "word"}
 
 
@@ -150,8 +150,6 @@ def test_step_is_the_callers_to_choose(path: Path) -> None:
                 saver.save(net, path, step=step)
             with pytest.raises(UsageError, match="step is wrong"):
                 saver.load(net, path, step=step)
-        with pytest.raises(UsageError, match="save_id is not the caller's"):
-            saver.save(net, path, save_id="mine")
     refused(net, path, NotFoundError, "step 7 in .* is not complete", step=7)
 
 
@@ -171,7 +169,7 @@ def test_folder_is_free_after_close(path: Path) -> None:
     net = Net()
     saver = Saver(rank=0)
     saver.save(net, path)
-    assert (path / "rank00000-of-00001" / "LOCK").exists()
+    assert (path / "LOCK").exists()
     saver.close()
     saver.close()
     for call in (saver.save, saver.save_async, saver.load):
@@ -195,9 +193,20 @@ def test_keep_latest(path: Path) -> None:
     with Saver(rank=0, keep_latest=2) as saver:
         for _ in range(4):
             saver.save(net, path)
-    assert asyncckpt.list_steps(path / "rank00000-of-00001") == [2, 3]
-    with pytest.raises(UsageError, match="keep_latest"):
-        Saver(rank=0, world_size=2, keep_latest=2)
+    assert asyncckpt.list_steps(path) == [2, 3]
+
+
+def test_filters(path: Path) -> None:
+    net = Net().trained(range(8))
+    often = asyncckpt.filters.keep_rows("user", lambda columns: columns["count"] > 1)
+    with Saver(rank=0, filters=[often]) as saver:
+        saver.save(net, path)
+    found, before = loaded(path), image(net)
+    table = net.bags.tables()["user"]
+    counts = dict(zip(table.ids().tolist(), table.read(table.ids())["count"].tolist(), strict=True))
+    assert found["user"] == {id: row for id, row in before["user"].items() if counts[id] > 1}
+    assert 0 < len(found["user"]) < len(before["user"])
+    assert found["ad"] == before["ad"]
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------
@@ -308,21 +317,7 @@ def test_tables_must_belong_to_the_rank(path: Path) -> None:
     with Saver(rank=0) as saver, pytest.raises(UsageError, match="table 'user' does not belong to this rank"):
         saver.save(net, path)
     with Saver(rank=1, world_size=2) as saver, pytest.raises(UsageError, match="does not belong to this rank"):
-        saver.save(net, path, step=1, save_id="x")
-
-
-def test_several_ranks_without_torch_distributed_must_be_told_what_to_agree_on(path: Path) -> None:
-    net = Net(shard=(0, 2))
-    with Saver(rank=0, world_size=2) as saver:
-        for options in (
-            {},
-            {"step": 1},
-            {"save_id": "x"},
-            {"step": 1, "save_id": ""},
-            {"step": 1, "save_id": "x" * 33},
-        ):
-            with pytest.raises(UsageError, match=r"without torch\.distributed"):
-                saver.save(net, path, **options)  # type: ignore[arg-type]
+        saver.save(net, path, step=1)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -392,9 +387,10 @@ def test_nothing_to_load(path: Path, tmp_path: Path) -> None:
     refused(net, path, NotFoundError, "there is no checkpoint in")
     (path / "rank00000-of-00001").mkdir()
     refused(net, path, NotFoundError, "no step in .* is complete")
-    with asyncckpt.Saver(path=path / "rank00000-of-00001", tensors={"w": torch.ones(2)}) as foreign:
+    with _ExactModesSaver(path=path, tensors={"w": torch.ones(2)}) as foreign:
+        refused(net, path, NotFoundError, r"no step in .* is complete, found \{'.': \[\], 'rank00000-of-00001': \[\]\}")
         foreign.save(3)
-    refused(net, path, NotFoundError, r"no step in .* is complete, found \{'rank00000-of-00001': \[3\]\}")
+    refused(net, path, NotFoundError, r"no step in .* is complete, found \{'.': \[3\], 'rank00000-of-00001': \[\]\}")
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -437,12 +433,12 @@ def test_failed_save_does_not_stay(path: Path, monkeypatch: pytest.MonkeyPatch) 
     net = Net().trained(range(2))
     with Saver(rank=0) as saver:
         saver.save(net, path)
-        shutil.rmtree(path / "rank00000-of-00001" / "data")
+        shutil.rmtree(path / "data")
         future = saver.save_async(net, path)
         future._inner.exception(60)
         with pytest.raises(asyncckpt.CheckpointError) as caught:
             saver.save(net, path)
         assert caught.value is future._inner.exception()
-        (path / "rank00000-of-00001").rename(path / "broken")
+    path.rename(path.parent / "broken")
     with Saver(rank=0) as saver:
         assert saver.save(net, path).step == 0

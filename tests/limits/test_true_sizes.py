@@ -40,7 +40,12 @@ def test_more_than_a_thousand_shard_files_of_a_rank(tmp_path: Path) -> None:
     try:
         for number, table in enumerate(tables.values()):
             table.insert(torch.tensor([number]), torch.full((1, 1), float(number)))
-        with asyncckpt.Saver(path=tmp_path, hashtables=tables, host_level="first_touch", durability="none") as saver:
+        with asyncckpt.Saver(
+            path=tmp_path,
+            hashtables=tables,
+            device=asyncckpt.DeviceOptions(host_level="first_touch"),
+            durability="none",
+        ) as saver:
             saver.save_async(1).result(120)
         asyncckpt.verify(tmp_path, 1)
         last = f"t{TABLES_COUNT - 1}"

@@ -195,7 +195,11 @@ WRITERS = [
     Writer("blocking", save_blocking, load_state),
     Writer("filter_func", saving(filter_func=as_it_is, tables={"table": table}), load_state),
     Writer("row filters", saving(filters=[filters.keep_rows("table", every_row)], tables={"table": table}), load_state),
-    Writer("first touch", saving(host_level="first_touch", tables={"table": levels}), load_state),
+    Writer(
+        "first touch",
+        saving(device=asyncckpt.DeviceOptions(host_level="first_touch"), tables={"table": levels}),
+        load_state,
+    ),
     Writer("delta", save_delta, load_state),
     Writer("compaction", compacted, load_state),
     Writer("dcp", save_dcp, load_dcp),

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.ranks.processes import NAME_SERVER_PATIENCE, REPOSITORY
 
+RUN_S_MAX = 90.0
 PRELOADED = ["tests.ranks.schedule_rank", "tests.ranks.job_ranks"]
 
 
@@ -80,3 +81,21 @@ def await_stopped(process: BaseProcess, seconds: float) -> bool:
                 return True
         time.sleep(0.02)
     return False
+
+
+def run(job: Callable[..., None], ranks_count: int, folder: Path, *arguments: Any) -> list[int | None]:
+    """Run all ranks of a job, a function of (rank, folder, ...); return their exit codes.
+
+    AssertionError with what they printed when one raised or hung.
+    """
+    outputs = [folder / f"output-{job.__name__}-{rank}" for rank in range(ranks_count)]
+    ranks = [start(job, (rank, folder, *arguments), output) for rank, output in enumerate(outputs)]
+    try:
+        codes = await_end(ranks, RUN_S_MAX)
+    finally:
+        for process in ranks:
+            end(process)
+    said = "\n".join(f"{output.name}: {output.read_text()[-3000:]}" for output in outputs if output.exists())
+    assert 1 not in codes, said
+    assert None not in codes, said
+    return codes

@@ -69,7 +69,7 @@ def sub_groups(rank: int) -> None:
 def rank_0_comes_too_late(rank: int) -> None:
     """Those that waited for it give up; what all open after that is one channel again."""
     if rank:
-        with pytest.raises(PeerError, match="not told its address") as caught:
+        with pytest.raises(PeerError, match="not announced its address") as caught:
             open_store_channel(None, deadline_s=0.2)
         assert caught.value.rank == 0
     dist.barrier()

@@ -9,27 +9,10 @@ import pytest
 
 import asyncckpt
 from tests.ranks import job_ranks
-from tests.ranks.forked import await_end, end, start
+from tests.ranks.forked import run
 from tests.ranks.training import differences, image, load_whole, run_alone
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
-
-RUN_S_MAX = 90.0
-
-
-def run(job: Callable[[int, Path], None], ranks_count: int, folder: Path) -> list[int | None]:
-    """Run all ranks of a job; their exit codes. AssertionError with what they printed when one raised or hung."""
-    outputs = [folder / f"output-{job.__name__}-{rank}" for rank in range(ranks_count)]
-    ranks = [start(job, (rank, folder), output) for rank, output in enumerate(outputs)]
-    try:
-        codes = await_end(ranks, RUN_S_MAX)
-    finally:
-        for process in ranks:
-            end(process)
-    said = "\n".join(f"{output.name}: {output.read_text()[-3000:]}" for output in outputs if output.exists())
-    assert 1 not in codes, said
-    assert None not in codes, said
-    return codes
 
 
 def check(path: Path, steps: dict[int, int], ranks_count: int) -> None:

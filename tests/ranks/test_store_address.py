@@ -13,12 +13,12 @@ import torch.distributed as dist
 from asyncckpt.coordination import store_address
 from asyncckpt.coordination.store_address import (
     StoreAddress,
+    announce_address,
     await_address,
     connect,
     draw_number,
     own_hosts,
     serve,
-    tell_address,
 )
 from asyncckpt.errors import CorruptError, PeerError
 from tests.ranks.channels import DEADLINE_S
@@ -51,10 +51,10 @@ def test_all_draw_the_same_number_each_time() -> None:
 def test_the_address_of_one_meeting_is_not_that_of_another() -> None:
     place = dist.HashStore()
     first, second = (StoreAddress(("host",), port, "name") for port in (1, 2))
-    tell_address(place, 1, first)
-    tell_address(place, 2, second)
+    announce_address(place, 1, first)
+    announce_address(place, 2, second)
     assert [await_address(place, number, until=soon()) for number in (2, 1)] == [second, first]
-    with pytest.raises(PeerError, match="not told its address") as caught:
+    with pytest.raises(PeerError, match="not announced its address") as caught:
         await_address(place, 3, until=soon())
     assert caught.value.rank == 0
 

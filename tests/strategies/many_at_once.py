@@ -61,7 +61,9 @@ def compaction(path: Path, stack: list[asyncckpt.Saver]) -> Callable[[], None]:
 
 def save(path: Path, *, staged: bool) -> Callable[[], None]:
     """Three saves that wait for each other's turn, through an arena or through chunk buffers."""
-    saver = asyncckpt.Saver(path=path, tensors={"x": torch.ones(ROWS_COUNT)}, on_busy="wait", busy_deadline=DEADLINE_S)
+    saver = asyncckpt.Saver(
+        path=path, tensors={"x": torch.ones(ROWS_COUNT)}, on_busy=asyncckpt.BusyPolicy("wait", DEADLINE_S)
+    )
 
     def run() -> None:
         with saver:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.coordination.agreement import Agreement
 from asyncckpt.errors import DeadlineError, PeerError, UsageError
-from asyncckpt.strategies.agreement import Agreement
 from asyncckpt.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest, ThreadAsyncCaller
-from tests.strategies.memory_channel import Wire
+from bench.memory_channel import MemoryExchange
 
 pytestmark = pytest.mark.once
 LONG_S = 60.0
@@ -286,9 +286,10 @@ def test_a_caller_alone_agrees_with_itself() -> None:
 def queues(ranks_count: int, **options: Any) -> list[AsyncCallsQueue]:
     """Queues that find each other by a channel in memory."""
     made = []
-    for channel in Wire(ranks_count).channels():
+    exchange = MemoryExchange(ranks_count)
+    for rank in range(ranks_count):
         queue = AsyncCallsQueue(**options)
-        agreement = Agreement(channel, deadline_s=LONG_S)
+        agreement = Agreement(exchange.channel(rank), deadline_s=LONG_S)
         queue._ranks.get = lambda agreement=agreement: agreement  # type: ignore[method-assign]
         made.append(queue)
     return made

@@ -16,6 +16,7 @@ from asyncckpt.errors import (
     PeerError,
     PeerInDoubtError,
     UsageError,
+    close_beside,
 )
 
 pytestmark = pytest.mark.once
@@ -51,3 +52,15 @@ def test_every_error_of_the_tree_can_travel() -> None:
     for kind in kinds:
         if kind not in tried and not issubclass(kind, (IndeterminateError, PeerError)):
             assert str(pickle.loads(pickle.dumps(kind("what")))) == "what"
+
+
+def test_an_error_of_closing_is_raised_alone_and_noted_beside_another() -> None:
+    def close() -> None:
+        raise IOFailedError("the disk is full")
+
+    with pytest.raises(IOFailedError, match="the disk is full"):
+        close_beside(None, close, "closing the Saver raised")
+    first = ValueError("first")
+    close_beside(first, close, "closing the Saver raised")
+    if hasattr(first, "add_note"):
+        assert first.__notes__ == ["and closing the Saver raised: the disk is full"]

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from asyncckpt.coordination.agreement import Agreement, Failure, Verdict
 from asyncckpt.errors import CorruptError, PeerError
-from asyncckpt.strategies.agreement import Agreement, Failure, Verdict
-from tests.strategies.memory_channel import Wire
+from bench.memory_channel import MemoryExchange
 
 pytestmark = pytest.mark.once
 LONG_S = 60.0
@@ -18,7 +18,8 @@ RUNNING = Verdict(running=True)
 
 
 def agreements(ranks_count: int, *, deadline_s: float = LONG_S) -> list[Agreement]:
-    return [Agreement(channel, deadline_s=deadline_s) for channel in Wire(ranks_count).channels()]
+    exchange = MemoryExchange(ranks_count)
+    return [Agreement(exchange.channel(rank), deadline_s=deadline_s) for rank in range(ranks_count)]
 
 
 def test_a_call_is_done_when_it_has_ended_on_all_ranks() -> None:
@@ -43,13 +44,35 @@ def test_a_rank_that_asks_late_gets_the_answer_of_its_round() -> None:
 
 def test_a_failure_is_everybodys_at_once() -> None:
     zero, one, two = agreements(3)
-    failure = Failure(rank=2, cause="OSError: the disk is full \udcff")
+    error = OSError("the disk is full \udcff")
     with ThreadPoolExecutor(1) as thread:
-        told = thread.submit(two.decide, 0, ended=True, failure=failure, blocking=True)
+        failed = thread.submit(two.is_done, 0, "the call", ended=True, error=error, blocking=True)
         verdict = zero.decide(0, ended=False, failure=None, blocking=True)
-        assert verdict.failure == Failure(rank=2, cause="OSError: the disk is full ?")
-        assert told.result(LONG_S) == verdict
-        assert one.decide(0, ended=False, failure=None, blocking=True) == verdict
+        assert verdict.failure == Failure(rank=2, cause="OSError: the disk is full \\udcff")
+        assert failed.exception(LONG_S) is error
+        with pytest.raises(PeerError, match="the call failed on rank 2: OSError: the disk is full"):
+            one.is_done(0, "the call", ended=False, error=None, blocking=True)
+
+
+def test_results_must_be_equal() -> None:
+    zero, one, two = agreements(3)
+    with ThreadPoolExecutor(2) as threads:
+        for call, results in enumerate([("step 3", "step 3", "step 3"), ("step 3", "step 3", "step 4")]):
+            others = [
+                threads.submit(
+                    agreement.is_done, call, "the load", ended=True, error=None, blocking=True, result=result
+                )
+                for agreement, result in zip((one, two), results[1:], strict=True)
+            ]
+            own = zero.decide(call, ended=True, failure=None, blocking=True, result=results[0])
+            if call == 0:
+                assert own == DONE
+                assert [other.result(LONG_S) for other in others] == [True, True]
+            else:
+                assert own.failure is not None
+                for other in others:
+                    with pytest.raises(PeerError, match=r"the load failed on rank [12]: it has step \d, rank"):
+                        other.result(LONG_S)
 
 
 def test_a_call_after_a_failed_one_is_decided_anew() -> None:
@@ -114,10 +137,10 @@ def test_all_ranks_finalize_a_call_in_the_same_round(seed: int) -> None:
     ranks_count, calls_count = draw.randint(2, 5), 4
     # After how many rounds each call ends on each rank.
     ends = [[draw.randint(0, 5) for _ in range(calls_count)] for _ in range(ranks_count)]
-    wire = Wire(ranks_count)
+    exchange = MemoryExchange(ranks_count)
 
     def rounds_of(rank: int) -> list[int]:
-        agreement = Agreement(wire.channels()[rank], deadline_s=LONG_S)
+        agreement = Agreement(exchange.channel(rank), deadline_s=LONG_S)
         counts = []
         for call in range(calls_count):
             count = 0
@@ -130,7 +153,7 @@ def test_all_ranks_finalize_a_call_in_the_same_round(seed: int) -> None:
         rounds = [future.result(LONG_S) for future in [threads.submit(rounds_of, rank) for rank in range(ranks_count)]]
     assert rounds == [rounds[0]] * ranks_count
     assert all(rounds[0][call] >= max(end[call] for end in ends) for call in range(calls_count))
-    assert sorted(wire.forgotten) == list(range(calls_count - 2))
+    assert {call for call, _ in exchange.data} == {calls_count - 2, calls_count - 1}  # Older ones are forgotten.
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"running":1}', b'{"rank":-1,"cause":""}', b'{"rank":1}'])

@@ -1,0 +1,233 @@
+"""Whether a call has ended on all ranks, and how: one answer for all of them, whenever they ask.
+
+Ranks ask in rounds. All ranks ask about the same calls in the same order, and equally often, so the rounds of a call
+have the same numbers everywhere. In every round
+
+1. a rank whose call has ended, well or not, reports it to rank 0, a single time;
+2. rank 0 takes note of what has come, decides, and leaves the answer under the number of the round;
+3. the others take the answer from there.
+
+So no rank finalizes a call in a round in which another one does not: finalize functions may talk to each other. Rank 0
+waits for nobody unless the round is a blocking one, the others for rank 0. Whoever waits long says so four times per
+deadline (`say_running`); a rank of which nothing is heard for a whole deadline is taken for dead.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from asyncckpt.coordination.channel import Channel
+from asyncckpt.coordination.messages import cause_of
+from asyncckpt.errors import DeadlineError, PeerError
+from asyncckpt.format.fields import Fields
+from asyncckpt.format.strict_json import dumps, loads
+from asyncckpt.model.own_rank import own_rank
+
+CALLS_PEER_DEADLINE_S = 600.0  # A rank may train for long before it asks for what another one waits.
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call failed on a rank, and why."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a call. running: it has not ended everywhere (or on the rank that says so); else see failure.
+
+    result: of the rank that says so; the results of all ranks must be equal.
+    """
+
+    running: bool
+    failure: Failure | None = None
+    result: str = ""
+
+
+_RUNNING = Verdict(running=True)
+_DONE = Verdict(running=False)
+
+
+class Agreement:
+    """One rank's part in it, used by one thread. deadline_s: how long another rank may be silent when it is needed."""
+
+    def __init__(self, channel: Channel, *, deadline_s: float) -> None:
+        self._channel = channel
+        self._deadline_s = deadline_s
+        self._call = -1
+        self._round = 0
+        self._has_reported = False
+        self._missing: set[int] = set()
+        self._failure: Failure | None = None
+        self._results: dict[int, str] = {}
+
+    @property
+    def pause_s(self) -> float:
+        """How long a rank may wait without a word."""
+        return self._deadline_s / 4
+
+    def say_running(self, call: int) -> None:
+        """Let the others know that this rank lives, while it waits for its own call to end."""
+        self._begin(call)
+        self._channel.send(call, None if self._channel.rank == 0 else 0, _encode(_RUNNING))
+
+    def is_done(
+        self, call: int, what: str, *, ended: bool, error: Exception | None, blocking: bool, result: str = ""
+    ) -> bool:
+        """Whether a call has ended on all ranks; `what` names it in errors, `error` and `result` are this rank's own.
+
+        Raises error, or PeerError when the call failed on another rank, or ended there with another result.
+        """
+        failure = None if error is None else Failure(rank=self._channel.rank, cause=cause_of(error))
+        try:
+            verdict = self.decide(call, ended=ended, failure=failure, blocking=blocking, result=result)
+        except Exception as lost:
+            if error is not None:
+                raise error from lost
+            raise
+        if error is not None and not verdict.running:
+            raise error
+        if verdict.failure is not None:
+            failed = verdict.failure
+            raise PeerError(f"{what} failed on rank {failed.rank}", rank=failed.rank, cause=failed.cause)
+        return not verdict.running
+
+    def decide(self, call: int, *, ended: bool, failure: Failure | None, blocking: bool, result: str = "") -> Verdict:
+        """The next round about a call, whose numbers ascend. ended, failure, result: how it stands on this rank.
+
+        blocking: rank 0 waits until the call has ended everywhere; all ranks say the same. Raises PeerError when a rank
+        is silent for too long or the channel is gone.
+        """
+        assert ended or failure is None, "a call that failed has ended"
+        self._begin(call)
+        number, self._round = self._round, self._round + 1
+        own = Verdict(running=not ended, failure=failure, result=result)
+        if self._channel.rank == 0:
+            verdict = self._decided(call, own, blocking=blocking)
+            self._channel.put(call, _name(number), _encode(verdict))
+            return verdict
+        if ended and not self._has_reported:
+            self._has_reported = True
+            self._channel.send(call, 0, _encode(own))
+        return self._taken(call, _name(number))
+
+    def close(self) -> None:
+        """End the channel."""
+        self._channel.close()
+
+    def _begin(self, call: int) -> None:
+        if call == self._call:
+            return
+        assert call > self._call, "calls are finalized in their order"
+        if self._call > 0 and self._channel.rank == 0:
+            # Nobody reads its rounds any longer: whoever has reported the call behind it had ended it.
+            self._channel.forget(self._call - 1)
+        self._call, self._round, self._has_reported = call, 0, False
+        self._missing, self._failure, self._results = set(range(self._channel.ranks_count)), None, {}
+
+    def _taken(self, call: int, name: str) -> Verdict:
+        """Rank 0's answer, waited for as long as rank 0 is heard of."""
+        heard = time.monotonic()
+        while True:
+            try:
+                return _decode(self._channel.get(call, name, self.pause_s), rank=0)
+            except DeadlineError as error:
+                if self._channel.receive(call, 0.0):
+                    heard = time.monotonic()
+                elif time.monotonic() - heard >= self._deadline_s:
+                    what = f"rank 0 does not say whether call {call} is done"
+                    raise PeerError(what, rank=0, cause=f"no word for {self._deadline_s} s") from error
+
+    def _decided(self, call: int, own: Verdict, *, blocking: bool) -> Verdict:
+        self._take(0, own)
+        now = said = time.monotonic()
+        heard = dict.fromkeys(self._missing, now)
+        while self._missing and self._failure is None:
+            messages = self._channel.receive(call, self.pause_s if blocking else 0.0)
+            now = time.monotonic()
+            for sender, raw in messages:
+                heard[sender] = now
+                self._take(sender, _decode(raw, rank=sender))
+            if not blocking:
+                if not messages:
+                    return _RUNNING
+                continue
+            if now - said >= self.pause_s:
+                said = now
+                self.say_running(call)
+            silent = [rank for rank in self._missing if now - heard[rank] >= self._deadline_s]
+            if silent:
+                self._failure = Failure(rank=min(silent), cause=f"no word for {self._deadline_s} s")
+        return _DONE if self._failure is None else Verdict(running=False, failure=self._failure)
+
+    def _take(self, rank: int, report: Verdict) -> None:
+        if report.running:
+            return
+        self._missing.discard(rank)
+        self._failure = self._failure or report.failure
+        if self._failure is None:
+            self._results[rank] = report.result
+            other, result = next(iter(self._results.items()))
+            if result != report.result:
+                self._failure = Failure(rank=rank, cause=f"it has {report.result}, rank {other} {result}")
+
+
+def _name(number: int) -> str:
+    return f"round-{number}"
+
+
+def _encode(verdict: Verdict) -> bytes:
+    failure = verdict.failure
+    if failure is None:
+        return dumps({"running": verdict.running, "result": verdict.result})
+    return dumps({"rank": failure.rank, "cause": failure.cause})
+
+
+def _decode(raw: bytes, *, rank: int) -> Verdict:
+    owner = f"message of rank {rank} about a call"
+    fields = Fields(loads(raw, owner=owner), owner=owner, where="message")
+    if fields.absent("rank"):
+        return Verdict(running=fields.flag("running", default=False), result=fields.optional_text("result") or "")
+    return Verdict(running=False, failure=Failure(rank=fields.integer("rank"), cause=fields.text("cause")))
+
+
+class GroupAgreement:
+    """The agreement between the ranks of a process group, opened when it is first asked for.
+
+    process_group  None: the default group, as long as there is one
+    deadline       seconds that another rank may be silent when it is needed
+    """
+
+    def __init__(self, process_group: Any = None, *, deadline: float | None = None) -> None:
+        self._process_group = process_group
+        self._deadline_s = CALLS_PEER_DEADLINE_S if deadline is None else float(deadline)
+        self._agreement: Agreement | None = None
+        self._opened_for: Any = None
+
+    def get(self) -> Agreement | None:
+        """Return it, or None for a single rank. Every rank asks alike; PeerError when they do not find each other.
+
+        Where torch.distributed was initialised anew, so is the agreement.
+        """
+        if own_rank(None, None, self._process_group)[1] == 1:
+            return None
+        from asyncckpt.coordination.store_channel import open_store_channel
+
+        world = import_module("torch.distributed").group.WORLD
+        group = world if self._process_group is None else self._process_group
+        if self._agreement is None or self._opened_for is not group:
+            self.close()
+            channel = open_store_channel(self._process_group, deadline_s=self._deadline_s)
+            self._agreement, self._opened_for = Agreement(channel, deadline_s=self._deadline_s), group
+        return self._agreement
+
+    def close(self) -> None:
+        """End the channel; the next `get` opens another one."""
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
