@@ -19,6 +19,7 @@ from asyncckpt.dcp import StorageWriter
 from asyncckpt.errors import UsageError
 
 DEADLINE_S = 30
+RAISE, WAIT = asyncckpt.BusyPolicy("raise", DEADLINE_S), asyncckpt.BusyPolicy("wait", DEADLINE_S)
 AT_ONCE_S = 10.0  # Far below the deadlines of the waits, far above what a slow machine needs.
 FOR_EVER = "on the background thread would wait for ever"
 
@@ -69,9 +70,7 @@ def held() -> HeldFilter:
 @pytest.fixture
 def saver(tmp_path: Path, held: HeldFilter) -> Any:
     state = {"x": torch.ones(1 << 10)}
-    with asyncckpt.Saver(
-        path=tmp_path, tensors=state, filter_func=held, on_busy=asyncckpt.BusyPolicy("raise", DEADLINE_S)
-    ) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=held, on_busy=RAISE) as saver:
         yield saver
         held.may_go_on.set()
 
@@ -91,16 +90,12 @@ def test_a_callback_whose_save_finds_no_arena_is_refused(saver: asyncckpt.Saver,
 
 
 def load_waiting(saver: asyncckpt.Saver) -> None:
-    loader = asyncckpt.Loader(
-        saver.path, tensors={"x": torch.zeros(1 << 10)}, step=1, on_busy=asyncckpt.BusyPolicy("wait", DEADLINE_S)
-    )
+    loader = asyncckpt.Loader(saver.path, tensors={"x": torch.zeros(1 << 10)}, step=1, on_busy=WAIT)
     loader.load()
 
 
 def load_async_waiting(saver: asyncckpt.Saver) -> None:
-    loader = asyncckpt.Loader(
-        saver.path, tensors={"x": torch.zeros(1 << 10)}, step=1, on_busy=asyncckpt.BusyPolicy("wait", DEADLINE_S)
-    )
+    loader = asyncckpt.Loader(saver.path, tensors={"x": torch.zeros(1 << 10)}, step=1, on_busy=WAIT)
     loader.load_async()
 
 
@@ -197,9 +192,7 @@ def test_a_filter_that_would_wait_for_its_save_is_refused(tmp_path: Path) -> Non
                 waited.append(error)
         return blocks
 
-    saver = asyncckpt.Saver(
-        path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=wait, on_busy=asyncckpt.BusyPolicy("raise", DEADLINE_S)
-    )
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=wait, on_busy=RAISE)
     with saver:
         handed.append(saver.save_async(1))
         have_future.set()
@@ -229,9 +222,7 @@ def test_a_signal_handler_cannot_wait_for_the_capture_that_it_interrupts(tmp_pat
             saver.save(99, on_busy="wait")
         answers.append((caught.value, time.monotonic() - begun))
 
-    saver = asyncckpt.Saver(
-        path=tmp_path, tensors={"o": Interrupted()}, on_busy=asyncckpt.BusyPolicy("raise", DEADLINE_S)
-    )
+    saver = asyncckpt.Saver(path=tmp_path, tensors={"o": Interrupted()}, on_busy=RAISE)
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with saver:

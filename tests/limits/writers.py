@@ -94,6 +94,9 @@ def save_by(saver: asyncckpt.Saver, **options: Any) -> None:
         raise InBackground(error)
 
 
+FIRST_TOUCH = asyncckpt.DeviceOptions(host_level="first_touch")
+
+
 def saving(**options: Any) -> Callable[[Path, State], None]:
     def save(folder: Path, state: State) -> None:
         own = {name: make() for name, make in options.get("tables", {}).items()}
@@ -197,7 +200,7 @@ WRITERS = [
     Writer("row filters", saving(filters=[filters.keep_rows("table", every_row)], tables={"table": table}), load_state),
     Writer(
         "first touch",
-        saving(device=asyncckpt.DeviceOptions(host_level="first_touch"), tables={"table": levels}),
+        saving(device=FIRST_TOUCH, tables={"table": levels}),
         load_state,
     ),
     Writer("delta", save_delta, load_state),
