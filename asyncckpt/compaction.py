@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import background, rewriters
 from asyncckpt.engine.compact import run_compaction
+from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.errors import ConflictError, UsageError
-from asyncckpt.format.names import LOCK_NAME, STEP_MAX
+from asyncckpt.format.names import STEP_MAX
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.storage.directory import check_path
-from asyncckpt.storage.owner_lock import OwnerLock
 
 
 def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
@@ -33,7 +34,8 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
         raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None for the newest")
     progress = Progress()
-    future = workers.submit(_compact, checked, step, progress)
+    background.check_may_wait("a compaction")
+    future = rewriters.submit(_compact, checked, step, progress)
     try:
         return future.result()
     except BaseException:
@@ -44,16 +46,14 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
 
 
 def _compact(path: Path, step: int | None, progress: Progress) -> SaveResult:
-    with CheckpointRoot.for_reading(path) as root:
+    options = SaveOptions()
+    with CheckpointRoot.for_reading(path) as root, contextlib.ExitStack() as held:
         try:
-            lock = OwnerLock.acquire(root.root, LOCK_NAME)
+            commits = held.enter_context(held_directory(root, options.durability))
         except ConflictError as error:
             raise ConflictError(
                 error.what,
                 found=error.found,
                 hint="while a training process holds the directory, compact with that process' Saver.compact()",
             ) from error
-        try:
-            return run_compaction(root, step, options=SaveOptions(), progress=progress)
-        finally:
-            lock.release()
+        return run_compaction(commits, step, options=options, progress=progress)

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.arguments import check_choice, check_int, check_seconds
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
+from asyncckpt.engine.held_directory import commits_of
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
@@ -182,7 +183,7 @@ class Saver:
         )
         root, self._lock = opened.root, opened.lock
         self._target = SaveTarget(
-            root=root,
+            commits=commits_of(root, self._lock, durability),
             options=SaveOptions(
                 parallel=parallel,
                 durability=durability,
@@ -203,7 +204,6 @@ class Saver:
             filter_func=filter_func,
             state=lambda: state,
             protected=lambda: newest_verified(root),
-            heads=KnownHeads(root),
             filters=row_filters,
             ranks=opened.ranks,
             step_fences=StepFences(optimizers),
@@ -363,6 +363,7 @@ class Saver:
         return future
 
     def _wait_in_flight(self, timeout: float) -> None:
+        """Also for retention, which goes on when a save has ended."""
         if background.is_current_thread() and self._errors.in_flight():
             raise UsageError("waiting for a save on the background thread would wait for ever")
         until = time.monotonic() + timeout
@@ -371,6 +372,8 @@ class Saver:
                 future._inner.exception(max(0.0, until - time.monotonic()))
             except TimeoutError:
                 raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
+        if wait(self._target.retaining, max(0.0, until - time.monotonic())).not_done:
+            raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -17,22 +17,18 @@ TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has 
 
 # Sending and receiving block; the threads end when nothing has been said for a while, like the workers.
 talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
-# A commit waits for a worker, so it is none itself: workers that wait for workers may wait for ever.
-committer = IdleEndingThreads("asyncckpt-commit", 1)
 
 
 @dataclass
 class Ranks:
     """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
 
-    checked: of every rank, the digest of its part of the last manifest whose tensors were found to be complete.
     telling: done when the others have been told of a call in which this rank does not save.
     """
 
     channel: Channel
     limits: Limits
     replicas: Replicas
-    checked: tuple[str | None, ...] = ()
     telling: list[threading.Event] = field(default_factory=list)
     _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -60,4 +56,3 @@ class Ranks:
 
 
 os.register_at_fork(after_in_child=talkers.forget)
-os.register_at_fork(after_in_child=committer.forget)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.claims import Claim, claims
 from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
@@ -22,8 +22,7 @@ from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
-from asyncckpt.errors import ConflictError, DeviceError, UsageError
-from asyncckpt.format.names import STEP_MAX
+from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
@@ -49,7 +48,7 @@ def start_save(
     call: its number, when several ranks save. They have to be told when it fails here (ranks_told.py).
     """
     begun = time.perf_counter()
-    target.check_not_in_doubt()
+    target.commits.check_not_in_doubt()
     check_not_capturing("a save")
     if background.is_current_thread():
         on_busy = _on_background_thread(on_busy, staged)
@@ -59,10 +58,14 @@ def start_save(
         if call is not None:
             tell_skipped(target, call)
         return _skipped(target, step, begun)
+    claim: Claim | None = None
     try:
-        ticket.step = step = _resolve_step(target, step, ticket)
-        job = _begin(target, ticket, step, kind, encoded, staged=staged, begun=begun, call=call)
+        claim = claims.save(target.root, step)
+        ticket.step = step = claim.step
+        job = _begin(target, ticket, claim, kind, encoded, staged=staged, begun=begun, call=call)
     except BaseException as error:
+        if claim is not None:
+            claim.release()
         save_lock.release(ticket)
         ours = as_ours(error, step)
         if ours is not error:
@@ -96,7 +99,7 @@ def _hand_over(job: SaveJob, begun: float) -> None:
 def _begin(
     target: SaveTarget,
     ticket: Ticket,
-    step: int,
+    claim: Claim,
     kind: SaveKind,
     metadata: Json,
     *,
@@ -130,14 +133,14 @@ def _begin(
         raise
     if choice.base is not None:
         target.parent_steps.append(choice.base.parent.step)
-    future = SaveFuture(step=step, path=target.root.path, what=f"save of step {step}")
+    future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
     if snapshot is not None:
         future.expect_copies(snapshot.pending)
     return SaveJob(
         target=target,
         ticket=ticket,
+        claim=claim,
         future=future,
-        step=step,
         plan=stage.plan,
         choice=choice,
         tree=tree,
@@ -206,22 +209,6 @@ def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
         for table in tables
         if table.places is not None and (table.version is not None or table.prints)
     }
-
-
-def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
-    """The step to save: given, or one more than the newest committed or in flight in this directory."""
-    path = target.root.path
-    others = [t.step for t in save_lock.in_flight() if t is not ticket and t.path == path and t.step is not None]
-    if step is None:
-        step = max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
-    if type(step) is not int or not 0 <= step <= STEP_MAX:
-        raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
-    if step in others or is_committed(target.root, step):
-        raise ConflictError(
-            f"step {step} exists already in {str(path)!r}",
-            hint="steps are never overwritten: save another step, or remove that checkpoint first",
-        )
-    return step
 
 
 def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:

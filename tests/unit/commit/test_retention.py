@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.retention import KnownHeads, keep_latest
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.storage.directory import Directory

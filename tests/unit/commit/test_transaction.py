@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import os
 from pathlib import Path
 
 import pytest
 
 import asyncckpt
+from asyncckpt.commit.claims import Claim
 from asyncckpt.commit.discover import is_committed, read_head
-from asyncckpt.commit.publish import begin_attempt, publish
+from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.background import background
+from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.format.names import Attempt
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
@@ -23,15 +26,17 @@ def saved(tmp_path: Path) -> Written:
 
 
 def publish_again(saved: Written, made: Written, *, compacted: bool) -> None:
-    """Publish the manifest of `made`, which lies elsewhere, into the directory of `saved`."""
-    attempt = Attempt(step=made.head.step, id=made.head.attempt)
-    raw = made.manifest.read_bytes()
-    with CheckpointRoot.for_writing(saved.root) as root, ThreadPoolExecutor(1) as threads:
-        folder = begin_attempt(root, attempt)
-        try:
-            asyncio.run(publish(root, folder, attempt, raw, durable=True, threads=threads, compacted=compacted))
-        finally:
-            folder.close()
+    """Commit what `made` is, which lies elsewhere, into the directory of `saved`."""
+    with CheckpointRoot.for_writing(saved.root) as root, held_directory(root, "fsync") as commits:
+        attempt = Attempt(step=made.head.step, id=made.head.attempt)
+        claim = Claim(root.root.identity, "compaction" if compacted else "save", attempt)
+        with Transaction.begin(commits, claim) as transaction:
+            for path in made.folder.iterdir():
+                fd, _ = transaction.folder.create_file(path.name)
+                os.write(fd, path.read_bytes())
+                os.close(fd)
+            draft = Draft(made.head, made.body, made.digests)
+            background.run(lambda: transaction.commit(draft), "a test")
 
 
 def test_compacted_checkpoint_stands_for_its_step(saved: Written, tmp_path: Path) -> None:
