@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.background import background, rewriters
+from asyncckpt.engine.background import check_may_wait, rewriters
 from asyncckpt.engine.compact import run_compaction
 from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.errors import ConflictError, UsageError
@@ -34,7 +34,7 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     if step is not None and (type(step) is not int or not 0 <= step <= STEP_MAX):
         raise UsageError("step is wrong", found=step, expected=f"an int in [0, {STEP_MAX}], or None for the newest")
     progress = Progress()
-    background.check_may_wait("a compaction")
+    check_may_wait("a compaction")
     future = rewriters.submit(_compact, checked, step, progress)
     try:
         return future.result()

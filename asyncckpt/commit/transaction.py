@@ -299,11 +299,14 @@ class Transaction:
         try:
             if self._commits.durable:
                 self._root.manifests.sync()
-            self._check_place()
-            self._check_parents(head)
-            check_files(self._root, head, self.folder)
+            self._check_after(head)
         except CheckpointError as error:
             raise self._doubt(error) from error
+
+    def _check_after(self, head: ManifestHead) -> None:
+        self._check_place()
+        self._check_parents(head)
+        check_files(self._root, head, self.folder)
 
     def _doubt(self, error: Exception) -> InDoubt:
         path, attempt = str(self._root.path), self.attempt

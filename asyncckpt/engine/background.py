@@ -80,7 +80,7 @@ class Background:
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait."""
-        self.check_may_wait(what)
+        check_may_wait(what)
         future: Future[T] = Future()
 
         async def run() -> None:
@@ -97,11 +97,6 @@ class Background:
             if not self.withdraw(job):
                 future.exception()
             raise
-
-    def check_may_wait(self, what: str) -> None:
-        """UsageError on the background's own thread."""
-        if self.is_current_thread():
-            raise UsageError(f"{what} on the background thread would wait for itself", hint="do it on another thread")
 
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -177,6 +172,14 @@ async def _run_job(job: Job) -> None:
 
 
 background = Background()
+
+
+def check_may_wait(what: str) -> None:
+    """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them."""
+    if background.is_current_thread():
+        raise UsageError(
+            f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
+        )
 
 
 def _forget_in_child() -> None:

@@ -23,7 +23,7 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.retention import keep_latest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.background import background, rewriters
+from asyncckpt.engine.background import background, check_may_wait, rewriters
 from asyncckpt.engine.copy_blocks import BlockCopy, copy_blocks
 from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.engine.save_steps import as_ours
@@ -52,7 +52,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
         raise UsageError("key_prefix is wrong", found=key_prefix, expected="a string")
     if ranks_of(process_group)[0] != 0:
         return
-    background.check_may_wait("a removal")
+    check_may_wait("a removal")
     # On another thread, where no KeyboardInterrupt cuts it in two.
     if not rewriters.submit(_remove, Path(checkpoint_dir), key_prefix).result():
         what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
