@@ -284,7 +284,7 @@ class Saver:
         return prepare_arena(self._target)
 
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
+        """Wait for saves in flight and their retention; then raise the first error nobody has asked for."""
         self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
         self._errors.raise_first()
 

@@ -1,7 +1,8 @@
-"""Publication beside compacted checkpoints: one step, one meaning."""
+"""The one transaction: nobody else publishes, and beside compacted checkpoints a step keeps one meaning."""
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 
@@ -18,6 +19,28 @@ from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.format.names import Attempt
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
+
+PACKAGE = Path(asyncckpt.__file__).parent
+# Which names may be called where, besides the file that defines them.
+CALLERS = {
+    "encode_manifest": {"commit/proof.py"},
+    "publish": {"commit/transaction.py", "coordination/whole_files.py", "coordination/driver.py"},
+}
+
+
+def callers_of(name: str) -> set[str]:
+    """Files of the package that call something of this name."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and name == getattr(node.func, "attr", getattr(node.func, "id", None)):
+                found.add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_nobody_else_publishes_a_manifest(name: str) -> None:
+    assert callers_of(name) == CALLERS[name]
 
 
 @pytest.fixture
