@@ -112,7 +112,7 @@ class Loader:
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire()
+        ticket = self._acquire(thread=threading.get_ident())
         try:
             return self._run(LoadFuture(step=self._step, path=self._path, what="load"))
         finally:
@@ -145,8 +145,8 @@ class Loader:
             raise
         return future
 
-    def _acquire(self) -> Ticket:
-        ticket = Ticket(kind="load", path=self._path, step=self._step)
+    def _acquire(self, thread: int | None = None) -> Ticket:
+        ticket = Ticket(kind="load", path=self._path, step=self._step, thread=thread)
         save_lock.acquire(ticket, on_busy=self._on_busy, deadline_s=self._busy_deadline_s)
         return ticket
 

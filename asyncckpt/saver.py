@@ -16,7 +16,7 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.arguments import check_choice, check_int, check_seconds
-from asyncckpt.engine.background import background
+from asyncckpt.engine.background import background, check_may_wait
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
 from asyncckpt.engine.held_directory import commits_of
@@ -364,8 +364,8 @@ class Saver:
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Also for retention, which goes on when a save has ended."""
-        if background.is_current_thread() and self._errors.in_flight():
-            raise UsageError("waiting for a save on the background thread would wait for ever")
+        if self._errors.in_flight():
+            check_may_wait("a save")
         until = time.monotonic() + timeout
         for future in self._errors.in_flight():
             try:

@@ -1,6 +1,7 @@
 """The door of the benchmark.
 
-python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | gpu | host-part | all
+python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | gpu | host-part | path |
+    compaction | all
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Annotated
 
 import typer
 
+from bench.compaction import run_compaction_bench
 from bench.dcp import run_dcp
 from bench.gpu import run_gpu
 from bench.gpu_device import NoDevice
 from bench.load import LOAD_PEERS, run_load
 from bench.many_tensors import MANY_PEERS, run_many_tensors
 from bench.multi_level import run_multi_level
+from bench.path import run_path
 from bench.peers import PEERS
 from bench.rounds import REPOSITORY
 from bench.state_bench import run_state
@@ -211,6 +214,26 @@ def host_part(rounds: Rounds = 5, directory: Directory = None, out: Out = None, 
     from bench.host_part import run_host_part  # It needs what the tests need.
 
     run_host_part(rounds=rounds, directory=directory, out=_out(out, "host-part", smoke), smoke=smoke)
+
+
+@application.command()
+def path(
+    names: Annotated[bool, typer.Option("--list", help="also the names of the files")] = False,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """Files and functions that saves and loads cross. Not part of `all`."""
+    run_path(directory=directory, out=_out(out, "path", smoke), names=names, smoke=smoke)
+
+
+@application.command()
+def compaction(
+    gib: Gib = 1.0, rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False
+) -> None:
+    """A save beside four compactions of the same process, and one alone. Not part of `all`."""
+    out = _out(out, "compaction", smoke)
+    run_compaction_bench(gib=gib, rounds=rounds, directory=directory, out=out, smoke=smoke)
 
 
 @application.command(name="all")

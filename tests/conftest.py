@@ -39,6 +39,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.once)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forbid_own_waits() -> None:
+    """A thread of a pool that waits for a task of that pool is a bug, also where the pool mends it."""
+    from asyncckpt.pipeline.threads import IdleEndingThreads  # Here, for what is collected may set the environment.
+
+    IdleEndingThreads.forbids_own_waits = True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a failed test held on a simulated device may be shown."""

@@ -13,6 +13,7 @@ these runs, never from one to the next.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ from asyncckpt.storage.directory import Directory, io_failed
 @contextlib.contextmanager
 def save_lock_held(kind: Literal["save", "load"], path: Path, step: int | None) -> Iterator[None]:
     """Hold the save lock of the process; waits for saves and loads in flight."""
-    ticket = Ticket(kind=kind, path=path, step=step)
+    ticket = Ticket(kind=kind, path=path, step=step, thread=threading.get_ident())
     save_lock.acquire(ticket, on_busy="wait", deadline_s=BUSY_DEADLINE_S)
     try:
         with short_handovers():  # The trainer may run beside this.

@@ -6,6 +6,7 @@ The thread is not a daemon and ends when it has nothing left to do, so the inter
 never waits for an idle thread. What blocks runs on pools, for the same reason not on asyncio's own executor:
 
     workers     filters and writes shard files of saves, reads those of loads
+    writers     single writes of what runs on a worker
     committer   the steps of a commit, which wait for nothing but the disk
     rewriters   compactions and removals, which wait for commits
     retainer    retention
@@ -35,6 +36,7 @@ COMMITTERS_MAX = 8
 REWRITERS_MAX = 2
 
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
+writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
 committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)
 rewriters = IdleEndingThreads("asyncckpt-rewrite", REWRITERS_MAX)
 retainer = IdleEndingThreads("asyncckpt-retention", 1)
@@ -176,16 +178,10 @@ background = Background()
 
 def check_may_wait(what: str) -> None:
     """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them."""
-    if background.is_current_thread():
+    if background.is_current_thread() or workers.is_current_thread():
         raise UsageError(
             f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
         )
-
-
-def _forget_in_child() -> None:
-    background.forget()
-    for pool in (workers, committer, rewriters, retainer):
-        pool.forget()
 
 
 def _say_what_is_awaited() -> None:
@@ -196,7 +192,7 @@ def _say_what_is_awaited() -> None:
         print(f"asyncckpt: the interpreter ends after the {waiting}", file=sys.stderr)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=background.forget)
 # Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.chosen import device_of, runtime
 from asyncckpt.devices.fetch import wait_for
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import writers
 from asyncckpt.engine.device_stage import host_copies, launch
 from asyncckpt.errors import DeadlineError, DeviceError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
@@ -303,7 +303,7 @@ def stream_boxes(
             plan.image,
             sources,
             buffers=buffers,
-            writer=workers,
+            writer=writers,
             folder=folder,
             attempt=attempt,
             options=options,

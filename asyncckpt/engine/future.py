@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from asyncckpt.devices.host_copies import Pending
-from asyncckpt.engine.background import background
+from asyncckpt.engine.background import check_may_wait
 from asyncckpt.engine.messages import log_exception
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import LoadReport, SaveResult
@@ -108,6 +108,8 @@ class CheckpointFuture(Generic[T]):
         With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
         be on their way then: the streams that save_async knows of wait for them, others can be told to by `fence`.
         """
+        if not self._staged.is_set():
+            self._check_can_end()
         if not self._staged.wait(timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
@@ -148,8 +150,7 @@ class CheckpointFuture(Generic[T]):
         """UsageError where a wait would have no end."""
         if self.done():
             return
-        if background.is_current_thread():
-            raise UsageError(f"waiting for {self._what} on the background thread would wait for ever")
+        check_may_wait(self._what)
         if self._pid != os.getpid():
             raise UsageError(f"{self._what} belongs to the parent process", hint="wait for it there")
 

@@ -18,17 +18,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from asyncckpt.errors import DeadlineError, SaveInProgressError
+from asyncckpt.engine.background import check_may_wait
+from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.options import OnBusy
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One save or load in flight. `step` is None until it is known."""
+    """One save or load in flight. `step` is None until it is known.
+
+    thread: the one whose call it still is, which so cannot wait for its end. None: it goes on elsewhere.
+    """
 
     kind: Literal["save", "load"]
     path: Path
     step: int | None
+    thread: int | None = None
     begun: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -45,7 +50,10 @@ class SaveLock:
         self._held: list[Ticket] = []
 
     def acquire(self, ticket: Ticket, *, on_busy: OnBusy, deadline_s: float) -> bool:
-        """Take the lock; False when the call shall be skipped. SaveInProgressError, DeadlineError."""
+        """Take the lock; False when the call shall be skipped.
+
+        SaveInProgressError, DeadlineError; UsageError for a wait that would have no end.
+        """
         until = time.monotonic() + deadline_s
         with self._changed:
             while self._held and on_busy != "queue":
@@ -56,10 +64,20 @@ class SaveLock:
                         f"a {self._held[0]} is in flight",
                         hint="await it, or pass on_busy='wait', 'skip' or 'queue'",
                     )
+                self._check_may_wait()
                 if not self._changed.wait(max(0.0, until - time.monotonic())) and self._held:
                     raise DeadlineError(f"a {self._held[0]} did not end within {deadline_s} s")
             self._held.append(ticket)
             return True
+
+    def _check_may_wait(self) -> None:
+        check_may_wait(f"a {self._held[0]}")
+        for ticket in self._held:
+            if ticket.thread == threading.get_ident():
+                raise UsageError(
+                    f"waiting for a {ticket} on the thread that makes it would wait for ever",
+                    hint="a signal handler, or what a save or load calls, cannot wait for it: pass on_busy='skip'",
+                )
 
     def release(self, ticket: Ticket) -> None:
         with self._changed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import concurrent.futures
 
 from asyncckpt.devices.chosen import runtime
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import check_may_wait, workers
 from asyncckpt.engine.device_stage import pin
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.save_request import SaveTarget, begin_cut
@@ -28,7 +28,9 @@ class PrepareFuture:
         return self._inner.done()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait; raises what went wrong, or DeadlineError."""
+        """Wait; raises what went wrong, or DeadlineError; UsageError on the background thread."""
+        if not self._inner.done():
+            check_may_wait("the arena")
         try:
             self._inner.result(timeout)
         except concurrent.futures.TimeoutError:

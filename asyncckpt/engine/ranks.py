@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,6 +52,3 @@ class Ranks:
     def next_call(self) -> int:
         """The number of a save that has just been asked for, alike on all ranks."""
         return next(self._calls)
-
-
-os.register_at_fork(after_in_child=talkers.forget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from asyncckpt.commit.claims import Claim, claims
 from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
-from asyncckpt.engine.background import Job, background
+from asyncckpt.engine.background import Job, background, check_may_wait
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.device_stage import host_copies, launch
 from asyncckpt.engine.future import FutureState, SaveFuture
@@ -50,10 +51,10 @@ def start_save(
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
     check_not_capturing("a save")
-    if background.is_current_thread():
-        on_busy = _on_background_thread(on_busy, staged)
+    if not staged:
+        check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
-    ticket = Ticket(kind="save", path=target.root.path, step=step)
+    ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
     if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=target.options.busy_deadline_s):
         if call is not None:
             tell_skipped(target, call)
@@ -85,9 +86,11 @@ def _hand_over(job: SaveJob, begun: float) -> None:
     try:
         job.stall_seconds = time.perf_counter() - begun
         background.submit(work)
+        job.ticket.thread = None
         if is_live:
             job.future._inner.exception(SAVE_DEADLINE_S)
     except BaseException:
+        job.ticket.thread = None
         if background.withdraw(work):
             end_save(job, ok=False)
         elif is_live:
@@ -119,6 +122,7 @@ def _begin(
             stage = StageChoice(target.plans.plan(cut.flat, cut.tables, elsewhere=share.leaves_elsewhere))
         values, versions = cut.values(), cut.versions()
         if stage.fallback is not None:
+            check_may_wait("a save that does not fit the memory limit")
             warn_of_fallback(stage.fallback, stacklevel=5)
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut)
@@ -166,6 +170,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut) -
         deadline_s=options.busy_deadline_s,
         limit_bytes=options.host_memory_limit,
         layout=layout,
+        before_wait=lambda: check_may_wait("a staging arena"),
     )
     pending = Pending()
     try:
@@ -216,12 +221,6 @@ def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
     return {key: encode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}
-
-
-def _on_background_thread(on_busy: OnBusy, staged: bool) -> OnBusy:
-    if not staged or on_busy == "wait":
-        raise UsageError("a blocking save on the background thread would wait for itself", hint="use save_async()")
-    return on_busy
 
 
 def _skipped(target: SaveTarget, step: int | None, begun: float) -> SaveFuture:

@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import writers
 from asyncckpt.engine.filtering import Filtered, filtered_tables, is_elsewhere
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.printing import Selections, select_rows
@@ -183,7 +183,7 @@ def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[Fi
             opened,
             cuts,
             buffers=buffers,
-            writer=workers,
+            writer=writers,
             folder=folder,
             attempt=attempt,
             options=job.target.options,
@@ -260,7 +260,7 @@ def _stream(
             image,
             sources,
             buffers=buffers,
-            writer=workers,
+            writer=writers,
             folder=folder,
             attempt=attempt,
             options=job.target.options,

@@ -1,18 +1,25 @@
 """Threads of our own for the background.
 
-concurrent.futures' executors refuse work once the interpreter has begun to end, which is just when a save in flight
+concurrent.futures' executors refuse work when the interpreter has begun to end, which is just when a save in flight
 must be finished. These threads are not daemons, so the interpreter joins them, and they end as soon as they have
 nothing to do, so it never waits in vain. Each has a name; none dies with an unreported error, because every error goes
 into a Future.
+
+Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. A wait for
+a task of the own pool, by its Future or by an event loop, runs the task in place; the test suite forbids it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from asyncckpt.errors import IOFailedError
 
@@ -20,62 +27,115 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Current(threading.local):
+    """What the running thread belongs to."""
+
+    pool: IdleEndingThreads | None = None
+
+
+_current = _Current()
+_pools: weakref.WeakSet[IdleEndingThreads] = weakref.WeakSet()
+
+
 class IdleEndingThreads(Executor):
     """At most `threads_max` threads, made when there is work, gone when there is none."""
+
+    # Whether a wait for a task of the own pool raises RuntimeError instead of running the task in place.
+    forbids_own_waits: ClassVar[bool] = False
 
     def __init__(self, name: str, threads_max: int) -> None:
         self._name = name
         self._threads_max = threads_max
-        self._guard = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._threads_count = 0
+        self._start_anew()
+        _pools.add(self)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run fn(*args, **kwargs) on one of the threads. IOFailedError when there is none and none can be started."""
-        future: Future[T] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        task: _Task[T] = _Task(self, partial(fn, *args, **kwargs))
+        if self.is_current_thread() and asyncio._get_running_loop() is not None:
+            self._check_own_wait()  # Whoever runs the loop waits until it ends.
+            task.run()
+            return task
         with self._guard:
-            self._waiting.append(work)
-            start = self._threads_count < self._threads_max
-            self._threads_count += start
-        if start:
+            self._waiting.append(task)
             try:
-                start_thread(self._run, self._name)
-            except BaseException:
-                with self._guard:
-                    self._threads_count -= 1
-                    if self._threads_count == 0:  # Else the other ones will do it.
-                        self._waiting.remove(work)
-                        raise
-        return future
+                if len(self._threads) < self._threads_max:
+                    self._threads.add(start_thread(self._run, self._name))
+            except BaseException as error:
+                # The other ones will do it; but whoever is interrupted does not get the future.
+                if not self._threads or not isinstance(error, Exception):
+                    self._waiting.remove(task)
+                    raise
+        return task
+
+    def is_current_thread(self) -> bool:
+        """Whether a thread of this pool asks."""
+        return _current.pool is self
+
+    def run_if_own(self, task: _Task[Any]) -> None:
+        """Before a wait for a task: run it in place if a thread of this pool waits and no other one has begun it."""
+        if not self.is_current_thread() or task.done():
+            return
+        self._check_own_wait()
+        with self._guard:
+            if task not in self._waiting:
+                return
+            self._waiting.remove(task)
+        task.run()
+
+    def _check_own_wait(self) -> None:
+        if self.forbids_own_waits:
+            raise RuntimeError(f"a thread of the pool {self._name!r} waits for a task of that pool")
 
     def _run(self) -> None:
+        _current.pool = self
+        thread = threading.current_thread()
         while True:
             with self._guard:
-                if not self._waiting:
-                    self._threads_count -= 1
+                # A thread that is not listed was started by somebody who was interrupted before he knew of it.
+                if not self._waiting or thread not in self._threads:
+                    self._threads.discard(thread)
                     return
-                work = self._waiting.popleft()
-            work()
+                task = self._waiting.popleft()
+            task.run()
+            del task  # Its result may be large.
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing to do: the threads end by themselves."""
 
-    def forget(self) -> None:
-        """Start anew in a forked child, where the threads do not exist."""
+    def _start_anew(self) -> None:
         self._guard = threading.Lock()
-        self._waiting = deque()
-        self._threads_count = 0
+        self._waiting: deque[_Task[Any]] = deque()
+        self._threads: set[threading.Thread] = set()
+
+
+class _Task(Future[T]):
+    """A call on a pool, and its outcome."""
+
+    def __init__(self, pool: IdleEndingThreads, call: Callable[[], T]) -> None:
+        super().__init__()
+        self._pool = pool
+        self._call: Callable[[], T] | None = call
+
+    def run(self) -> None:
+        call, self._call = self._call, None  # What it holds is let go with it.
+        assert call is not None, "a task runs once"
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
+
+    def result(self, timeout: float | None = None) -> T:
+        self._pool.run_if_own(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._pool.run_if_own(self)
+        return super().exception(timeout)
 
 
 def start_thread(function: Callable[[], Any], name: str) -> threading.Thread:
@@ -88,3 +148,13 @@ def start_thread(function: Callable[[], Any], name: str) -> threading.Thread:
             f"thread {name!r} cannot be started: {error}", hint="see ulimit -u, and free memory"
         ) from error
     return thread
+
+
+def _start_anew_in_child() -> None:
+    """The threads do not exist in a forked child."""
+    _current.pool = None
+    for pool in _pools:
+        pool._start_anew()
+
+
+os.register_at_fork(after_in_child=_start_anew_in_child)

@@ -53,13 +53,21 @@ class ArenaPool:
         needed = held - reused + max(reused, bytes)
         return needed <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
 
-    def acquire(self, bytes: int, *, deadline_s: float, limit_bytes: int | None = None, layout: object = None) -> Arena:
+    def acquire(
+        self,
+        bytes: int,
+        *,
+        deadline_s: float,
+        limit_bytes: int | None = None,
+        layout: object = None,
+        before_wait: Callable[[], None] = lambda: None,
+    ) -> Arena:
         """Return an arena in state FILLING with at least `bytes` touched; waits while both are in use.
 
         It also waits for one that is being prepared, rather than touch another one. layout: what the save could bring
-        up to date; an arena with other contents loses them.
+        up to date; an arena with other contents loses them. before_wait: called before a wait; it may raise.
         """
-        arena = self._wait_for_arena(bytes, deadline_s, layout, limit_bytes)
+        arena = self._wait_for_arena(bytes, deadline_s, layout, limit_bytes, before_wait)
         try:
             if arena.contents is not None and arena.contents.layout is not layout:
                 arena.contents = None
@@ -77,7 +85,14 @@ class ArenaPool:
                 arena.is_being_prepared = True
             return arena
 
-    def _wait_for_arena(self, bytes: int, deadline_s: float, layout: object, limit_bytes: int | None) -> Arena:
+    def _wait_for_arena(
+        self,
+        bytes: int,
+        deadline_s: float,
+        layout: object,
+        limit_bytes: int | None,
+        before_wait: Callable[[], None],
+    ) -> Arena:
         until = time.monotonic() + deadline_s
 
         def may_add() -> bool:
@@ -86,6 +101,7 @@ class ArenaPool:
 
         with self._changed:
             while (arena := self._take(bytes, layout=layout, may_add=may_add)) is None:
+                before_wait()
                 if not self._changed.wait(max(0.0, until - time.monotonic())):
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
             return arena

@@ -112,6 +112,28 @@ def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
             assert_is_figure(one[name])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
+    rounds = {one["way"]: one for one in run_bench("compaction", tmp_path / "compaction")["rounds"]}
+    assert rounds.keys() == {"alone", "beside", "held", "floor alone", "floor beside"}
+    for one in rounds.values():
+        assert_is_figure(one["durable_seconds"])
+    assert rounds["held"]["beside"] > 3.5
+    assert "targets" in (tmp_path / "compaction.txt").read_text()
+
+
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_path_bench_counts_files_on_all_threads(tmp_path: Path) -> None:
+    cases = run_bench("path", tmp_path / "path", "--list")["cases"]
+    assert cases.keys() == {"save", "chain"}
+    save, chain = set(cases["save"]), set(cases["chain"])
+    assert {"saver.py", "pipeline/threads.py", "commit/publish.py"} < save  # The caller's thread, and those behind it.
+    assert {"loader.py", "tables/hash_table.py"} < chain - save
+    assert not any(name.startswith("<module>") for functions in cases["save"].values() for name in functions)
+    assert "commit/publish.py" in (tmp_path / "path.txt").read_text()
+
+
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path: Path) -> None:
     result = run_bench("gpu", tmp_path / "gpu", "--device", "cpu")

@@ -136,7 +136,7 @@ def test_blocking_save_in_a_callback_is_refused(tmp_path: Path) -> None:
         gate.open()
         assert called.wait(60)
         error, third = outcome
-        assert "would wait for itself" in str(error)
+        assert "on the background thread would wait for ever" in str(error)
         assert isinstance(third, asyncckpt.SaveFuture)
         assert third.result(60).step == 3
 

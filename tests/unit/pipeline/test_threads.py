@@ -1,0 +1,221 @@
+"""Pools: what is submitted runs; nothing that runs on a pool waits for that pool."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import pytest
+
+from asyncckpt.pipeline.threads import IdleEndingThreads
+
+DEADLINE_S = 20
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside of the test suite."""
+    monkeypatch.setattr(IdleEndingThreads, "forbids_own_waits", False)
+
+
+def waits_for_own(pool: IdleEndingThreads) -> Callable[[], int]:
+    """A task that waits for another one of its pool."""
+
+    def task() -> int:
+        return pool.submit(threading.get_ident).result(DEADLINE_S)
+
+    return task
+
+
+def waits_in_a_loop(pool: IdleEndingThreads) -> Callable[[], int]:
+    """The same by an event loop, which is what a wait by asyncio comes down to."""
+
+    async def work() -> int:
+        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, threading.get_ident), DEADLINE_S)
+
+    return lambda: asyncio.run(work())
+
+
+@pytest.mark.parametrize("make", [waits_for_own, waits_in_a_loop])
+def test_a_wait_for_the_own_pool_raises_in_tests(make: Callable[[IdleEndingThreads], Callable[[], int]]) -> None:
+    pool = IdleEndingThreads("test", 1)
+    with pytest.raises(RuntimeError, match="a thread of the pool 'test' waits for a task of that pool"):
+        pool.submit(make(pool)).result(DEADLINE_S)
+
+
+def test_a_wait_raises_in_tests_also_where_another_thread_has_begun_the_task() -> None:
+    pool = IdleEndingThreads("test", 2)
+    may_end = threading.Event()
+
+    def task() -> int:
+        inner = pool.submit(may_end.wait, DEADLINE_S)
+        try:
+            return inner.result(DEADLINE_S)
+        finally:
+            may_end.set()
+
+    with pytest.raises(RuntimeError, match="waits for a task of that pool"):
+        pool.submit(task).result(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize("make", [waits_for_own, waits_in_a_loop])
+def test_as_many_waits_as_threads_run_what_they_wait_for(
+    make: Callable[[IdleEndingThreads], Callable[[], int]],
+) -> None:
+    pool = IdleEndingThreads("test", 3)
+    all_here = threading.Barrier(3)
+
+    def task() -> tuple[int, int]:
+        all_here.wait(DEADLINE_S)
+        return threading.get_ident(), make(pool)()
+
+    futures = [pool.submit(task) for _ in range(3)]
+    answers = [future.result(DEADLINE_S) for future in futures]
+    assert {ran for _, ran in answers} <= {own for own, _ in answers}
+
+
+@pytest.mark.usefixtures("allowed")
+def test_a_task_that_another_thread_has_begun_is_waited_for() -> None:
+    pool = IdleEndingThreads("test", 2)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def inner() -> int:
+        begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return 7
+
+    def outer() -> int:
+        future = pool.submit(inner)
+        assert begun.wait(DEADLINE_S)
+        threading.Timer(0.05, may_end.set).start()
+        return future.result(DEADLINE_S)
+
+    assert pool.submit(outer).result(DEADLINE_S) == 7
+
+
+@pytest.mark.usefixtures("allowed")
+def test_errors_in_place_reach_the_wait() -> None:
+    pool = IdleEndingThreads("test", 1)
+
+    def outer() -> BaseException | None:
+        return pool.submit(lambda: 1 // 0).exception(DEADLINE_S)
+
+    assert isinstance(pool.submit(outer).result(DEADLINE_S), ZeroDivisionError)
+
+
+def test_a_task_may_hand_over_to_its_pool_and_wait_for_others() -> None:
+    """What is submitted and not waited for is allowed, and so are waits for another pool and for what is done."""
+    pool, other = IdleEndingThreads("test", 2), IdleEndingThreads("other", 1)
+    done = threading.Event()
+
+    def task() -> int:
+        handed_over: Future[int] = pool.submit(lambda: 3)
+        assert wait([handed_over], DEADLINE_S).done
+        done.set()
+        return handed_over.result() + other.submit(lambda: 4).result(DEADLINE_S)
+
+    assert pool.submit(task).result(DEADLINE_S) == 7
+    assert done.is_set()
+
+
+@pytest.mark.parametrize("others_count", [0, 1])
+def test_an_interrupted_submit_leaves_no_task_and_no_thread_too_many(
+    monkeypatch: pytest.MonkeyPatch, others_count: int
+) -> None:
+    """Also when the thread has been started by then."""
+    pool = IdleEndingThreads("test", 2)
+    may_end = threading.Event()
+    ran: list[str] = []
+    others = [pool.submit(may_end.wait, DEADLINE_S) for _ in range(others_count)]
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(ran.append, "interrupted")
+    may_end.set()
+    assert all(future.result(DEADLINE_S) for future in others)
+    assert pool.submit(lambda: list(ran)).result(DEADLINE_S) == []
+
+
+def test_the_pool_never_has_more_threads_than_it_may_after_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = IdleEndingThreads("test", 1)
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                pool.submit(int)
+    running, most = 0, 0
+    guard = threading.Lock()
+
+    def task() -> None:
+        nonlocal running, most
+        with guard:
+            running += 1
+            most = max(most, running)
+        wait([Future()], 0.02)
+        with guard:
+            running -= 1
+
+    for future in [pool.submit(task) for _ in range(5)]:
+        future.result(DEADLINE_S)
+    assert most == 1
+
+
+def test_a_cancelled_task_does_not_run() -> None:
+    pool = IdleEndingThreads("test", 1)
+    may_go_on = threading.Event()
+    ran: list[int] = []
+    first = pool.submit(may_go_on.wait, DEADLINE_S)
+    second = pool.submit(ran.append, 1)
+    assert second.cancel()
+    may_go_on.set()
+    assert first.result(DEADLINE_S)
+    assert pool.submit(lambda: ran).result(DEADLINE_S) == []
+
+
+def test_a_done_task_keeps_nothing_of_its_call() -> None:
+    class Large:
+        pass
+
+    pool = IdleEndingThreads("test", 1)
+    large = Large()
+    found = weakref.ref(large)
+    future = pool.submit(id, large)
+    future.result(DEADLINE_S)
+    del large
+    pool.submit(lambda: None).result(DEADLINE_S)  # Its thread has let go of the first one by now.
+    gc.collect()
+    assert found() is None
+
+
+def test_a_forked_child_starts_anew() -> None:
+    """Also when a thread of the pool forks: in the child that is no thread of the pool."""
+    pool = IdleEndingThreads("test", 1)
+
+    def fork() -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                os._exit(pool.submit(lambda: 40).result(DEADLINE_S))
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert pool.submit(fork).result(DEADLINE_S) == 40
