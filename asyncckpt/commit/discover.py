@@ -6,9 +6,11 @@ step takes the compacted one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
-from asyncckpt.format.manifest import MANIFEST_BYTES_MAX, Manifest, ManifestHead
+from asyncckpt.format.manifest import MANIFEST_BYTES_MAX, FileFacts, Manifest, ManifestHead
 from asyncckpt.format.names import (
     Attempt,
     compacted_manifest_name,
@@ -98,9 +100,14 @@ def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | No
                 return check_files(root, head, opened)
         except NotFoundError as error:
             raise CorruptError(f"folder {name!r} of step {head.step} is missing") from error
-    for file in head.files:
-        assert folder is not None
-        what = f"shard file {file.path!r} of rank {file.rank} of step {head.step}"
+    if folder is not None:
+        check_listed(folder, head.files, step=head.step)
+
+
+def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) -> None:
+    """These files are in their attempt's folder: see check_files."""
+    for file in files:
+        what = f"shard file {file.path!r} of rank {file.rank} of step {step}"
         try:
             folder.check_file(split_shard_path(file.path, owner=what)[1], bytes=file.bytes)
         except NotFoundError as error:

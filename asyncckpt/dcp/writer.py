@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.proof import Draft, body_structure
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
@@ -43,7 +44,6 @@ from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.format.names import split_shard_path
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
 from asyncckpt.storage.directory import Directory, check_path
@@ -209,8 +209,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                 options=self._options,
                 progress=Progress(),
             )
-            for file in written.files:
-                folder.check_file(split_shard_path(file.path, owner="this rank")[1], bytes=file.bytes)
+            check_listed(folder, written.files, step=told.step)
         return SentPart.of(told.rank, told.step, told.id, part, values, written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
@@ -43,7 +44,7 @@ from asyncckpt.engine.write_files import Written, write_files
 from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
-from asyncckpt.format.names import STEP_MAX, Attempt, split_shard_path
+from asyncckpt.format.names import STEP_MAX, Attempt
 from asyncckpt.format.strict_json import Json
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.storage.directory import Directory
@@ -145,8 +146,7 @@ class RankSave:
         assert self.written is not None
         if self.job.target.options.durability == "fsync":
             folder.sync()
-        for file in self.written.files:
-            folder.check_file(split_shard_path(file.path, owner="this rank")[1], bytes=file.bytes)
+        check_listed(folder, self.written.files, step=self.job.step)
 
     async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
         job, own, transaction = self.job, self.written, self.transaction

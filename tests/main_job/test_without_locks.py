@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +23,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
+import asyncckpt.engine.save_job
 from asyncckpt.commit.retention import KnownHeads, keep_latest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import sweep
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.dcp import StorageWriter
+from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.owner_lock import _lock_file
 
 WAIT_S_MAX = 60.0
 OPERATIONS = (
@@ -287,3 +292,35 @@ def test_a_lock_that_was_removed_is_taken_again(tmp_path: Path) -> None:
         saver.save(2)
         assert (tmp_path / "LOCK").exists()
     assert os.listdir(tmp_path / "manifests") != []
+
+
+def test_a_lock_that_another_process_has_taken_ends_the_commits(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver:
+        saver.save(1)
+        lose_lock(tmp_path)
+        with Directory.open(tmp_path) as root:
+            lock = _lock_file(root, LOCK_NAME)  # As another process would: by an open file of its own.
+        with pytest.raises(asyncckpt.ConflictError, match="is being written by another process"):
+            saver.save(2)
+        os.close(lock)
+        saver.save(3)
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]
+
+
+def test_a_save_whose_files_another_process_has_swept_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files = asyncckpt.engine.save_job.write_files
+
+    def write_and_be_swept(*arguments: Any) -> Any:
+        written = write_files(*arguments)
+        lose_lock(tmp_path)
+        other = f"import asyncckpt; asyncckpt.Saver(path={str(tmp_path)!r}, tensors={{}}).save(2)"
+        subprocess.run([sys.executable, "-c", other], check=True, timeout=WAIT_S_MAX)
+        return written
+
+    monkeypatch.setattr(asyncckpt.engine.save_job, "write_files", write_and_be_swept)
+    refused = pytest.raises(asyncckpt.ConflictError, match="was removed while step 1 was saved")
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver, refused:
+        saver.save_async(1).result(2 * WAIT_S_MAX)
+    assert asyncckpt.list_steps(tmp_path) == [2]
