@@ -24,7 +24,6 @@ BUSY_DEADLINE_S = 3600.0  # Waiting for the save lock or for an arena.
 PEER_DEADLINE_S = 300.0  # Waiting for other ranks to come to a save.
 DEVICE_DEADLINE_S = 3600.0  # Waiting for a device to be done with copies, and with what was queued before them.
 SAVE_DEADLINE_S = 6 * 3600.0  # Waiting for one background save to end.
-RANKS_MAX = 100_000  # Rank numbers in file names have five digits.
 PARALLEL_MAX = 499  # Files of tables and files of tensors together have numbers of three digits.
 
 

@@ -30,6 +30,7 @@ from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.engine.verify import newest_verified
 from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.format import limits
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -40,7 +41,6 @@ from asyncckpt.options import (
     ON_BUSY,
     PARALLEL_MAX,
     PEER_DEADLINE_S,
-    RANKS_MAX,
     SAVE_DEADLINE_S,
     SAVE_KINDS,
     DeltaPolicy,
@@ -143,7 +143,7 @@ class Saver:
         exact_modes: bool = False,
     ) -> None:
         shard_index, shard_num = which_shard(shard_index, shard_num, process_group)
-        check_int("shard_num", shard_num, at_least=1, at_most=RANKS_MAX)
+        check_int("shard_num", shard_num, at_least=1, at_most=limits.RANKS_MAX)
         check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
         check_choice("on_busy", on_busy, ON_BUSY)
         check_choice("durability", durability, DURABILITIES)

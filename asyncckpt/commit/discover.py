@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
-from asyncckpt.format.manifest import MANIFEST_BYTES_MAX, FileFacts, Manifest, ManifestHead
+from asyncckpt.format import limits
+from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead
 from asyncckpt.format.names import (
     Attempt,
     compacted_manifest_name,
@@ -53,7 +54,7 @@ def read_named_head(root: CheckpointRoot, name: str) -> ManifestHead:
     """The head in the manifest file of this name, which is that of a step."""
     step = step_of_manifest(name)
     assert step is not None
-    raw = root.manifests.read_file(name, bytes_max=MANIFEST_BYTES_MAX)
+    raw = root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
     return decode_head(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
 
 
@@ -73,7 +74,7 @@ def _raw_manifest(root: CheckpointRoot, step: int) -> tuple[str, bytes]:
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
     for name in (compacted, manifest_name(step), compacted):
         try:
-            return name, root.manifests.read_file(name, bytes_max=MANIFEST_BYTES_MAX)
+            return name, root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
         except NotFoundError:
             continue
     steps = committed_steps(root)

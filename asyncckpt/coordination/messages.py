@@ -20,11 +20,11 @@ from typing import Literal, TypeAlias
 
 from asyncckpt.errors import CorruptError, IncompatibleError
 from asyncckpt.format.fields import Fields
+from asyncckpt.format.limits import RANKS_MAX
 from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory
 from asyncckpt.format.strict_json import Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1
-RANKS_MAX = 100_000
 CAUSE_CHARACTERS_MAX = 2000
 
 Kind: TypeAlias = Literal["full", "delta"]

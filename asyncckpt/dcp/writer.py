@@ -2,7 +2,7 @@
 
     dcp calls               on            here
     set_up_storage_writer   every rank    begin anew; what an earlier save left open is closed
-    prepare_local_plan      every rank    dtypes that cannot be stored are refused, before anything is written
+    prepare_local_plan      every rank    tensors that cannot be stored are refused, before anything is written
     prepare_global_plan     coordinator   the attempt: directory, lock, step, folder; told to the ranks in their plans
     write_data              every rank    plain values are encoded, tensors copied into an arena and written, synced
     finish                  coordinator   the parts of all ranks are put together and published: the commit
@@ -42,6 +42,7 @@ from asyncckpt.dcp.told import AttemptTold, newest_told, tell
 from asyncckpt.engine.box_files import write_boxes
 from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.native import Progress
@@ -159,7 +160,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
             if item.tensor_data is not None:
-                stored_dtype(item.tensor_data.properties.dtype, owner=item.index.fqn)
+                name, data = item.index.fqn, item.tensor_data
+                limits.check_array(name, data.size, stored_dtype(data.properties.dtype, owner=name))
         if plan.items:  # Else, perhaps, of a planner that sends nothing because nothing has changed.
             self._saving().local = plan.items
         return plan
@@ -330,7 +332,7 @@ def check_whole(metadata: Metadata) -> None:
             tuple((begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
             for chunk in item.chunks
         ]
-        if not covers(boxes, item.size):
+        if not covers(boxes, item.size, name=name):
             raise UsageError(
                 f"tensor {name!r} is not there in full, or twice in part",
                 found=[(list(chunk.offsets), list(chunk.sizes)) for chunk in item.chunks[:8]],

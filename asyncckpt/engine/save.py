@@ -24,7 +24,8 @@ from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
 from asyncckpt.errors import DeviceError, UsageError
-from asyncckpt.format.strict_json import Json
+from asyncckpt.format import limits
+from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
 from asyncckpt.model.result import SaveResult
@@ -220,7 +221,10 @@ def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
-    return {key: encode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}
+    items = metadata.items()
+    found = {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
+    limits.check_manifest_bytes(len(dumps(found)), last="the metadata")
+    return found
 
 
 def _skipped(target: SaveTarget, step: int | None, begun: float) -> SaveFuture:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from asyncckpt.engine.cut import Cut
 from asyncckpt.errors import UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.model.abilities import tracks_rows
 from asyncckpt.model.table import CutVersion, TableSchema
@@ -97,6 +98,7 @@ def _choose(cut: Cut, base: ChainLink | None, kind: SaveKind, policy: DeltaPolic
             "a delta has nothing to build upon: this Saver has not committed a checkpoint yet",
             hint="the first save of a Saver is a full one; kind='auto' sees to that",
         )
+    limits.check_chain_length(len(base.chain))
     rows = tuple(_rows_of(number, item, base) for number, item in enumerate(cut.tables))
     delta = Choice(base=base, newest=base, tables=rows)
     if kind == "auto" and policy is not None:
@@ -108,6 +110,8 @@ def _choose(cut: Cut, base: ChainLink | None, kind: SaveKind, policy: DeltaPolic
 
 def _is_due(base: ChainLink, policy: DeltaPolicy) -> bool:
     age_s = time.monotonic() - base.full_time
+    if len(base.chain) > limits.CHAIN_STEPS_MAX:
+        return True
     return base.deltas_count >= policy.deltas_max or (policy.seconds_max is not None and age_s > policy.seconds_max)
 
 

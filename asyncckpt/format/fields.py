@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format.limits import I64_MAX
 from asyncckpt.format.strict_json import Json, shown
 
-I64_MAX = 2**63 - 1
 _HEX_128 = re.compile(r"[0-9a-f]{32}")
 
 

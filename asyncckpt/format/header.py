@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.format import limits
 from asyncckpt.format.dtypes import STORED_ITEMSIZE
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.names import Attempt
@@ -22,9 +23,6 @@ from asyncckpt.format.strict_json import loads, looks_like
 from asyncckpt.model.block import BlockSpec
 
 HEADER_ALIGNMENT = 4096
-HEADER_BYTES_MAX = 100_000_000  # The limit of the safetensors library.
-DIMENSIONS_MAX = 64
-TENSORS_MAX = 10_000_000
 _ATTEMPT_HOLE = "0" * 32
 _STEP_HOLE = "0" * 12
 
@@ -71,14 +69,21 @@ def render_header(blocks: Sequence[tuple[str, BlockSpec]], *, rank: int) -> Head
     parts = [f'"__metadata__":{{"format":"pt",{metadata}}}']
     end = 0
     for key, spec in blocks:
+        limits.check_block(spec)
         begin, end = end, end + spec.bytes
         shape = ",".join(map(str, spec.stored_shape))
         name = json.dumps(key, ensure_ascii=False)
         parts.append(f'{name}:{{"dtype":"{spec.stored_dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
     body = ("{" + ",".join(parts) + "}").encode("utf-8")
     total = -(-(len(body) + 8) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
-    if total > HEADER_BYTES_MAX:
-        raise UnsupportedError("too many tensors for one shard file", found=len(blocks), hint="raise `parallel`")
+    names = [key for key, _ in blocks]
+    if total > limits.HEADER_BYTES_MAX or len(blocks) >= limits.HEADER_ARRAYS_MAX:
+        raise UnsupportedError(
+            f"the names and shapes of tensors are too long for one shard file, that of {max(names, key=len)[:80]!r}",
+            found=f"{total} bytes for {len(blocks)} tensors",
+            expected=f"at most {limits.HEADER_BYTES_MAX} bytes",
+            hint="save fewer tensors, or shorten their names",
+        )
     text = struct.pack("<Q", total - 8) + body.ljust(total - 8)
     attempt_at = text.index(_ATTEMPT_HOLE.encode(), 8)
     step_at = text.index(_STEP_HOLE.encode(), attempt_at + 32)
@@ -90,11 +95,11 @@ def header_length(prefix: bytes, *, file_bytes: int, owner: str) -> int:
     if len(prefix) < 8:
         raise CorruptError(f"{owner} is too short for a safetensors header", found=len(prefix), expected="8 bytes")
     (length,) = struct.unpack("<Q", prefix[:8])
-    if length > HEADER_BYTES_MAX or length + 8 > file_bytes:
+    if length > limits.HEADER_BYTES_MAX or length + 8 > file_bytes:
         raise CorruptError(
             f"{owner} has an impossible header length",
             found=length,
-            expected=f"at most {min(HEADER_BYTES_MAX, file_bytes - 8)}",
+            expected=f"at most {min(limits.HEADER_BYTES_MAX, file_bytes - 8)}",
             hint=looks_like(prefix),
         )
     return int(length) + 8
@@ -105,7 +110,7 @@ def decode_header(raw: bytes, *, file_bytes: int, owner: str) -> Header:
     body = loads(raw[8:].rstrip(b" "), owner=f"header of {owner}")
     fields = Fields(body, owner=owner, where="header")
     metadata = body.get("__metadata__", {})
-    if type(metadata) is not dict or len(body) > TENSORS_MAX:
+    if type(metadata) is not dict or len(body) > limits.HEADER_ARRAYS_MAX:
         raise CorruptError(f"{owner} has a header of no known form")
     entries = {name: _entry(fields, name, base=len(raw), owner=owner) for name in body if name != "__metadata__"}
     end = len(raw)
@@ -126,7 +131,7 @@ def decode_header(raw: bytes, *, file_bytes: int, owner: str) -> Header:
 def _entry(header: Fields, name: str, *, base: int, owner: str) -> HeaderEntry:
     fields = Fields(header.value(name), owner=owner, where=f"array {name!r}")
     dtype = fields.text("dtype")
-    shape = fields.integers("shape", count_max=DIMENSIONS_MAX)
+    shape = fields.integers("shape", count_max=limits.DIMENSIONS_MAX)
     offsets = fields.integers("data_offsets", count_max=2)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"{owner}: array {name!r} has wrong data_offsets", found=offsets, expected="[begin, end]")

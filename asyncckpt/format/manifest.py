@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps, looks_like
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import PlacedBlock, TableFacts
@@ -30,9 +31,6 @@ from asyncckpt.model.table import Role
 FORMAT = "asyncckpt"
 VERSION = 1
 DIGEST_ALGORITHM = "xxh3-128/4MiB"
-MANIFEST_BYTES_MAX = 1 << 30
-# Most parents of a delta: a bound for readers, far above any chain worth loading.
-CHAIN_STEPS_MAX = 10_000
 
 # What a reader must know beyond the plain format, as `requires` names it.
 DELTA = "delta"
@@ -175,6 +173,7 @@ def render_body(
     tables: Sequence[TableFacts], tree: Node, blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
     """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
+    limits.check_blocks_count(len(blocks))
     listed = _tables_text(tables)
     head = b'%s,"tree":%s,"blocks":[' % (listed, dumps(encode_tree(tree)))
     rendered, ends = _blocks_text(blocks, filtered)
@@ -186,6 +185,7 @@ def render_body(
 
 def extend_body(body: BodyTemplate, *, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock]) -> BodyTemplate:
     """The body with these tables, and with further blocks behind its own: without rendering those again."""
+    limits.check_blocks_count(len(body.holes) + len(blocks))
     listed = _tables_text(tables)
     own = listed + body.text[body.tables_end : -1]
     if len(body.holes) and blocks:
@@ -201,6 +201,7 @@ def extend_body(body: BodyTemplate, *, tables: Sequence[TableFacts], blocks: Seq
 
 
 def _tables_text(tables: Sequence[TableFacts]) -> bytes:
+    limits.check_tables(tables)
     return b'"tables":%s' % dumps([_table_json(table) for table in tables])
 
 
@@ -236,7 +237,9 @@ def encode_part(
     files: Sequence[FileFacts], values: Sequence[Json], body: BodyTemplate, digests: NDArray[np.uint8]
 ) -> PartText:
     """Render the part of a rank other than 0; digests (uint8 [blocks, 16]) go into the holes of the body."""
+    limits.check_values_count(len(values))
     begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
+    limits.check_manifest_bytes(len(begin) + len(body.text))
     text = bytearray().join((begin, body.text, b"}"))
     _fill_holes(text, body, digests, first_byte=len(begin))
     return PartText(text=text, features=body.features)
@@ -255,6 +258,8 @@ def encode_manifest(
     others: the parts of ranks 1, 2, ... of a checkpoint of several; head.files are those of rank 0 then. All in one
     buffer: for thousands of blocks it is megabytes, and fresh memory is slow.
     """
+    limits.check_values_count(len(head.values))
+    limits.check_chain_length(len(head.parents))
     opening: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -275,13 +280,14 @@ def encode_manifest(
     if head.replaces is not None:
         opening["replaces"] = head.replaces
     assert (head.kind == "delta") == bool(head.parents)
-    assert len(head.parents) <= CHAIN_STEPS_MAX
     assert head.ranks_count == 1 + len(others)
     begin = dumps(opening)[:-1] + b","
     listed: list[bytes | bytearray] = []
     for part in others:
         listed += [b"," if listed else b',"others":[', part.text]
-    raw = bytearray().join((begin, body.text, *listed, b"]" if listed else b"", _DIGEST_MARK, bytes(32), b'"}\n'))
+    texts = (begin, body.text, *listed, b"]" if listed else b"", _DIGEST_MARK, bytes(32), b'"}\n')
+    limits.check_manifest_bytes(sum(map(len, texts)))
+    raw = bytearray().join(texts)
     _fill_holes(raw, body, digests, first_byte=len(begin))
     end = len(raw) - len(_DIGEST_MARK) - 32 - 3
     digest = xxhash.xxh3_128_hexdigest(memoryview(raw)[:end]).encode("ascii")

@@ -17,18 +17,20 @@ import re
 import uuid
 from dataclasses import dataclass
 
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.format import limits
+from asyncckpt.format.limits import STEP_MAX as STEP_MAX
 
 LOCK_NAME = "LOCK"
 MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
-STEP_MAX = 10**12 - 1
 
 _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
 _TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _SWEPT = ".s-"
-_SHARD = re.compile(r"r([0-9]{5})-([0-9]{3})\.safetensors")
+# Three digits, or as many as it takes.
+_SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Attempt:
 
     @staticmethod
     def new(step: int) -> Attempt:
+        """A new attempt; UsageError for a step that has no name."""
+        if not 0 <= step <= limits.STEP_MAX:
+            raise UsageError("step is wrong", found=step, expected=f"an int in [0, {limits.STEP_MAX}]")
         return Attempt(step=step, id=uuid.uuid4().hex)
 
     @property
@@ -61,6 +66,13 @@ def temporary_manifest_name(attempt: Attempt) -> str:
 
 
 def shard_name(*, rank: int, index: int) -> str:
+    """The name of a rank's shard file of this number; UsageError for one too many."""
+    if rank >= limits.RANKS_MAX or index >= limits.FILES_MAX:
+        raise UsageError(
+            "there are too many ranks or shard files",
+            found=f"file {index} of rank {rank}",
+            expected=f"at most {limits.FILES_MAX} files of each of {limits.RANKS_MAX} ranks",
+        )
     return f"r{rank:05d}-{index:03d}.safetensors"
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format import limits
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
-from asyncckpt.format.fields import I64_MAX, Fields
-from asyncckpt.format.header import DIMENSIONS_MAX, HEADER_ALIGNMENT
+from asyncckpt.format.fields import Fields
+from asyncckpt.format.header import HEADER_ALIGNMENT
 from asyncckpt.format.manifest import BlockFacts, FileFacts
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock
 from asyncckpt.model.table import Role
 
-ENCODING_STEPS_MAX = 16
 _PAD_NAME = re.compile(r"#pad\.[0-9]+")
 
 
@@ -25,13 +24,13 @@ def read_block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 
     """
     name = fields.text("name")
     size = fields.integer("bytes")
-    shape = fields.integers("shape", count_max=DIMENSIONS_MAX)
+    shape = fields.integers("shape", count_max=limits.DIMENSIONS_MAX)
     dtype = known_dtype(fields.text("dtype"))
     itemsize = 1 if dtype is None else dtype.itemsize
     row_begin = fields.optional_integer("row_begin")
-    whole = None if row_begin is None else fields.integers("whole_shape", count_max=DIMENSIONS_MAX)
+    whole = None if row_begin is None else fields.integers("whole_shape", count_max=limits.DIMENSIONS_MAX)
     column_begins = _column_begins(fields, shape, whole)
-    if max(_elements_count(shape), _elements_count(whole or ())) * itemsize > I64_MAX:
+    if max(limits.array_bytes(shape, itemsize), limits.array_bytes(whole or (), itemsize)) > limits.ARRAY_BYTES_MAX:
         raise CorruptError(f"{fields.owner}: block {name!r} has a shape of impossible size", found=whole or shape)
     file_index = fields.integer("file", at_most=len(files) - 1)
     encoding = _encoding(fields)
@@ -70,7 +69,7 @@ def _column_begins(fields: Fields, shape: Sequence[int], whole: Sequence[int] | 
     """Where a box begins in the dimensions but the first; empty where it holds whole rows."""
     if fields.absent("column_begins"):
         return ()
-    begins = fields.integers("column_begins", count_max=DIMENSIONS_MAX)
+    begins = fields.integers("column_begins", count_max=limits.DIMENSIONS_MAX)
     if whole is None or not any(begins) or len(begins) + 1 != len(shape):
         raise CorruptError(f"{fields.owner}: {fields.where}.column_begins is wrong", found=begins, expected=whole)
     return begins
@@ -80,10 +79,10 @@ def _encoding(fields: Fields) -> tuple[EncodingStep, ...]:
     """The steps, each with its kind; whether they are known is for whoever decodes the block."""
     if fields.absent("encoding"):
         return ()
-    steps = fields.objects("encoding", count_max=ENCODING_STEPS_MAX)
+    steps = fields.objects("encoding", count_max=limits.ENCODING_STEPS_MAX)
     if not steps or not all(step.text("kind") for step in steps):
         raise CorruptError(f"{fields.owner}: {fields.where}.encoding is wrong", expected="steps with their kinds")
-    return tuple(fields.items("encoding", count_max=ENCODING_STEPS_MAX))
+    return tuple(fields.items("encoding", count_max=limits.ENCODING_STEPS_MAX))
 
 
 def _stored(
@@ -94,17 +93,12 @@ def _stored(
         return ("", 1, (size,)) if dtype is None else (dtype.stored, dtype.stored_itemsize, dtype.stored_shape(shape))
     stored = Fields(fields.value("stored"), owner=fields.owner, where=f"{fields.where}.stored")
     code = stored.text("dtype")
-    stored_shape = stored.integers("shape", count_max=DIMENSIONS_MAX)
+    stored_shape = stored.integers("shape", count_max=limits.DIMENSIONS_MAX)
     if dtype is None or code not in STORED_ITEMSIZE:
         return "", 1, (size,)
-    if _elements_count(stored_shape) * STORED_ITEMSIZE[code] > I64_MAX:
+    if limits.array_bytes(stored_shape, STORED_ITEMSIZE[code]) > limits.ARRAY_BYTES_MAX:
         raise CorruptError(f"{fields.owner}: {fields.where}.stored is of impossible size", found=stored_shape)
     return code, STORED_ITEMSIZE[code], stored_shape
-
-
-def _elements_count(shape: Sequence[int]) -> int:
-    """Of a shape, a dimension of 0 counted as 1: torch makes no strides for more than 64 bits of them either."""
-    return math.prod(max(1, size) for size in shape)
 
 
 def _role(fields: Fields) -> Role:

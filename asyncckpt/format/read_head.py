@@ -9,26 +9,20 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
+from asyncckpt.format import limits
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import (
-    CHAIN_STEPS_MAX,
     DIGEST_ALGORITHM,
     FEATURES,
     FORMAT,
-    MANIFEST_BYTES_MAX,
     VERSION,
     FileFacts,
     ManifestHead,
     ParentFacts,
     manifest_digest,
 )
-from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory, rank_of_shard, split_shard_path
+from asyncckpt.format.names import Attempt, attempt_of_directory, rank_of_shard, split_shard_path
 from asyncckpt.format.strict_json import loads
-
-FEATURES_MAX = 1000
-FILES_MAX = 1_000_000
-VALUES_MAX = 10_000_000
-RANKS_MAX = 1_000_000
 
 
 def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> ManifestHead:
@@ -38,8 +32,8 @@ def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -
 
 def open_manifest(raw: bytes, *, owner: str, step: int, compacted: bool) -> tuple[Fields, ManifestHead, str]:
     """All members, the head, and the manifest's own digest. `step` and `compacted` are what the file name tells."""
-    if len(raw) > MANIFEST_BYTES_MAX:
-        raise CorruptError(f"{owner} is too large", found=len(raw), expected=MANIFEST_BYTES_MAX)
+    if len(raw) > limits.MANIFEST_BYTES_MAX:
+        raise CorruptError(f"{owner} is too large", found=len(raw), expected=limits.MANIFEST_BYTES_MAX)
     # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
     digest = manifest_digest(raw, owner=owner)
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
@@ -56,7 +50,7 @@ def open_manifest(raw: bytes, *, owner: str, step: int, compacted: bool) -> tupl
 
 def check_features(fields: Fields, used: Collection[str]) -> None:
     """CorruptError unless `requires` names every feature that is used."""
-    unnamed = sorted(set(used) - set(fields.texts("requires", count_max=FEATURES_MAX)))
+    unnamed = sorted(set(used) - set(fields.texts("requires", count_max=limits.FEATURES_MAX)))
     if unnamed:
         raise CorruptError(f"{fields.owner} uses features that it does not require", found=unnamed)
 
@@ -65,7 +59,7 @@ def _check_version(fields: Fields) -> None:
     if fields.text("format") != FORMAT:
         raise CorruptError(f"{fields.owner} is of another format", found=fields.text("format"), expected=FORMAT)
     version = fields.integer("version", at_least=1)
-    required = fields.texts("requires", count_max=FEATURES_MAX)
+    required = fields.texts("requires", count_max=limits.FEATURES_MAX)
     if version > VERSION or not FEATURES.issuperset(required):
         raise IncompatibleError(
             f"{fields.owner} was written by {fields.text('writer')} in a newer format",
@@ -84,12 +78,12 @@ def _head(fields: Fields) -> ManifestHead:
     kind = fields.text("kind")
     if kind not in ("full", "delta"):
         raise UnsupportedError(f"{fields.owner} is a checkpoint of a kind that this version cannot read", found=kind)
-    attempt = Attempt(step=fields.integer("step", at_most=STEP_MAX), id=fields.digest("attempt").hex())
-    ranks_count = fields.integer("ranks_count", at_least=1, at_most=RANKS_MAX)
+    attempt = Attempt(step=fields.integer("step", at_most=limits.STEP_MAX), id=fields.digest("attempt").hex())
+    ranks_count = fields.integer("ranks_count", at_least=1, at_most=limits.RANKS_MAX)
     files = tuple(
         _file(item, attempt, rank)
         for rank, part in enumerate(rank_fields(fields, ranks_count))
-        for item in part.objects("files", count_max=FILES_MAX)
+        for item in part.objects("files", count_max=limits.FILES_MAX)
     )
     paths = {file.path for file in files}
     if len(paths) != len(files):
@@ -107,7 +101,7 @@ def _head(fields: Fields) -> ManifestHead:
         writer=fields.text("writer"),
         ranks_count=ranks_count,
         files=files,
-        values=tuple(fields.items("values", count_max=VALUES_MAX)),
+        values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         metadata=fields.value("metadata"),
         replaces=replaces,
     )
@@ -115,10 +109,10 @@ def _head(fields: Fields) -> ManifestHead:
 
 def _parents(fields: Fields, *, kind: str, step: int) -> tuple[ParentFacts, ...]:
     """The chain below a delta, whose steps descend: so no chain has a cycle. A full checkpoint has none."""
-    items = fields.objects("parents", count_max=CHAIN_STEPS_MAX)
+    items = fields.objects("parents", count_max=limits.CHAIN_STEPS_MAX)
     parents = tuple(
         ParentFacts(
-            step=item.integer("step", at_most=STEP_MAX),
+            step=item.integer("step", at_most=limits.STEP_MAX),
             attempt=item.digest("attempt").hex(),
             digest=item.digest("digest").hex(),
         )
@@ -149,7 +143,7 @@ def _check_ranks(fields: Fields, files: Sequence[FileFacts], ranks_count: int) -
 
 def rank_fields(fields: Fields, ranks_count: int) -> list[Fields]:
     """Where the part of every rank stands: that of rank 0 among the members of the manifest, the rest in `others`."""
-    others = [] if fields.absent("others") else fields.objects("others", count_max=RANKS_MAX)
+    others = [] if fields.absent("others") else fields.objects("others", count_max=limits.RANKS_MAX)
     if len(others) != ranks_count - 1:
         raise CorruptError(
             f"{fields.owner} has not the parts of all ranks", found=1 + len(others), expected=ranks_count

@@ -11,18 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from asyncckpt.errors import CorruptError
+from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, RankPart, features_of
 from asyncckpt.format.read_block import read_block
-from asyncckpt.format.read_head import VALUES_MAX, check_features, open_manifest, rank_fields
+from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
-
-BLOCKS_MAX = 10_000_000
-TABLES_MAX = 1_000_000
-TABLE_FILTERS_MAX = 1000
 
 
 def decode_manifest(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> Manifest:
@@ -51,12 +48,12 @@ def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFac
         raise CorruptError(
             f"{fields.owner}: {fields.where}.tree is wrong", found=tree[0], expected="an object with names"
         )
-    blocks = fields.objects("blocks", count_max=BLOCKS_MAX)
+    blocks = fields.objects("blocks", count_max=limits.BLOCKS_MAX)
     return RankPart(
         rank=rank,
-        tables=tuple(_table(item, kind=head.kind) for item in fields.objects("tables", count_max=TABLES_MAX)),
+        tables=tuple(_table(item, kind=head.kind) for item in fields.objects("tables", count_max=limits.TABLES_MAX)),
         tree=tree,
-        values=tuple(fields.items("values", count_max=VALUES_MAX)),
+        values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         blocks=tuple(read_block(item, files, first_file=first_file) for item in blocks),
     )
 
@@ -73,14 +70,14 @@ def _table(fields: Fields, *, kind: str) -> TableFacts:
             found={"kind": kind, "whole": whole, "removed": removed_count},
         )
     if not fields.absent("filters"):
-        fields.objects("filters", count_max=TABLE_FILTERS_MAX)  # Each is an object; what it says is for people.
+        fields.objects("filters", count_max=limits.TABLE_FILTERS_MAX)  # Each is an object; what it says is for people.
     return TableFacts(
         name=fields.text("name"),
         rows_count=fields.integer("rows"),
         shard=(shard[0], shard[1]),
         whole=whole,
         removed_count=removed_count,
-        filters=() if fields.absent("filters") else tuple(fields.items("filters", count_max=TABLE_FILTERS_MAX)),
+        filters=() if fields.absent("filters") else tuple(fields.items("filters", count_max=limits.TABLE_FILTERS_MAX)),
     )
 
 
@@ -148,7 +145,7 @@ def _check_whole(specs: Sequence[BlockSpec], name: str, owner: str) -> None:
     boxes = [tuple((b, b + size) for b, size in zip(s.begin, s.shape, strict=True)) for s in specs]
     if any(end > size for box in boxes for (_, end), size in zip(box, whole, strict=True)):
         raise CorruptError(f"{owner}: parts of tensor {name!r} have another shape than the whole", expected=whole)
-    if not covers(boxes, whole):
+    if not covers(boxes, whole, name=name):
         raise CorruptError(f"{owner}: elements of tensor {name!r} are missing or covered twice", expected=whole)
 
 

@@ -1,7 +1,7 @@
 """JSON as a manifest may hold it: no duplicate keys, no NaN, bounded size and digits.
 
 `json.loads` alone accepts all of those. A deep nesting ends its scanner with RecursionError, which is caught here; what
-walks the parsed value afterwards counts its own depth (JSON_DEPTH_MAX).
+walks the parsed value afterwards counts its own depth (limits.JSON_DEPTH_MAX).
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import reprlib
 from typing import Any, NoReturn
 
 from asyncckpt.errors import CorruptError
-
-JSON_BYTES_MAX = 1 << 30
-JSON_DEPTH_MAX = 256
-INTEGER_DIGITS_MAX = 4000
+from asyncckpt.format import limits
 
 Json = Any  # What json.loads returns; narrowed by asyncckpt.format.fields.
 
@@ -26,8 +23,10 @@ def loads(raw: bytes, *, owner: str) -> Json:
     """Parse strict JSON; CorruptError naming `owner` (a file) otherwise."""
     if not raw:
         raise CorruptError(f"{owner} is empty")
-    if len(raw) > JSON_BYTES_MAX:
-        raise CorruptError(f"{owner} is too large", found=len(raw), expected=f"at most {JSON_BYTES_MAX} bytes")
+    if len(raw) > limits.MANIFEST_BYTES_MAX:
+        raise CorruptError(
+            f"{owner} is too large", found=len(raw), expected=f"at most {limits.MANIFEST_BYTES_MAX} bytes"
+        )
     try:
         text = raw.decode("utf-8")
         value = json.loads(
@@ -79,7 +78,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _int(text: str) -> int:
-    if len(text) > INTEGER_DIGITS_MAX:
+    if len(text) > limits.INTEGER_DIGITS_MAX:
         raise ValueError(f"integer of {len(text)} digits")
     return int(text)
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from asyncckpt.errors import CorruptError
+from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, shown
 
 TENSOR = ("tensor",)
 ARRAY = ("array",)
 VALUE = ("value",)
-TREE_DEPTH_MAX = 256
 Node = tuple[Any, ...]
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
@@ -68,23 +68,33 @@ def descend(node: Node, path: Path) -> Node | None:
     return node
 
 
-def encode_tree(node: Node) -> Json:
-    """A node as JSON; see docs/format.md."""
+def encode_tree(node: Node, *, _path: Path = ()) -> Json:
+    """A node as JSON; see docs/format.md. UsageError naming the path of what decode_tree would refuse."""
     if len(node) == 1:
         return str(node[0])[0]
+    if len(_path) > limits.TREE_DEPTH_MAX:
+        raise UsageError(
+            f"state {path_name(_path[:8])!r}... is nested too deeply", expected=f"{limits.TREE_DEPTH_MAX} levels"
+        )
     if node[0] == "dict":
-        return {"d": [[_encode_key(key), encode_tree(child)] for key, child in zip(node[1], node[2], strict=True)]}
+        if len(set(node[1])) != len(node[1]):
+            raise UsageError(f"state {path_name(_path)!r} has a key twice", found=str(node[1])[:200])
+        pairs = zip(node[1], node[2], strict=True)
+        return {"d": [[_encode_key(key, _path), encode_tree(child, _path=(*_path, key))] for key, child in pairs]}
     if node[0] == "state":
-        return {"s": encode_tree(node[1])}
-    return {"l" if node[0] == "list" else "u": [encode_tree(child) for child in node[1]]}
+        return {"s": encode_tree(node[1], _path=(*_path, "state_dict()"))}
+    children = [encode_tree(child, _path=(*_path, ("int", index))) for index, child in enumerate(node[1])]
+    return {"l" if node[0] == "list" else "u": children}
 
 
 def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
     """The inverse of encode_tree; CorruptError naming `owner` for anything else."""
     if type(value) is str and value in _LEAVES:
         return _LEAVES[value]
-    if _depth > TREE_DEPTH_MAX:
-        raise CorruptError(f"{owner} holds a tree that is nested too deeply", expected=f"{TREE_DEPTH_MAX} levels")
+    if _depth > limits.TREE_DEPTH_MAX:
+        raise CorruptError(
+            f"{owner} holds a tree that is nested too deeply", expected=f"{limits.TREE_DEPTH_MAX} levels"
+        )
     if type(value) is dict and len(value) == 1:
         ((kind, body),) = value.items()
         if kind == "s":
@@ -112,11 +122,15 @@ def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
     return children if node[0] == "list" else tuple(children)
 
 
-def _encode_key(key: Key) -> Json:
-    if isinstance(key, str):
-        return key
-    kind, value = key
-    return {kind: value.hex() if kind == "float" else str(value)}
+def _encode_key(key: Key, path: Path) -> Json:
+    try:
+        if isinstance(key, str):
+            key.encode("utf-8")
+            return key
+        kind, value = key
+        return {kind: value.hex() if kind == "float" else str(value)}
+    except ValueError as error:
+        raise UsageError(f"state {path_name(path)!r} has a key that cannot be stored: {error}") from error
 
 
 def _decode_key(value: Json, owner: str) -> Key:

@@ -18,21 +18,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
-from asyncckpt.format.strict_json import JSON_DEPTH_MAX, Json, shown
+from asyncckpt.format import limits
+from asyncckpt.format.strict_json import Json, shown
 
 _PLAIN_INT_MAX = 2**53
-# A value nests two levels of JSON for each of its own, inside the manifest's.
-VALUE_DEPTH_MAX = (JSON_DEPTH_MAX - 16) // 3
 
 
 def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
     """Encode one value; UsageError naming `owner` (the key path) when it is not plain."""
+    if _depth > limits.VALUE_DEPTH_MAX:
+        raise UsageError(f"value {owner} is nested too deeply (or contains itself)", expected=limits.VALUE_DEPTH_MAX)
     if value is None or type(value) is bool:
         return value
     if isinstance(value, str):
         return _text(value, owner)
-    if _depth > VALUE_DEPTH_MAX:
-        raise UsageError(f"value {owner} is nested too deeply (or contains itself)", expected=VALUE_DEPTH_MAX)
     if type(value) is int:
         return value if abs(value) <= _PLAIN_INT_MAX else {"int": hex(value)}
     if type(value) is float:
@@ -53,6 +52,7 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
             ]
             for key, item in value.items()
         ]
+        _check_keys(pairs, owner)
         return {"dict": pairs}
     raise UsageError(
         f"value {owner} is not plain",
@@ -64,8 +64,10 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
 
 def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:
     """The inverse of encode_value."""
-    if _depth > VALUE_DEPTH_MAX:
-        raise CorruptError(f"{owner} holds a value that is nested too deeply", expected=f"{VALUE_DEPTH_MAX} levels")
+    if _depth > limits.VALUE_DEPTH_MAX:
+        raise CorruptError(
+            f"{owner} holds a value that is nested too deeply", expected=f"{limits.VALUE_DEPTH_MAX} levels"
+        )
     if value is None or type(value) in (bool, str, int):
         return value
     if type(value) is list:
@@ -100,6 +102,16 @@ def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
             raise CorruptError(f"{owner} holds a value with the same key twice", found=shown(body))
         return result
     raise CorruptError(f"{owner} holds a value of unknown kind", found=kind)
+
+
+def _check_keys(pairs: list[list[Json]], owner: str) -> None:
+    """UsageError unless the keys come back as keys: each once, and hashable."""
+    if len({key for key, _ in pairs if type(key) is str}) == len(pairs):
+        return  # By far the most frequent.
+    try:
+        decode_value({"dict": [[key, None] for key, _ in pairs]}, owner=f"value {owner}")
+    except CorruptError as error:
+        raise UsageError(f"value {owner} has keys that would not come back: {error}") from error
 
 
 def _float_text(value: float) -> str:

@@ -53,6 +53,12 @@ class BlockSpec:
         return math.prod(self.stored_shape) * self.stored_itemsize
 
     @property
+    def alignment(self) -> int:
+        """Bytes of one element in memory: of a number that is stored as a pair, those of both."""
+        is_pair = not self.encoding and len(self.stored_shape) > len(self.shape)
+        return self.stored_itemsize * (2 if is_pair else 1)
+
+    @property
     def is_part(self) -> bool:
         return self.whole_shape is not None
 

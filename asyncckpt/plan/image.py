@@ -66,7 +66,7 @@ def plan_image(
     members_of_files = spread(specs, parallel) if specs or needs_file else []
     members_of_files += [[]] * (files_count - len(members_of_files))
     for index, members in enumerate(members_of_files):
-        members = sorted(members, key=lambda number: (-specs[number].stored_itemsize, number))
+        members = sorted(members, key=lambda number: (-specs[number].alignment, number))
         header = render_header([(keys[number], specs[number]) for number in members], rank=rank)
         end = len(header.text)
         for number in members:

@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
+from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name
@@ -299,14 +300,16 @@ def _piece_spec(piece: Piece, sharded: Sharded, name: str, leaf: int) -> BlockSp
 
 
 def _check_all_here(flat: FlatState) -> None:
-    """UsageError when a leaf is spread over ranks, of which there is one."""
+    """UsageError when a leaf is spread over ranks, of which there is one, or its pieces do not make it up."""
+    paths = [path for path, node in leaves(flat.tree) if node is not VALUE] if flat.sharded else []
     for leaf, sharded in flat.sharded.items():
-        here = sum(piece.tensor.numel() for piece in sharded.pieces)
-        if not sharded.is_writer or here != math.prod(sharded.whole_shape):
-            path = path_name(list(path for path, node in leaves(flat.tree) if node is not VALUE)[leaf])
+        name = path_name(paths[leaf])
+        spans = [(piece.begin, tuple(piece.tensor.shape)) for piece in sharded.pieces]
+        boxes = [tuple((at, at + size) for at, size in zip(*span, strict=True)) for span in spans]
+        if not sharded.is_writer or not covers(boxes, sharded.whole_shape, name=name):
             raise UsageError(
-                f"tensor {path!r} is spread over ranks, and this rank saves alone",
-                found=[tuple(piece.tensor.shape) for piece in sharded.pieces],
+                f"tensor {name!r} is not here in full, or twice in part, and this rank saves alone",
+                found=spans[:8],
                 expected=sharded.whole_shape,
                 hint="make the Saver on every rank, with its shard_index and shard_num, or with a process_group",
             )

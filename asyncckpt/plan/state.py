@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
@@ -30,8 +31,8 @@ class FlatState:
     """A tree and its leaves, and the objects behind its "state" nodes, all in depth-first order.
 
     Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
-    tensor where there is none; the other pieces are in `more_pieces`. Holds the user's tensors: keep it no longer than
-    the capture takes.
+    tensor where there is none; the other pieces are in `more_pieces`. text_bytes: what the texts and bytes among the
+    values take in a manifest, at least. Holds the user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -39,6 +40,7 @@ class FlatState:
     more_pieces: list[torch.Tensor] = field(default_factory=list)
     sharded: dict[int, Sharded] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
+    text_bytes: int = 0
     stateful: list[Any] = field(default_factory=list)
 
     @property
@@ -109,14 +111,29 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
     if isinstance(value, (torch.Tensor, Sharded)):
         _tensor(value, flat, path)
         return TENSOR
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError(
+            f"array {_shown(path)} is masked, and the mask would be lost", hint="save data and mask as two arrays"
+        )
     if isinstance(value, (np.ndarray, np.generic)):
         flat.tensors.append(_from_numpy(value, path))
         return ARRAY
     if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
         return _container(value, flat, path, parents)
-    encode_value(value, owner=_shown(path))  # Refused here, before anything is written.
-    flat.values.append(value)
+    _value(value, flat, path)
     return VALUE
+
+
+def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
+    """Refuse here, before anything is written, what cannot be stored."""
+    flat.values.append(value)
+    if len(flat.values) > limits.VALUES_MAX:
+        limits.check_values_count(len(flat.values), last=_shown(path))
+    if isinstance(value, (str, bytes)):
+        flat.text_bytes += len(value) if isinstance(value, str) else len(value) * 4 // 3
+        if flat.text_bytes > limits.MANIFEST_BYTES_MAX:
+            limits.check_manifest_bytes(flat.text_bytes, last=_shown(path))
+    encode_value(value, owner=_shown(path))
 
 
 def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...]) -> None:
@@ -180,6 +197,12 @@ def _key(key: Any, path: tuple[Any, ...]) -> Key:
             f"state {_shown(path)} has a key of a type that cannot be stored",
             found=key,
             expected="str, int, bool, float or None",
+        )
+    if key != key or (type(key) is int and key.bit_length() > limits.KEY_BITS_MAX):
+        raise UsageError(
+            f"state {_shown(path)} has a key that would not be found again",
+            found="NaN" if key != key else f"an int of {key.bit_length()} bits",
+            expected=f"no NaN, and ints of at most {limits.KEY_BITS_MAX} bits",
         )
     return (type(key).__name__, key)
 

@@ -18,7 +18,7 @@ from crafted import NONSENSE, Crafted, Document, block, encode, picture, places,
 from sentinels import Targets, refused, save_small, small_tensors
 
 import asyncckpt
-from asyncckpt.format import read_manifest
+from asyncckpt.format import limits
 
 CorruptError, UnsupportedError = asyncckpt.CorruptError, asyncckpt.UnsupportedError
 IncompatibleError = asyncckpt.IncompatibleError
@@ -221,7 +221,7 @@ def test_case_034_every_field_taken_away(small: Crafted) -> None:
 
 
 def test_case_035_more_entries_than_the_cap(small: Crafted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_manifest, "BLOCKS_MAX", 5)
+    monkeypatch.setattr(limits, "BLOCKS_MAX", 5)
     refused(small, CorruptError, NAME, "manifest.blocks is too long", "found 7", "expected 5")
 
 

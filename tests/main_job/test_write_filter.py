@@ -67,6 +67,19 @@ def test_filter_sees_every_block_with_recis_interface(tmp_path: Path, save: Call
     assert threading.main_thread() not in threads
 
 
+def test_data_is_aligned(tmp_path: Path, save: Callable[..., None]) -> None:
+    """Of complex128 too, which is stored as pairs: torch's copies of numbers at other addresses crash."""
+    tensors = {"number": torch.ones(3, dtype=torch.float64), "pairs": torch.full((5,), 1j, dtype=torch.complex128)}
+    rests = {}
+
+    def look(blocks: Blocks) -> Blocks:
+        rests.update({block.tensor_name(): block.data.data_ptr() % block.data.element_size() for block in blocks})
+        return blocks
+
+    save(State(tables={}, dense=tensors), look)
+    assert rests == {"number": 0, "pairs": 0}
+
+
 def test_data_is_the_staged_copy(tmp_path: Path, save: Callable[..., None]) -> None:
     state = State.filled(2)
     found = {}

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError, UnsupportedError
+from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
 from asyncckpt.format.encodings.cast import Cast
 from asyncckpt.format.encodings.compression import Zstd, zstandard
@@ -24,7 +25,6 @@ U8 = NDArray[np.uint8]
 # limit a damaged manifest could ask for all memory.
 ENCODED_BYTES_MAX = 64 << 20
 _BLOW_UP_MAX = 16  # float64 from 4 bits: the most that a stored byte can stand for when every row is there.
-_STEPS_MAX = 8
 
 _KINDS: Mapping[str, Encoding] = {
     "cast": Cast(),
@@ -167,8 +167,8 @@ def _forms(form: Form, spec: BlockSpec) -> list[Form]:
     """The array before the first step and after each one, the last as stored; Malformed when they do not fit."""
     if form.bytes > max(ENCODED_BYTES_MAX, _BLOW_UP_MAX * spec.bytes) and spec.encoding:
         raise Malformed(f"{spec.bytes} stored bytes cannot stand for {form.bytes}")
-    if len(spec.encoding) > _STEPS_MAX:
-        raise Malformed(f"it has {len(spec.encoding)} steps, more than {_STEPS_MAX}")
+    if len(spec.encoding) > limits.ENCODING_STEPS_MAX:
+        raise Malformed(f"it has {len(spec.encoding)} steps, more than {limits.ENCODING_STEPS_MAX}")
     forms = [form]
     for step in spec.encoding:
         kind = _kind_of(step)
