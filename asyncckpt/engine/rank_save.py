@@ -39,7 +39,7 @@ from asyncckpt.engine.replicas import (
     same_owners,
     who_asks,
 )
-from asyncckpt.engine.save_steps import Committed, go_on, run_on, structure_of
+from asyncckpt.engine.save_steps import Committed, give_up, go_on, run_on, structure_of
 from asyncckpt.engine.write_files import Written, write_files
 from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.fields import Fields
@@ -67,7 +67,7 @@ async def save_with_ranks(job: SaveJob) -> Committed | Outcome:
         raise
     finally:
         if save.transaction is not None:
-            await run_on(committer, save.transaction.close)
+            await give_up(save.transaction)
     if outcome.state != "committed":
         job.ranks.replicas.forget()
         return outcome
@@ -171,7 +171,7 @@ class RankSave:
 
     async def abandon(self, attempt: Attempt) -> None:
         if self.transaction is not None:
-            await run_on(committer, self.transaction.close)
+            await give_up(self.transaction)
 
     async def look(self, attempt: Attempt) -> bool:
         return await run_on(committer, is_committed_whole, self.job.target.root.path, attempt)

@@ -25,7 +25,7 @@ from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.messages import log_exception, log_warning
 from asyncckpt.engine.rank_save import save_with_ranks
 from asyncckpt.engine.save_request import SaveTarget
-from asyncckpt.engine.save_steps import Committed, as_ours, go_on, run_on, structure_of
+from asyncckpt.engine.save_steps import Committed, as_ours, give_up, go_on, run_on, structure_of
 from asyncckpt.engine.saver_chain import ChainLink, TableLink
 from asyncckpt.engine.write_files import write_files
 from asyncckpt.errors import SaveCancelledError
@@ -145,7 +145,7 @@ async def _save_alone(job: SaveJob) -> Committed:
         structures = (structure_of(written),)
         published = await transaction.commit(Draft(head, written.body, written.digests, structures=structures))
     except BaseException:
-        await run_on(committer, transaction.close)
+        await give_up(transaction)
         raise
     return Committed(written, published.parent, parents, published.manifest_bytes)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from asyncckpt.commit.proof import body_structure
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.background import committer
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.write_files import Written
@@ -46,6 +49,12 @@ def go_on(job: SaveJob, state: FutureState) -> None:
 
 async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+
+async def give_up(transaction: Transaction) -> None:
+    """Close a transaction when its save has ended; what stays because no thread can be started is swept later."""
+    with contextlib.suppress(CheckpointError):
+        await run_on(committer, transaction.close)
 
 
 def as_ours(error: BaseException, step: int | None) -> BaseException:
