@@ -42,6 +42,9 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
         if is_temporary_manifest(name) and name.removeprefix(".m-") not in keep_attempts:
             root.manifests.remove_file(name)
             removed.append(name)
+    if strays:
+        # Whoever unlinked their manifests may have died, or failed, before that was durable; then they would be back.
+        root.manifests.sync()
     for name in strays:
         with contextlib.suppress(CheckpointError):  # Somebody else is about it.
             root.data.move_folder(name, swept_name(name))
@@ -73,8 +76,6 @@ def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_atte
 
 def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
     """Remove, or move back, what was moved aside, now or before a crash; returns the attempt folders that are gone."""
-    # Whoever unlinked their manifests may have died, or failed, before that was durable.
-    root.manifests.sync()
     manifests, heads = manifests_by_step(root), KnownHeads(root)
     going = []
     for name in swept:
