@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import check_may_wait, rewriters
 from asyncckpt.engine.compact import run_compaction
+from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.storage.directory import check_path
-from asyncckpt.storage.owner_lock import OwnerLock
 
 
 def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
@@ -33,7 +33,8 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     checked = check_path(path)
     check_step(step)
     progress = Progress()
-    future = workers.submit(_compact, checked, step, progress)
+    check_may_wait("a compaction")
+    future = rewriters.submit(_compact, checked, step, progress)
     try:
         return future.result()
     except BaseException:
@@ -44,16 +45,14 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
 
 
 def _compact(path: Path, step: int | None, progress: Progress) -> SaveResult:
-    with CheckpointRoot.for_reading(path) as root:
+    options = SaveOptions()
+    with CheckpointRoot.for_reading(path) as root, contextlib.ExitStack() as held:
         try:
-            lock = OwnerLock.acquire(root.root, LOCK_NAME)
+            commits = held.enter_context(held_directory(root, options.durability))
         except ConflictError as error:
             raise ConflictError(
                 error.what,
                 found=error.found,
                 hint="while a training process holds the directory, compact with that process' Saver.compact()",
             ) from error
-        try:
-            return run_compaction(root, step, options=SaveOptions(), progress=progress)
-        finally:
-            lock.release()
+        return run_compaction(commits, step, options=options, progress=progress)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_type
-from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.devices.chosen import device_of
 from asyncckpt.engine.background import background
 from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
 from asyncckpt.engine.future import SaveFuture
+from asyncckpt.engine.held_directory import commits_of
 from asyncckpt.engine.open_errors import OpenErrors
 from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
 from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
@@ -25,7 +27,7 @@ from asyncckpt.engine.save_counts import SaveCounts
 from asyncckpt.engine.save_request import SaveTarget
 from asyncckpt.engine.step_fences import StepFences
 from asyncckpt.engine.verify import newest_verified
-from asyncckpt.errors import UsageError, close_beside
+from asyncckpt.errors import DeadlineError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -137,14 +139,13 @@ class Saver:
         )
         root, self._lock = opened.root, opened.lock
         self._target = SaveTarget(
-            root=root,
+            commits=commits_of(root, self._lock, durability),
             options=options,
             plans=PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of),
             tables=tables,
             filter_func=filter_func,
             state=lambda: state,
             protected=lambda: newest_verified(root),
-            heads=KnownHeads(root),
             filters=row_filters,
             ranks=opened.ranks,
             step_fences=StepFences(device.optimizers),
@@ -224,8 +225,8 @@ class Saver:
         return prepare_arena(self._target)
 
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
-        self._errors.wait(SAVE_DEADLINE_S if timeout is None else timeout)
+        """Wait for saves in flight and their retention; then raise the first error nobody has asked for."""
+        self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
         self._errors.raise_first()
 
     def statistics(self) -> SaverStatistics:
@@ -240,7 +241,7 @@ class Saver:
         self._closed = True
         if not self._finalizer.alive:
             return
-        self._errors.wait(SAVE_DEADLINE_S)
+        self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
         self._finalizer()
@@ -278,6 +279,13 @@ class Saver:
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
         return future
+
+    def _wait_in_flight(self, timeout: float) -> None:
+        """Wait for saves, and for retention, which goes on when a save has ended."""
+        until = time.monotonic() + timeout
+        self._errors.wait(timeout)
+        if wait(self._target.retaining, max(0.0, until - time.monotonic())).not_done:
+            raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
 
     def _check_open(self) -> None:
         if self._closed:

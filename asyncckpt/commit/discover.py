@@ -6,11 +6,14 @@ step takes the compacted one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import Manifest, ManifestHead
+from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead
 from asyncckpt.format.names import (
+    Attempt,
     compacted_manifest_name,
     is_compacted_manifest,
     manifest_name,
@@ -19,6 +22,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.storage.directory import Directory
 
 
 def committed_steps(root: CheckpointRoot) -> list[int]:
@@ -59,10 +63,9 @@ def superseded_folders(root: CheckpointRoot, step: int) -> set[str]:
     if not root.manifests.exists(compacted_manifest_name(step)):
         return set()
     try:
-        head = read_named_head(root, manifest_name(step))
+        return {attempt_folder(read_named_head(root, manifest_name(step)))}
     except NotFoundError:
         return set()
-    return {split_shard_path(file.path, owner=f"manifest of step {step}")[0] for file in head.files}
 
 
 def _raw_manifest(root: CheckpointRoot, step: int) -> tuple[str, bytes]:
@@ -86,21 +89,37 @@ def newest_step(root: CheckpointRoot) -> int:
     return steps[-1]
 
 
-def check_files(root: CheckpointRoot, head: ManifestHead) -> None:
-    """Every file of a manifest is there with its exact size; CorruptError naming file and rank."""
-    for file in head.files:
-        folder, name = split_shard_path(file.path, owner=f"manifest of step {head.step}")
+def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | None = None) -> None:
+    """Every file of a manifest is there with its exact size; CorruptError naming file and rank, IOFailedError.
+
+    folder: the attempt's, held open; a file that was written through it must be the very same.
+    """
+    if folder is None and head.files:
+        name = attempt_folder(head)
         try:
-            with root.data.child(folder) as directory:
-                size = directory.size(name)
+            with root.data.child(name) as opened:
+                return check_files(root, head, opened)
         except NotFoundError as error:
-            raise CorruptError(
-                f"shard file {file.path!r} of rank {file.rank} of step {head.step} is missing"
-            ) from error
-        if size != file.bytes:
-            raise CorruptError(
-                f"shard file {file.path!r} of step {head.step} has the wrong size", found=size, expected=file.bytes
-            )
+            raise CorruptError(f"folder {name!r} of step {head.step} is missing") from error
+    if folder is not None:
+        check_listed(folder, head.files, step=head.step)
+
+
+def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) -> None:
+    """These files are in their attempt's folder: see check_files."""
+    for file in files:
+        what = f"shard file {file.path!r} of rank {file.rank} of step {step}"
+        try:
+            folder.check_file(split_shard_path(file.path, owner=what)[1], bytes=file.bytes)
+        except NotFoundError as error:
+            raise CorruptError(f"{what} is missing") from error
+        except CorruptError as error:
+            raise CorruptError(f"{what} is not what was written: {error}") from error
+
+
+def attempt_folder(head: ManifestHead) -> str:
+    """The folder below data/ with all files of a manifest."""
+    return Attempt(step=head.step, id=head.attempt).directory
 
 
 def _shown(steps: list[int]) -> str:

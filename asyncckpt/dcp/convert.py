@@ -24,17 +24,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from asyncckpt.dcp.attempt import CoordinatedAttempt, created_now, save_lock_held
+from asyncckpt.commit.proof import Draft
+from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.dcp_metadata import METADATA_NAME, read_dcp_metadata
 from asyncckpt.dcp.planned_data import from_stream, put_at
 from asyncckpt.dcp.rank_part import DcpPath, LocalKeys, tree_of
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.writer import check_whole
 from asyncckpt.engine.box_files import BoxPlan, box_spec, plan_boxes, stream_boxes
-from asyncckpt.engine.save_steps import WRITER
 from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.manifest import ManifestHead, encode_manifest
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.block import BlockSpec
@@ -81,19 +80,8 @@ def import_checkpoint(
                     options=options,
                     progress=Progress(),
                 )
-            head = ManifestHead(
-                step=begun.attempt.step,
-                kind="full",
-                parents=(),
-                attempt=begun.attempt.id,
-                created=created_now(),
-                writer=WRITER,
-                ranks_count=1,
-                files=written.files,
-                values=tuple(values),
-                metadata={},
-            )
-            begun.commit(head, encode_manifest(head, plan.body, written.digests))
+            head = begun.transaction.head(files=written.files, values=tuple(values))
+            begun.commit(Draft(head, plan.body, written.digests))
         finally:
             begun.close()
     return begun.attempt.step

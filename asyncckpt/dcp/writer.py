@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from asyncckpt.commit.discover import check_listed
+from asyncckpt.commit.proof import Draft, body_structure
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.dcp.attempt import CoordinatedAttempt, created_now, save_lock_held
+from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.planned_data import encode_values, tensors_of
 from asyncckpt.dcp.rank_part import SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
@@ -37,13 +39,12 @@ from asyncckpt.dcp.stager import AsyncStager
 from asyncckpt.dcp.stored import DCP_VERSION
 from asyncckpt.dcp.told import AttemptTold, newest_told, tell
 from asyncckpt.engine.box_files import write_boxes
-from asyncckpt.engine.save_steps import WRITER, as_ours
+from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import ManifestHead, encode_manifest
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, SaveOptions
@@ -204,6 +205,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                 options=self._options,
                 progress=Progress(),
             )
+            check_listed(folder, written.files, step=told.step)
         return SentPart.of(told.rank, told.step, told.id, part, values, written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -213,8 +215,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             raise UsageError("finish() without a plan")
         try:
             check_whole(metadata)
-            head, raw = _manifest(begun, _parts(begun, results, saving.ranks_count))
-            begun.commit(head, raw)
+            begun.commit(_draft(begun, _parts(begun, results, saving.ranks_count)))
         except BaseException as error:
             raise as_ours(error, begun.attempt.step) from error.__cause__
         finally:
@@ -293,21 +294,16 @@ def _parts(begun: CoordinatedAttempt, results: Sequence[Sequence[WriteResult]], 
     return [by_rank[rank] for rank in range(ranks_count)]
 
 
-def _manifest(begun: CoordinatedAttempt, parts: Sequence[SentPart]) -> tuple[ManifestHead, bytearray]:
+def _draft(begun: CoordinatedAttempt, parts: Sequence[SentPart]) -> Draft:
     first, others = parts[0], parts[1:]
-    head = ManifestHead(
-        step=begun.attempt.step,
-        kind="full",
-        parents=(),
-        attempt=begun.attempt.id,
-        created=created_now(),
-        writer=WRITER,
-        ranks_count=len(parts),
-        files=first.file_facts,
-        values=first.values,
-        metadata={},
+    return Draft(
+        head=begun.transaction.head(ranks_count=len(parts), files=first.file_facts, values=first.values),
+        body=first.body,
+        digests=first.digest_rows,
+        others=[part.part_text for part in others],
+        other_files=[file for part in others for file in part.file_facts],
+        structures=[body_structure(part.body) for part in parts],
     )
-    return head, encode_manifest(head, first.body, first.digest_rows, [part.part_text for part in others])
 
 
 # The items that were checked last.

@@ -1,13 +1,13 @@
-"""Compaction beside training: on a worker thread, without the save lock."""
+"""Compaction beside training: on a thread of its own, without the save lock."""
 
 from __future__ import annotations
 
 from asyncckpt.commit.discover import newest_step
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import rewriters
 from asyncckpt.engine.compact import run_compaction
 from asyncckpt.engine.future import FutureState, SaveFuture
 from asyncckpt.engine.save_request import SaveTarget
-from asyncckpt.errors import IndeterminateError, SaveCancelledError
+from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 
@@ -23,7 +23,7 @@ def skipped_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
 
 def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     """Begin to compact a step (None: the newest). UsageError, NotFoundError when there is no step at all."""
-    target.check_not_in_doubt()
+    target.commits.check_not_in_doubt()
     check_step(step)
     chosen = newest_step(target.root) if step is None else step
     future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
@@ -32,19 +32,17 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
         try:
             future.enter(FutureState.WRITING)
             result = run_compaction(
-                target.root,
+                target.commits,
                 chosen,
                 options=target.options,
                 progress=future.native_progress,
                 may_commit=lambda: future.enter(FutureState.COMMITTING),
             )
         except BaseException as error:
-            if isinstance(error, IndeterminateError):
-                target.in_doubt.append(error)
             cancelled = isinstance(error, SaveCancelledError)
             future.fail(error, FutureState.CANCELLED if cancelled else FutureState.FAILED)
         else:
             future.resolve(result, FutureState.COMMITTED)
 
-    workers.submit(work)
+    rewriters.submit(work)
     return future

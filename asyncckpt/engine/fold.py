@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from asyncckpt.engine.copy_blocks import BlockCopy
 from asyncckpt.errors import SaveCancelledError, UnsupportedError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import RankPart
@@ -22,15 +23,6 @@ from asyncckpt.plan.stored_tables import StoredShard, stored_tables
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import copied_spec
 from asyncckpt.snapshot.layer_rows import IdsReader
-
-
-@dataclass(frozen=True)
-class BlockCopy:
-    """A block of the new checkpoint: `rows` of the stored block `number`; None: all of it, as it is stored."""
-
-    number: int
-    rows: I64 | None
-    spec: BlockSpec
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from asyncckpt.commit.claims import Claim
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.future import SaveFuture
@@ -60,8 +61,8 @@ class SaveJob:
 
     target: SaveTarget
     ticket: Ticket
+    claim: Claim
     future: SaveFuture
-    step: int
     plan: SavePlan
     choice: Choice
     tree: Node
@@ -78,3 +79,7 @@ class SaveJob:
     elsewhere: Elsewhere = NOTHING_ELSEWHERE
     begun: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
+
+    @property
+    def step(self) -> int:
+        return self.claim.step

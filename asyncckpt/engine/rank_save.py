@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import xxhash
 
-from asyncckpt.commit.discover import check_files, read_head
-from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
+from asyncckpt.commit.discover import check_listed
+from asyncckpt.commit.doubt import is_committed_whole
+from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import committer, workers
 from asyncckpt.engine.filtering import filter_blocks
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.job import SaveJob
-from asyncckpt.engine.ranks import Ranks, committer, talkers
+from asyncckpt.engine.ranks import Ranks, talkers
 from asyncckpt.engine.replicas import (
     check_claims,
     decode_list,
@@ -40,23 +39,15 @@ from asyncckpt.engine.replicas import (
     same_owners,
     who_asks,
 )
-from asyncckpt.engine.save_steps import Committed, check_parents, go_on, head_of, sweep_leftovers
+from asyncckpt.engine.save_steps import Committed, give_up, go_on, run_on, structure_of
 from asyncckpt.engine.write_files import Written, write_files
 from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.fields import Fields
-from asyncckpt.format.manifest import (
-    FileFacts,
-    ManifestHead,
-    ParentFacts,
-    PartText,
-    encode_manifest,
-    encode_part,
-    written_digest,
-)
+from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import STEP_MAX, Attempt
-from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.strict_json import Json
 from asyncckpt.pipeline.filters import identity
+from asyncckpt.storage.directory import Directory
 
 FACTS_MAX = 1_000_000
 
@@ -74,6 +65,9 @@ async def save_with_ranks(job: SaveJob) -> Committed | Outcome:
         if isinstance(error, IndeterminateError):
             job.target.chain.newest = None
         raise
+    finally:
+        if save.transaction is not None:
+            await give_up(save.transaction)
     if outcome.state != "committed":
         job.ranks.replicas.forget()
         return outcome
@@ -88,7 +82,7 @@ class RankSave:
     ranks: Ranks
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
-    head: ManifestHead | None = None
+    transaction: Transaction | None = None
     manifest_bytes: int = 0
 
     # -- before -------------------------------------------------------------------------------------------------------
@@ -114,14 +108,10 @@ class RankSave:
 
     async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
         job = self.job
-        job.target.check_not_in_doubt()
         told = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
         notes: dict[str, Json] = {"parents": _common_parents(begins, told), "replicas": await self._who_writes(told)}
-        attempt = Attempt.new(job.step)
-        await self._on_worker(sweep_leftovers, job, attempt)
-        folder = await self._on_worker(begin_attempt, job.target.root, attempt)
-        folder.close()
-        return AttemptStart(attempt=attempt, notes=notes)
+        self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
+        return AttemptStart(attempt=self.transaction.attempt, notes=notes)
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         job, target = self.job, self.job.target
@@ -130,58 +120,64 @@ class RankSave:
         await self._take_share(notes.text("replicas"))
         if target.filter_func is not identity:
             go_on(job, FutureState.FILTERING)
-        filtered = await self._on_worker(filter_blocks, job)
+        filtered = await run_on(workers, filter_blocks, job)
         go_on(job, FutureState.WRITING)
-        with _attempt_folder(target.root, attempt.attempt) as folder:
-            self.written = written = await self._on_worker(write_files, job, filtered, folder, attempt.attempt)
-            if target.options.durability == "fsync":
-                await self._on_worker(folder.sync)
+        if self.transaction is not None:
+            folder = self.transaction.folder
+            self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+        else:
+            with _attempt_folder(target.root, attempt.attempt) as folder:
+                self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+                await run_on(committer, self._check_own, folder)
         go_on(job, FutureState.COMMITTING)
         if self.ranks.is_coordinator:
-            return {"structure": written.structure}
+            return {"structure": structure_of(written)}
         part = encode_part(written.files, job.values, written.body, written.digests)
         await self._put(f"part/{self.ranks.rank}", part.text)
         return {
-            "structure": written.structure,
+            "structure": structure_of(written),
             "digest": xxhash.xxh3_128_hexdigest(part.text),
             "features": sorted(part.features),
             "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
         }
 
+    def _check_own(self, folder: Directory) -> None:
+        """The files of this rank are durable, and there by their names: so it may say that it is prepared."""
+        assert self.written is not None
+        if self.job.target.options.durability == "fsync":
+            folder.sync()
+        check_listed(folder, self.written.files, step=self.job.step)
+
     async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
-        job, target, own = self.job, self.job.target, self.written
+        job, own, transaction = self.job, self.written, self.transaction
         assert own is not None
+        assert transaction is not None
         told = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
-        others = [await self._part(rank, told[rank]) for rank in range(1, self.ranks.ranks_count)]
         count = self.ranks.ranks_count
-        head = head_of(job, attempt, own.files, parents=self.parents, ranks_count=count)
-        raw = await self._on_worker(encode_manifest, head, own.body, own.digests, others)
-        files = [file for rank in range(1, count) for file in _files(rank, told[rank])]
-        self.head = replace(head, files=(*own.files, *files))
-        structures = tuple(told[rank].optional_text("structure") for rank in range(count))
-        await self._on_worker(self._check, raw, self.head, structures)
-        await self._on_worker(check_parents, job, self.parents)
-        with _attempt_folder(target.root, attempt) as folder:
-            durable = target.options.durability == "fsync"
-            try:
-                # In a loop of its own: while files are synced, this one tells the others that rank 0 is alive.
-                commit = partial(publish, target.root, folder, attempt, raw, durable=durable, threads=workers)
-                await asyncio.get_running_loop().run_in_executor(committer, lambda: asyncio.run(commit()))
-            except IndeterminateError as error:
-                target.in_doubt.append(error)
-                raise
-        self.ranks.checked = structures
-        self.manifest_bytes = len(raw)
-        return {"digest": written_digest(raw)}
+        head = transaction.head(
+            files=own.files, values=job.values, metadata=job.metadata, parents=self.parents, ranks_count=count
+        )
+        draft = Draft(
+            head=head,
+            body=own.body,
+            digests=own.digests,
+            others=[await self._part(rank, told[rank]) for rank in range(1, count)],
+            other_files=[file for rank in range(1, count) for file in _files(rank, told[rank])],
+            structures=tuple(told[rank].optional_text("structure") for rank in range(count)),
+        )
+        published = await transaction.commit(draft)
+        self.manifest_bytes = published.manifest_bytes
+        return {"digest": published.parent.digest}
 
     async def abandon(self, attempt: Attempt) -> None:
-        await self._on_worker(abandon_attempt, self.job.target.root, attempt)
+        if self.transaction is not None:
+            await give_up(self.transaction)
 
     async def look(self, attempt: Attempt) -> bool:
-        return bool(await self._on_worker(_look, self.job.target.root, attempt))
+        return await run_on(committer, is_committed_whole, self.job.target.root.path, attempt)
 
     def resolve(self, attempt: Attempt) -> bool:
-        return look_again(self.job.target.root.path, attempt)
+        return is_committed_whole(self.job.target.root.path, attempt)
 
     def stop(self) -> None:
         self.job.future.native_progress.cancel()
@@ -202,8 +198,7 @@ class RankSave:
             written=self.written,
             parent=parent,
             parents=self.parents,
-            head=self.head,
-            bytes_written=sum(file.bytes for file in self.written.files) + self.manifest_bytes,
+            manifest_bytes=self.manifest_bytes,
         )
 
     # -- replicas -----------------------------------------------------------------------------------------------------
@@ -238,12 +233,6 @@ class RankSave:
             raise CorruptError(f"the part of rank {rank} was damaged on its way")
         return PartText(text=text, features=frozenset(notes.texts("features", count_max=FACTS_MAX)))
 
-    def _check(self, raw: bytearray, head: ManifestHead, structures: tuple[str | None, ...]) -> None:
-        """The parts make up a whole, and all files are there. The first is known when nothing but bytes has changed."""
-        if None in structures or structures != self.ranks.checked:
-            decode_manifest(bytes(raw), owner=f"the manifest of step {self.job.step}", step=self.job.step)
-        check_files(self.job.target.root, head)
-
     # -- ways ---------------------------------------------------------------------------------------------------------
 
     async def _put(self, name: str, data: bytes | bytearray) -> None:
@@ -256,31 +245,8 @@ class RankSave:
         loop, silence_s = asyncio.get_running_loop(), self.ranks.limits.silence_s
         return await loop.run_in_executor(talkers, self.ranks.channel.get, self.job.call, name, silence_s)
 
-    async def _on_worker(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(workers, function, *arguments)
 
-
-def look_again(path: Path, attempt: Attempt) -> bool:
-    """Whether the manifest of an attempt is there; then it is durable."""
-    try:
-        root = CheckpointRoot.for_reading(path)
-    except NotFoundError:
-        return False
-    with root:
-        return _look(root, attempt)
-
-
-def _look(root: CheckpointRoot, attempt: Attempt) -> bool:
-    try:
-        is_there = read_head(root, attempt.step).attempt == attempt.id
-    except NotFoundError:
-        return False
-    if is_there:
-        root.manifests.sync()
-    return is_there
-
-
-def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Any:
+def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
     try:
         return root.data.child(attempt.directory)
     except NotFoundError as error:

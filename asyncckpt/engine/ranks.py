@@ -14,8 +14,6 @@ TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has 
 
 # Sending and receiving block; the threads end when nothing has been said for a while, like the workers.
 talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
-# A commit waits for a worker, so it is none itself: workers that wait for workers may wait for ever.
-committer = IdleEndingThreads("asyncckpt-commit", 1)
 
 
 @dataclass
@@ -33,7 +31,6 @@ class CallNumbers:
 class Ranks:
     """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
 
-    checked: of every rank, the digest of its part of the last manifest whose tensors were found to be complete.
     announcing: done when the others have heard of a call in which this rank does not save.
     is_shared: the same ranks save to other directories too (`beside`), over one channel, which is not closed here.
     """
@@ -41,7 +38,6 @@ class Ranks:
     channel: Channel
     limits: Limits
     replicas: Replicas
-    checked: tuple[str | None, ...] = ()
     announcing: list[threading.Event] = field(default_factory=list)
     calls: CallNumbers = field(default_factory=CallNumbers)
     is_shared: bool = False
@@ -70,7 +66,7 @@ class Ranks:
 
     def beside(self) -> Ranks:
         """The same ranks for one more directory."""
-        return replace(self, checked=(), is_shared=True)
+        return replace(self, is_shared=True)
 
     def close(self) -> None:
         """End the channel, unless other directories need it."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.claims import Claim, claims
 from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
@@ -23,9 +23,8 @@ from asyncckpt.engine.save_request import SaveTarget, begin_cut
 from asyncckpt.engine.save_steps import as_ours
 from asyncckpt.engine.saver_chain import Choice, choose_kind
 from asyncckpt.engine.stage_choice import StageChoice, choose_stage, warn_of_fallback
-from asyncckpt.errors import ConflictError, DeviceError, UsageError
+from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
@@ -51,7 +50,7 @@ def start_save(
     call: its number, when several ranks save. They have to be told when it fails here (ranks_told.py).
     """
     begun = time.perf_counter()
-    target.check_not_in_doubt()
+    target.commits.check_not_in_doubt()
     check_not_capturing("a save")
     if not staged:
         check_may_wait("a blocking save")
@@ -62,12 +61,16 @@ def start_save(
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
         return _skipped(target, step, begun)
+    claim: Claim | None = None
     try:
-        ticket.step = step = _resolve_step(target, step, ticket)
+        claim = claims.save(target.root, step)
+        ticket.step = step = claim.step
         job = _begin(
-            target, ticket, step, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
+            target, ticket, claim, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
         )
     except BaseException as error:
+        if claim is not None:
+            claim.release()
         save_lock.release(ticket)
         ours = as_ours(error, step)
         if ours is not error:
@@ -103,7 +106,7 @@ def _hand_over(job: SaveJob, begun: float) -> None:
 def _begin(
     target: SaveTarget,
     ticket: Ticket,
-    step: int,
+    claim: Claim,
     kind: SaveKind,
     metadata: Json,
     *,
@@ -139,14 +142,14 @@ def _begin(
         raise
     if choice.base is not None:
         target.parent_steps.append(choice.base.parent.step)
-    future = SaveFuture(step=step, path=target.root.path, what=f"save of step {step}")
+    future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
     if snapshot is not None:
         future.expect_copies(snapshot.pending)
     return SaveJob(
         target=target,
         ticket=ticket,
+        claim=claim,
         future=future,
-        step=step,
         plan=stage.plan,
         choice=choice,
         tree=tree,
@@ -216,21 +219,6 @@ def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
         for table in tables
         if table.places is not None and (table.version is not None or table.prints)
     }
-
-
-def _resolve_step(target: SaveTarget, step: int | None, ticket: Ticket) -> int:
-    """The step to save: given, or one more than the newest committed or in flight in this directory."""
-    path = target.root.path
-    others = [t.step for t in save_lock.in_flight() if t is not ticket and t.path == path and t.step is not None]
-    if step is None:
-        step = max([-1, *others, *committed_steps(target.root)[-1:]]) + 1
-    check_step(step, or_none=False)
-    if step in others or is_committed(target.root, step):
-        raise ConflictError(
-            f"step {step} exists already in {str(path)!r}",
-            hint="steps are never overwritten: save another step, or remove that checkpoint first",
-        )
-    return step
 
 
 def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:

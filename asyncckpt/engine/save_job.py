@@ -4,20 +4,19 @@
 2. Filter the staged blocks; without changes the arena is drained as it is, else a new image is streamed.
 3. Write the shard files into a new attempt's folder.
 4. Publish the manifest; the save is acknowledged.
-5. Let old checkpoints go. A failure here is a warning: the new checkpoint stands.
-6. Give back arena and lock, then resolve the future.
+5. Begin to let old checkpoints go, on another thread. A failure there is a warning: the new checkpoint stands.
+6. Give back arena, step and lock, then resolve the future.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import replace
 
-from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
-from asyncckpt.commit.retention import keep_latest
+from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import Outcome
-from asyncckpt.engine.background import workers
+from asyncckpt.engine.background import committer, retainer, workers
 from asyncckpt.engine.filtering import filter_blocks
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.handover import short_handovers
@@ -25,12 +24,11 @@ from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.lock import save_lock
 from asyncckpt.engine.messages import log_exception, log_warning
 from asyncckpt.engine.rank_save import save_with_ranks
-from asyncckpt.engine.save_steps import Committed, as_ours, check_parents, go_on, head_of, sweep_leftovers
+from asyncckpt.engine.save_request import SaveTarget
+from asyncckpt.engine.save_steps import Committed, as_ours, give_up, go_on, run_on, structure_of
 from asyncckpt.engine.saver_chain import ChainLink, TableLink
 from asyncckpt.engine.write_files import write_files
-from asyncckpt.errors import IndeterminateError, SaveCancelledError
-from asyncckpt.format.manifest import ParentFacts, encode_manifest, written_digest
-from asyncckpt.format.names import Attempt
+from asyncckpt.errors import SaveCancelledError
 from asyncckpt.model.result import SaveResult
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.staging.pool import pool
@@ -102,12 +100,13 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
         job.staged = None
     if job.choice.base is not None:
         job.target.parent_steps.remove(job.choice.base.parent.step)
+    job.claim.release()
     save_lock.release(job.ticket)
 
 
 async def _save(job: SaveJob) -> SaveResult | Outcome:
     if job.staged is not None:
-        await asyncio.get_running_loop().run_in_executor(workers, job.staged.pending.settle)
+        await run_on(workers, job.staged.pending.settle)
         job.future.be_staged()
     committed = await (_save_alone(job) if job.ranks is None else save_with_ranks(job))
     if isinstance(committed, Outcome):
@@ -115,9 +114,8 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     seconds = time.perf_counter() - job.begun
     written = committed.written
     job.target.chain.newest = _link(job, committed)
-    if committed.head is not None:
-        job.target.heads.add(committed.head)
-        _retain(job)
+    if committed.manifest_bytes:
+        start_retention(job.target, job.step)
     return SaveResult(
         step=job.step,
         kind="delta" if committed.parents else "full",
@@ -134,40 +132,22 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
 
 
 async def _save_alone(job: SaveJob) -> Committed:
-    attempt = Attempt.new(job.step)
-    root, options = job.target.root, job.target.options
-    sweep_leftovers(job, attempt)
-    loop = asyncio.get_running_loop()
     if job.target.filter_func is not identity:
         go_on(job, FutureState.FILTERING)
-    filtered = await loop.run_in_executor(workers, filter_blocks, job)
-    job.target.check_not_in_doubt()  # A save that was queued behind the one in doubt.
+    filtered = await run_on(workers, filter_blocks, job)
     go_on(job, FutureState.WRITING)
-    folder = begin_attempt(root, attempt)
+    transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
     parents = () if job.choice.base is None else job.choice.base.chain
     try:
-        written = await loop.run_in_executor(workers, write_files, job, filtered, folder, attempt)
+        written = await run_on(workers, write_files, job, filtered, transaction.folder, transaction.attempt)
         go_on(job, FutureState.COMMITTING)
-        head = head_of(job, attempt, written.files, parents=parents)
-        raw = encode_manifest(head, written.body, written.digests)
-        durable = options.durability == "fsync"
-        check_parents(job, parents)
-        await publish(root, folder, attempt, raw, durable=durable, threads=workers)
-    except IndeterminateError as error:
-        job.target.in_doubt.append(error)
-        raise  # The manifest may be there: its data must stay.
+        head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
+        structures = (structure_of(written),)
+        published = await transaction.commit(Draft(head, written.body, written.digests, structures=structures))
     except BaseException:
-        abandon_attempt(root, attempt)
+        await give_up(transaction)
         raise
-    finally:
-        folder.close()
-    return Committed(
-        written=written,
-        parent=ParentFacts(step=job.step, attempt=attempt.id, digest=written_digest(raw)),
-        parents=parents,
-        head=head,
-        bytes_written=sum(file.bytes for file in written.files) + len(raw),
-    )
+    return Committed(written, published.parent, parents, published.manifest_bytes)
 
 
 def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
@@ -218,12 +198,16 @@ def _rows_copied(job: SaveJob) -> int:
     return sum(facts.rows_count for facts in job.plan.tables) + sum(table.copied_count for table in tables)
 
 
-def _retain(job: SaveJob) -> None:
-    count = job.target.options.keep_latest
-    if count is None:
-        return
-    protected = {*job.target.protected(), *job.target.parent_steps, job.step}
-    try:
-        keep_latest(job.target.root, job.target.heads, count=count, protected=protected)
-    except Exception as error:  # Whatever it is, the new checkpoint is committed.
-        log_warning("old checkpoints in %s were kept: %s", job.target.root.path, error)
+def start_retention(target: SaveTarget, step: int) -> None:
+    """Let old checkpoints go, on a thread of its own: it delays no save."""
+    if target.options.keep_latest is not None:
+        try:
+            target.retaining[:] = [retainer.submit(_retain, target, step)]
+        except Exception as error:  # No thread can be started.
+            log_warning("old checkpoints in %s were kept: %s", target.root.path, error)
+
+
+def _retain(target: SaveTarget, step: int) -> None:
+    newest = target.chain.newest  # The next delta may build upon it.
+    parents = [*target.parent_steps, *([] if newest is None else [newest.parent.step])]
+    target.commits.retain(target.options.keep_latest, protected={*target.protected(), *parents, step})

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.commit.retention import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Commits
 from asyncckpt.engine.cut import Cut
 from asyncckpt.engine.ranks import Ranks
 from asyncckpt.engine.replicas import NO_REPLICAS, NOTHING_ELSEWHERE, Elsewhere, ReplicaList
 from asyncckpt.engine.saver_chain import SaverChain
 from asyncckpt.engine.step_fences import StepFences
-from asyncckpt.errors import IndeterminateError
 from asyncckpt.model.table import Table
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import FilterFunction
@@ -28,39 +28,33 @@ from asyncckpt.plan.state import FlatState
 class SaveTarget:
     """`protected` are steps that retention must keep, `chain` what the next delta builds upon.
 
-    `parent_steps`: what deltas in flight build upon, which retention must keep too. `ranks`: with which this one saves;
-    None: it saves alone.
+    `parent_steps`: what deltas in flight build upon, which retention must keep too. `retaining`: the retention that was
+    begun last. `ranks`: with which this one saves; None: it saves alone.
     """
 
-    root: CheckpointRoot
+    commits: Commits
     options: SaveOptions
     plans: PlanCache
     tables: Mapping[str, Table]
     filter_func: FilterFunction
     state: Callable[[], Mapping[str, Any]]
     protected: Callable[[], Collection[int]]
-    heads: KnownHeads
     filters: tuple[RowFilter, ...] = ()
     regions: RegionCache = field(default_factory=RegionCache)
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     chain: SaverChain = field(default_factory=SaverChain)
     parent_steps: list[int] = field(default_factory=list)
-    in_doubt: list[IndeterminateError] = field(default_factory=list)
+    retaining: list[Future[None]] = field(default_factory=list)
     ranks: Ranks | None = None
     step_fences: StepFences = field(default_factory=StepFences)
 
     @property
+    def root(self) -> CheckpointRoot:
+        return self.commits.root
+
+    @property
     def rank(self) -> int:
         return 0 if self.ranks is None else self.ranks.rank
-
-    def check_not_in_doubt(self) -> None:
-        """After a commit whose durability is unknown nothing more is committed here until the directory is reopened."""
-        if self.in_doubt:
-            raise IndeterminateError(
-                f"an earlier commit of this Saver is in doubt: {self.in_doubt[0].what}",
-                resolve=self.in_doubt[0].resolve,
-                hint="close this Saver, call resolve(), and open a new one",
-            )
 
 
 @dataclass(frozen=True)

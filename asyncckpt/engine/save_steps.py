@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
 
-from asyncckpt.commit.retention import sweep
+from asyncckpt.commit.proof import body_structure
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.background import committer
 from asyncckpt.engine.future import FutureState
 from asyncckpt.engine.job import SaveJob
-from asyncckpt.engine.messages import log_warning
-from asyncckpt.engine.running_compactions import running_compactions
 from asyncckpt.engine.write_files import Written
-from asyncckpt.errors import CheckpointError, ConflictError, IOFailedError, SaveCancelledError
-from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts
-from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.errors import CheckpointError, IOFailedError, SaveCancelledError
+from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.storage.directory import io_failed
 
-try:
-    WRITER = f"asyncckpt {version('asyncckpt')}"
-except PackageNotFoundError:  # Run from a source tree that was never installed.
-    WRITER = "asyncckpt"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Committed:
     """A save that has committed, as this rank knows it.
 
-    parent: this checkpoint, as the parent of a later one; None when that is not known here. head: on the rank that
-    published it. bytes_written: by this rank.
+    parent: this checkpoint, as the parent of a later one; None when that is not known here. manifest_bytes: on the rank
+    that published it, else 0.
     """
 
     written: Written
     parent: ParentFacts | None
     parents: tuple[ParentFacts, ...]
-    head: ManifestHead | None
-    bytes_written: int
+    manifest_bytes: int = 0
+
+    @property
+    def bytes_written(self) -> int:
+        """By this rank."""
+        return sum(file.bytes for file in self.written.files) + self.manifest_bytes
 
 
 def go_on(job: SaveJob, state: FutureState) -> None:
     """Enter the next state, unless the save was cancelled."""
     if not job.future.enter(state):
         raise SaveCancelledError(f"save of step {job.step} was cancelled")
+
+
+async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+
+async def give_up(transaction: Transaction) -> None:
+    """Close a transaction when its save has ended; what stays because no thread can be started is swept later."""
+    with contextlib.suppress(CheckpointError):
+        await run_on(committer, transaction.close)
 
 
 def as_ours(error: BaseException, step: int | None) -> BaseException:
@@ -57,44 +70,9 @@ def as_ours(error: BaseException, step: int | None) -> BaseException:
     return wrapped
 
 
-def sweep_leftovers(job: SaveJob, attempt: Attempt) -> None:
-    """What cannot be swept is in nobody's way."""
-    try:
-        sweep(job.target.root, job.target.heads, keep_attempts=running_compactions.beside(attempt))
-    except CheckpointError as error:
-        log_warning("leftovers in %s were kept: %s", job.target.root.path, error)
-
-
-def check_parents(job: SaveJob, parents: tuple[ParentFacts, ...]) -> None:
-    """Before a delta is published: what it builds upon is still there, down to a full checkpoint."""
-    root = job.target.root
-    for parent in parents:
-        if root.manifests.exists(compacted_manifest_name(parent.step)):
-            return
-        if not root.manifests.exists(manifest_name(parent.step)):
-            raise ConflictError(
-                f"step {parent.step}, which the delta of step {job.step} builds upon, is not there any more",
-                hint="save a full checkpoint: kind='full'",
-            )
-
-
-def head_of(
-    job: SaveJob,
-    attempt: Attempt,
-    files: tuple[FileFacts, ...],
-    *,
-    parents: tuple[ParentFacts, ...],
-    ranks_count: int = 1,
-) -> ManifestHead:
-    return ManifestHead(
-        step=job.step,
-        kind="delta" if parents else "full",
-        parents=parents,
-        attempt=attempt.id,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        writer=WRITER,
-        ranks_count=ranks_count,
-        files=files,
-        values=job.values,
-        metadata=job.metadata,
-    )
+def structure_of(written: Written) -> str:
+    """A digest of what the part of a rank says beside digests, and beside rows of tables where it is known without."""
+    if written.structure is None:
+        return body_structure(written.body)
+    tables = [(facts.name, facts.shard, facts.whole, bool(facts.removed_count)) for facts in written.tables]
+    return f"{written.structure} {len(written.body.holes)} {tables}"

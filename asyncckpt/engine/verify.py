@@ -16,7 +16,7 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import newest_step, superseded_folders
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.chain import Chain
-from asyncckpt.format.names import attempt_of_directory, is_temporary_manifest, split_shard_path
+from asyncckpt.format.names import attempt_of_directory, attempt_of_swept, is_temporary_manifest, split_shard_path
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
 
@@ -101,7 +101,7 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
     own = {folder for folder, _ in listed}
     folders = {}
     for name in root.data.names():
-        attempt = attempt_of_directory(name)
+        attempt = attempt_of_directory(name) or attempt_of_swept(name)
         if attempt is not None and attempt.step in chain.steps and name not in own:
             folders[name] = attempt.step
     for step in set(folders.values()):

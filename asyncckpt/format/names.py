@@ -5,6 +5,7 @@
     manifests/000000000120.full.json       the same step, compacted: a full checkpoint that stands for it
     manifests/.m-<attempt>                 a manifest before its publication
     data/000000000120-<attempt>/r00000-000.safetensors
+    data/.s-000000000120-<attempt>             such a folder while it is swept away
 
 Names hold lower-case letters, digits, '-', '_' and '.', so every file system keeps them apart. Names of tensors and
 tables never become file names.
@@ -27,6 +28,7 @@ DATA_DIR = "data"
 _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
 _TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
+_SWEPT = ".s-"
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
 
@@ -99,6 +101,16 @@ def attempt_of_directory(name: str) -> Attempt | None:
     """The attempt of a folder under data/; None for a foreign one."""
     match = _ATTEMPT_DIR.fullmatch(name)
     return Attempt(step=int(match.group(1)), id=match.group(2)) if match else None
+
+
+def swept_name(directory: str) -> str:
+    """The name that an attempt's folder has while it is swept away."""
+    return _SWEPT + directory
+
+
+def attempt_of_swept(name: str) -> Attempt | None:
+    """The attempt of a folder that a sweep has moved aside; None for others."""
+    return attempt_of_directory(name.removeprefix(_SWEPT)) if name.startswith(_SWEPT) else None
 
 
 def shard_path(attempt: Attempt, name: str) -> str:

@@ -2,7 +2,7 @@
 
 Working by descriptor means that a root replaced behind our back (renamed, mounted over) cannot redirect a save: bytes
 go on into the folder that was checked at the start. Each method is one step of the commit protocol
-(asyncckpt/commit/publish.py); system calls are looked up at call time, so that tests may put faults into them.
+(asyncckpt/commit/transaction.py); system calls are looked up at call time, so that tests may put faults into them.
 """
 
 from __future__ import annotations
@@ -78,12 +78,14 @@ class Directory:
     """An open folder. Close it, or use it as a context manager.
 
     exact_modes: files and folders made here and below get FILE_MODE and FOLDER_MODE, whatever the umask takes away.
+    made: device and inode of every file that was created through this object.
     """
 
     def __init__(self, fd: int, path: Path, *, exact_modes: bool = False) -> None:
         self.fd = fd
         self.path = path
         self.exact_modes = exact_modes
+        self.made: dict[str, tuple[int, int]] = {}
 
     @staticmethod
     def open(path: Path, *, exact_modes: bool = False) -> Directory:
@@ -156,6 +158,7 @@ class Directory:
         with _door(f"file {str(self.path / name)!r} cannot be created"):
             fd = os.open(name, flags, FILE_MODE, dir_fd=self.fd)
             self.settle_file(fd)
+            self.made[name] = _identity(os.fstat(fd))
             # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
             return fd, direct and set_direct(fd)
 
@@ -184,9 +187,13 @@ class Directory:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise CorruptError(f"{shown} is not a regular file") from error
             raise io_failed(f"file {shown} cannot be opened", error) from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            with _door(f"file {shown} cannot be looked at"):
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise CorruptError(f"{shown} is not a regular file")
+        except BaseException:
             os.close(fd)
-            raise CorruptError(f"{shown} is not a regular file")
+            raise
         return fd
 
     def read_file(self, name: str, *, bytes_max: int) -> bytes:
@@ -216,14 +223,27 @@ class Directory:
             return True
 
     def size(self, name: str) -> int:
-        """Bytes of a regular file; NotFoundError, CorruptError."""
-        try:
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"file {str(self.path / name)!r} does not exist") from error
+        """Bytes of a regular file; NotFoundError, CorruptError, IOFailedError."""
+        return self._status(name).st_size
+
+    def check_file(self, name: str, *, bytes: int) -> None:
+        """CorruptError unless a regular file of this size has this name, the very one that was created here, if any."""
+        status = self._status(name)
+        shown = repr(str(self.path / name))
+        if status.st_size != bytes:
+            raise CorruptError(f"{shown} has the wrong size", found=status.st_size, expected=bytes)
+        if self.made.get(name, _identity(status)) != _identity(status):
+            raise CorruptError(f"{shown} is another file than the one that was written")
+
+    def _status(self, name: str) -> os.stat_result:
+        with _door(f"file {str(self.path / name)!r} cannot be looked up"):
+            try:
+                status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            except FileNotFoundError as error:
+                raise NotFoundError(f"file {str(self.path / name)!r} does not exist") from error
         if not stat.S_ISREG(status.st_mode):
             raise CorruptError(f"{str(self.path / name)!r} is not a regular file")
-        return status.st_size
+        return status
 
     def publish(self, source: str, target: str) -> None:
         """Rename without replacing, in this folder; ConflictError when the target exists."""
@@ -234,26 +254,55 @@ class Directory:
         except OSError as error:
             raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
 
+    def move_folder(self, source: str, target: str) -> None:
+        """Give a folder another name; one that is not empty is never replaced."""
+        with _door(f"folder {str(self.path / source)!r} cannot be moved to {target!r}"):
+            os.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
     def remove_file(self, name: str) -> None:
         with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder of plain files."""
-        with _door(f"folder {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
-            with self.child(name) as folder:
+        """Remove a folder of plain files; what others remove meanwhile is passed over."""
+        failed: list[OSError] = []
+        with _door(f"folder {str(self.path / name)!r} cannot be removed"):
+            with contextlib.suppress(NotFoundError), self.child(name) as folder:
                 for entry in folder.names():
-                    os.unlink(entry, dir_fd=folder.fd)
-            os.rmdir(name, dir_fd=self.fd)
+                    try:
+                        os.unlink(entry, dir_fd=folder.fd)
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        failed.append(error)  # The others take up room too.
+            if failed:
+                raise failed[0]
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(name, dir_fd=self.fd)
+
+    def has(self, name: str, identity: tuple[int, int]) -> bool:
+        """Whether this name leads to the file or folder with this device and inode; IOFailedError."""
+        with _door(f"{str(self.path / name)!r} cannot be looked up"):
+            try:
+                return _identity(os.stat(name, dir_fd=self.fd, follow_symlinks=False)) == identity
+            except FileNotFoundError:
+                return False
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode."""
+        return _identity(os.fstat(self.fd))
 
     def is_still(self, path: Path) -> bool:
         """Whether `path` still leads to this folder."""
         try:
-            there = os.stat(path)
+            return _identity(os.stat(path)) == self.identity
         except OSError:
             return False
-        here = os.fstat(self.fd)
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def set_direct(fd: int) -> bool:

@@ -45,8 +45,9 @@ _registry = _Registry()
 class OwnerLock:
     """A share in this process's lock on one directory."""
 
-    def __init__(self, key: tuple[int, int]) -> None:
+    def __init__(self, key: tuple[int, int], name: str) -> None:
         self._key = key
+        self._name = name
         self._released = False
         self._pid = os.getpid()
 
@@ -54,19 +55,32 @@ class OwnerLock:
     def acquire(root: Directory, name: str) -> OwnerLock:
         """Lock `name` in `root`. Raises ConflictError, naming the holder, if another process has it."""
         with _registry.guard:
-            status = os.fstat(root.fd)
-            key = (status.st_dev, status.st_ino)
+            key = root.identity
             held = _registry.held.get(key)
             if held is not None:
                 held.count += 1
             else:
                 _registry.held[key] = _Held(fd=_lock_file(root, name))
-            return OwnerLock(key)
+            return OwnerLock(key, name)
 
     def check(self) -> None:
         """Raise UsageError in a forked child, whose lock was closed at the fork."""
         if self._pid != os.getpid():
             raise UsageError("this Saver belongs to the parent process", hint="make a new Saver in the child")
+
+    def check_held(self, root: Directory) -> None:
+        """See that the file of this name in `root` is the one that is locked; one that was removed is locked anew.
+
+        ConflictError when another process has locked it by now.
+        """
+        self.check()
+        with _registry.guard:
+            held = _registry.held[self._key]
+            status = os.fstat(held.fd)
+            if not root.has(self._name, (status.st_dev, status.st_ino)):
+                fd = _lock_file(root, self._name)
+                os.close(held.fd)
+                held.fd = fd
 
     def release(self) -> None:
         """Release the share; the last one unlocks. Never raises."""

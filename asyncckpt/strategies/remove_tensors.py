@@ -3,7 +3,7 @@
 1. Read the manifest, and open all of its files.
 2. Choose what stays, and give it places in new shard files of one rank.
 3. Copy those blocks as they are stored, chunk by chunk, each verified on the way, into a new attempt's folder.
-4. Publish the manifest of the next number. This is the commit: before it, the checkpoint is the old one in full.
+4. Commit the manifest of the next number. Before that, the checkpoint is the old one in full.
 5. Remove the old manifest, then its files. A crash in between leaves them to the next save or removal.
 
 No file that a manifest names is ever changed.
@@ -11,38 +11,33 @@ No file that a manifest names is ever changed.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_step, read_manifest
-from asyncckpt.commit.publish import abandon_attempt, begin_attempt, publish
-from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.retention import keep_latest
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.background import workers
-from asyncckpt.engine.running_compactions import running_compactions
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.background import background, check_may_wait, rewriters
+from asyncckpt.engine.copy_blocks import BlockCopy, copy_blocks
+from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.engine.save_steps import as_ours
-from asyncckpt.errors import IncompatibleError, IndeterminateError, UsageError
+from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest, encode_manifest, render_body
-from asyncckpt.format.names import LOCK_NAME, Attempt
+from asyncckpt.format.manifest import Manifest, render_body
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, descend, leaves
 from asyncckpt.format.tree import Path as TreePath
-from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import Role
-from asyncckpt.native import PAGE_BYTES, Progress, core
-from asyncckpt.options import CHUNK_BYTES, SaveOptions
-from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.plan.image import plan_image
+from asyncckpt.native import Progress
+from asyncckpt.options import SaveOptions
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.stored_rows import LentMemory, stored_source
-from asyncckpt.shard.stream import stream_sources
-from asyncckpt.storage.owner_lock import OwnerLock
 from asyncckpt.strategies.layout import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 
 
@@ -57,19 +52,20 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
         raise UsageError("key_prefix is wrong", found=key_prefix, expected="a string")
     if own_rank(None, None, process_group)[0] != 0:
         return
-    # On a worker, where no KeyboardInterrupt cuts the commit in two.
-    if not workers.submit(_remove, Path(checkpoint_dir), key_prefix).result():
+    check_may_wait("a removal")
+    # On another thread, where no KeyboardInterrupt cuts it in two.
+    if not rewriters.submit(_remove, Path(checkpoint_dir), key_prefix).result():
         what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
         warnings.warn(what, stacklevel=3)
 
 
 @dataclass(frozen=True)
 class Remaining:
-    """What stays: as the part of one rank. `blocks` are (number in the old manifest, spec in the new one)."""
+    """What stays, as the part of one rank."""
 
     tree: Node
     values: tuple[Json, ...]
-    blocks: tuple[tuple[int, BlockSpec], ...]
+    blocks: tuple[BlockCopy, ...]
 
 
 def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
@@ -105,7 +101,7 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
     )
 
 
-def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[tuple[int, BlockSpec]]:
+def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[BlockCopy]:
     """The blocks of the leaves that have a place."""
     blocks = []
     number = 0
@@ -114,70 +110,37 @@ def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[tuple[int, 
         for block in part.blocks:
             spec = block.placed.spec
             if spec.role is Role.DENSE and spec.leaf is not None and paths[spec.leaf] in places:
-                blocks.append((number, replace(spec, leaf=places[paths[spec.leaf]])))
+                blocks.append(BlockCopy(number, None, replace(spec, leaf=places[paths[spec.leaf]])))
             number += 1
     return blocks
 
 
 def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
-    with reading_root(checkpoint_dir, SHARDED_DIR) as root:
-        lock = OwnerLock.acquire(root.root, LOCK_NAME)
-        try:
+    options = SaveOptions()
+    try:
+        with (
+            reading_root(checkpoint_dir, SHARDED_DIR) as root,
+            held_directory(root, options.durability) as commits,
+        ):
             manifest = read_manifest(root, newest_step(root))
             remaining = without_tensors(manifest, key_prefix)
             if remaining is None:
                 return False
-            attempt = Attempt.new(manifest.step + 1)
-            with running_compactions.enter(root, attempt):
-                heads = KnownHeads(root)
-                sweep(root, heads, keep_attempts=running_compactions.beside(attempt))
-                _commit(root, manifest, remaining, attempt)
-                keep_latest(root, heads, count=1, protected=())
+            with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
+                draft = _write(root, manifest, remaining, transaction, options)
+                background.run(lambda: transaction.commit(draft), "a removal")
+            keep_latest(root, commits.heads, count=1, protected=())
             return True
-        except (OSError, MemoryError) as error:
-            raise as_ours(error, None) from error
-        finally:
-            lock.release()
+    except (OSError, MemoryError) as error:
+        raise as_ours(error, None) from error
 
 
-def _commit(root: CheckpointRoot, manifest: Manifest, remaining: Remaining, attempt: Attempt) -> None:
-    """Copy and publish. After an IndeterminateError the files stay, for their manifest may be there."""
-    options = SaveOptions()
-    chain = Chain(manifests=(manifest,))
-    threads = IdleEndingThreads("asyncckpt-removal", 1)
-    image = plan_image([spec for _, spec in remaining.blocks], parallel=options.parallel, rank=0)
-    with ChainReader(root.data, chain, threads=1, verify=False, progress=Progress()) as reader:
-        lent = LentMemory()
-        sources = [stored_source(reader, number, None, lent) for number, _ in remaining.blocks]
-        size = min(CHUNK_BYTES, max(-(-file.bytes // PAGE_BYTES) * PAGE_BYTES for file in image.files))
-        folder = begin_attempt(root, attempt)
-        memory = core.map_memory(2 * size)
-        try:
-            files, digests = stream_sources(
-                image,
-                sources,
-                buffers=(memory.address, memory.address + size),
-                writer=threads,
-                folder=folder,
-                attempt=attempt,
-                options=options,
-                progress=Progress(),
-            )
-            head = replace(
-                manifest.head,
-                step=attempt.step,
-                attempt=attempt.id,
-                ranks_count=1,
-                files=files,
-                values=remaining.values,
-            )
-            raw = encode_manifest(head, render_body([], remaining.tree, image.blocks), digests)
-            asyncio.run(publish(root, folder, attempt, raw, durable=True, threads=threads))
-        except IndeterminateError:
-            raise
-        except BaseException:
-            abandon_attempt(root, attempt)
-            raise
-        finally:
-            memory.close()
-            folder.close()
+def _write(
+    root: CheckpointRoot, manifest: Manifest, remaining: Remaining, transaction: Transaction, options: SaveOptions
+) -> Draft:
+    """Copy what stays into new shard files; returns what the manifest is made of."""
+    with ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=Progress()) as reader:
+        own = copy_blocks(remaining.blocks, reader, transaction, rank=0, options=options, progress=Progress())
+    was = manifest.head
+    head = transaction.head(created=was.created, files=own.files, values=remaining.values, metadata=was.metadata)
+    return Draft(head, render_body([], remaining.tree, own.blocks), own.digests)

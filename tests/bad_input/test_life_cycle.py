@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.commit import transaction
 from asyncckpt.engine import background as background_module
 from asyncckpt.engine import save_job
 from asyncckpt.storage.directory import Directory
@@ -521,8 +522,9 @@ def test_case_115_116_retention_fails_after_the_commit(
     with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, keep_latest=1) as saver:
         saver.save(0)
         with monkeypatch.context() as patched:
-            patched.setattr(save_job, "keep_latest", broken)
+            patched.setattr(transaction, "keep_latest", broken)
             assert saver.save_async(1).result(DEADLINE_S).step == 1
+            saver.wait_idle(DEADLINE_S)
         assert asyncckpt.list_steps(tmp_path) == [0, 1]
         assert saver.save(2).step == 2
     assert asyncckpt.list_steps(tmp_path) == [2]

@@ -18,6 +18,7 @@ from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.encodings import encode
 from asyncckpt.format.header import render_header
 from asyncckpt.format.manifest import (
+    BodyTemplate,
     FileFacts,
     ManifestHead,
     ParentFacts,
@@ -28,7 +29,7 @@ from asyncckpt.format.manifest import (
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, shard_path
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
-from asyncckpt.native import core
+from asyncckpt.native import U8, core
 
 SHARD = "r00000-000.safetensors"
 ROLES = {"id": Role.ID, "embedding": Role.WEIGHT}
@@ -45,11 +46,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint on disk. `chain` are the parents of a delta on top of it."""
+    """A checkpoint on disk. `chain` are the parents of a delta on top of it; body, digests: what its manifest holds."""
 
     root: Path
     head: ManifestHead
     digest: str
+    body: BodyTemplate
+    digests: U8
 
     @property
     def fact(self) -> ParentFacts:
@@ -153,8 +156,9 @@ def _publish(
         replaces=replaces,
     )
     digests = np.array([list(_digest(raw)) for _, raw in blocks], dtype=np.uint8).reshape(-1, 16)
-    manifest = encode_manifest(head, render_body(tables, tree, placed), digests)
-    written = Written(root=root, head=head, digest=written_digest(manifest))
+    body = render_body(tables, tree, placed)
+    manifest = encode_manifest(head, body, digests)
+    written = Written(root, head, written_digest(manifest), body, digests)
     written.manifest.parent.mkdir(exist_ok=True)
     written.manifest.write_bytes(manifest)
     return written

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import asyncckpt
 import asyncckpt.dcp
-from asyncckpt.commit import publish
+from asyncckpt.commit.transaction import Transaction
 from asyncckpt.errors import ConflictError, IndeterminateError, IOFailedError, UsageError
 from asyncckpt.shard.target import ShardFiles
 from asyncckpt.storage.directory import Directory, io_failed
@@ -160,7 +160,7 @@ def fail(folder: Path) -> list[str]:
     attempt("a value that is not plain", UsageError, value=object() if rank == 1 else 0)
     attempt("a step that exists", ConflictError, step=0)
     succeed("a step that exists")
-    with failing_on(rank == 0, publish, "_rename"):
+    with failing_on(rank == 0, Transaction, "_rename"):
         attempt("a rename that fails", IOFailedError)
     succeed("a rename that fails")
     problems += fail_in_doubt(folder)

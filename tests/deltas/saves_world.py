@@ -106,6 +106,7 @@ class SavesWorld:
             result = future.result(RESULT_SECONDS_MAX)
         assert kind == "auto" or result.kind == kind
         self.kinds.append(result.kind)
+        self.saver.wait_idle(RESULT_SECONDS_MAX)
         self._has_committed(copy)
 
     def fail(self, kind: Any, *, at: int) -> None:
@@ -116,6 +117,7 @@ class SavesWorld:
         copy = self._copy()
         with failing(at) as storage:
             error = self.saver.save_async(self.step, kind=kind).exception(RESULT_SECONDS_MAX)
+            self.saver.wait_idle(RESULT_SECONDS_MAX)  # For retention, which may fail too.
         if error is None:
             # Retention may have failed, which is no failure of the save.
             self.committed[self.step] = copy
@@ -142,6 +144,7 @@ class SavesWorld:
             assert self.saver.save_async(self.step + 1, kind=kind, on_busy="skip").result(RESULT_SECONDS_MAX).skipped
             hold.let_go()
             self.kinds.append(future.result(RESULT_SECONDS_MAX).kind)
+            self.saver.wait_idle(RESULT_SECONDS_MAX)
         self._has_committed(copy)
 
     def cancel(self, kind: Any) -> None:

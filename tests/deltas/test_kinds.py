@@ -277,11 +277,13 @@ def test_saver_compacts_beside_training(tmp_path: Path) -> None:
         for step in range(1, 5):
             write(table, torch.tensor([step]), float(step))
             save(saver, step)
+        saver.wait_idle(60)  # Also for retention.
         assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4]
         assert not saver.compact(3).result(60).skipped
         assert saver.compact(1).result(60).skipped
         write(table, torch.tensor([50]), 5.0)
         save(saver, 5)  # Its chain ends at step 3 now, so the older ones go.
+        saver.wait_idle(60)
         assert asyncckpt.list_steps(tmp_path) == [3, 4, 5]
         with pytest.raises(asyncckpt.NotFoundError):
             saver.compact(77).result(60)

@@ -72,7 +72,7 @@ def test_a_failed_save_leaves_the_prints_of_the_last_commit(tmp_path: Path, monk
         save(saver, 1)
         write(inner, torch.tensor([5]), 2.0)
         with monkeypatch.context() as broken:
-            broken.setattr("asyncckpt.engine.save_job.publish", None)
+            broken.setattr("asyncckpt.commit.transaction.Transaction.commit", None)
             assert saver.save_async(2).exception(60) is not None
         write(inner, torch.tensor([6]), 2.0)
         assert save(saver, 3).rows_count == 2

@@ -103,7 +103,7 @@ def merge(
     )
     others = [encode_part((part.file,), part.was.values, part.body, part.digests) for part in own[1:]]
     raw = encode_manifest(head, own[0].body, own[0].digests, others)
-    written = Written(root=root, head=head, digest=written_digest(raw))
+    written = Written(root, head, written_digest(raw), own[0].body, own[0].digests)
     (root / "manifests").mkdir(exist_ok=True)
     (root / "manifests" / manifest_name(step)).write_bytes(raw)
     return written

@@ -21,9 +21,10 @@ import asyncckpt.engine.compact
 import asyncckpt.shard.stored_rows
 from asyncckpt import filters
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact import run_compaction
-from asyncckpt.engine.running_compactions import running_compactions
-from asyncckpt.format.names import LOCK_NAME, Attempt
+from asyncckpt.engine.held_directory import held_directory
+from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.storage.directory import Directory
@@ -164,6 +165,7 @@ def test_retention_lets_what_was_folded_go(tmp_path: Path) -> None:
     with TrainingRun(tmp_path, keep_latest=2) as run:
         for step in STEPS:
             run.save(step)
+        run.saver.wait_idle(60)  # Also for retention.
         assert asyncckpt.list_steps(tmp_path) == STEPS  # The newest ones need them all.
         run.saver.compact(3).result(60)
         run.save(5)
@@ -225,24 +227,13 @@ def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch:
 
     def write_and_lose(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
-        shutil.rmtree(next(path for path in arguments if isinstance(path, Directory)).path)
+        shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).folder.path)
         return written
 
     monkeypatch.setattr(asyncckpt.engine.compact, "_write", write_and_lose)
     with pytest.raises(asyncckpt.ConflictError, match="was removed while step 4 was compacted"):
         asyncckpt.compact(chain.path, 4)
     assert files_of(chain.path) == before
-
-
-def test_sweeps_know_compactions_that_begin_while_they_look(chain: Chain) -> None:
-    own, other = Attempt.new(5), Attempt.new(4)
-    kept = running_compactions.beside(own)
-    with CheckpointRoot.for_reading(chain.path) as root:
-        assert (own.id in kept, other.id in kept) == (True, False)
-        with running_compactions.enter(root, other):
-            assert other.id in kept
-            assert set(kept) == {own.id, other.id}
-        assert other.id not in kept
 
 
 def test_no_damaged_byte_gets_into_a_full_checkpoint(chain: Chain) -> None:
@@ -298,10 +289,11 @@ def test_a_cancelled_compaction_leaves_nothing(chain: Chain) -> None:
     before = files_of(chain.path)
     progress = Progress()
     progress.cancel()
-    with CheckpointRoot.for_reading(chain.path) as root, pytest.raises(asyncckpt.SaveCancelledError):
-        run_compaction(root, 4, options=SaveOptions(), progress=progress)
-    with CheckpointRoot.for_reading(chain.path) as root, pytest.raises(asyncckpt.SaveCancelledError):
-        run_compaction(root, 4, options=SaveOptions(), progress=Progress(), may_commit=lambda: False)
+    with CheckpointRoot.for_reading(chain.path) as root, held_directory(root, "fsync") as commits:
+        with pytest.raises(asyncckpt.SaveCancelledError):
+            run_compaction(commits, 4, options=SaveOptions(), progress=progress)
+        with pytest.raises(asyncckpt.SaveCancelledError):
+            run_compaction(commits, 4, options=SaveOptions(), progress=Progress(), may_commit=lambda: False)
     assert files_of(chain.path) == before
 
 
@@ -322,7 +314,7 @@ def test_large_blocks_go_through_windows_and_chunks(
         for step in STEPS:
             run.save(step)
     monkeypatch.setattr(asyncckpt.shard.stored_rows, "WINDOW_BYTES", 1000 * parts)
-    for module in ("asyncckpt.shard.stored_rows", "asyncckpt.shard.stream", "asyncckpt.engine.compact"):
+    for module in ("asyncckpt.shard.stored_rows", "asyncckpt.shard.stream", "asyncckpt.engine.copy_blocks"):
         monkeypatch.setattr(f"{module}.CHUNK_BYTES", 4096 * parts)
     asyncckpt.compact(tmp_path)
     keep_only(tmp_path, 4)

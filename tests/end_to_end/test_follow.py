@@ -204,6 +204,7 @@ async def test_steps_that_are_gone_are_passed_over(tmp_path: Path) -> None:
             for step in (2, 3, 4):
                 run.save(step, "full")
             run.save(5)
+            run.saver.wait_idle(60)  # Also for retention.
             assert await serve(run, [4, 5], served, follower) == [False, True]
 
 

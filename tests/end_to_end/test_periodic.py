@@ -113,9 +113,11 @@ def test_retention_keeps_the_newest_verified_checkpoint(tmp_path: Path) -> None:
         asyncckpt.verify(tmp_path, 1)
         for step in (2, 3):
             saver.save(step)
+        saver.wait_idle(60)  # Also for retention.
         assert asyncckpt.list_steps(tmp_path) == [1, 3]
         asyncckpt.Loader(tmp_path, tensors={"w": torch.zeros(10)}).load()
         saver.save(4)
+        saver.wait_idle(60)
         assert asyncckpt.list_steps(tmp_path) == [3, 4]
 
 

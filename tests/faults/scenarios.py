@@ -107,11 +107,15 @@ class Scenario:
         state.fill(step)
         kind: Any = "full" if full else "auto"
         if not self.staged:
-            return saver.save(step, kind=kind)
+            result = saver.save(step, kind=kind)
+            saver.wait_idle(RESULT_SECONDS_MAX)
+            return result
         future = saver.save_async(step, kind=kind)
         # The next step, so that most rows stay what they are; or one that shares no row.
         state.fill(step + 1 if self.has_deltas else step + FAR_STEPS)
-        return future.result(RESULT_SECONDS_MAX)
+        result = future.result(RESULT_SECONDS_MAX)
+        saver.wait_idle(RESULT_SECONDS_MAX)  # Also for retention, so that all runs have the same order of operations.
+        return result
 
 
 SCENARIOS = {

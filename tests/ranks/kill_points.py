@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from asyncckpt.commit import publish
+from asyncckpt.commit.claims import Claim
+from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.file_channel import FileChannel
 from asyncckpt.coordination.messages import Begin, Outcome, Prepared, decode
 from asyncckpt.coordination.store_channel import StoreChannel
@@ -29,12 +30,12 @@ _FUNCTIONS: dict[str, tuple[Any, str]] = {
     "filter": (rank_save, "filter_blocks"),
     "write": (rank_save, "write_files"),
     "written": (rank_save, "write_files"),
-    "folder": (rank_save, "begin_attempt"),
-    "folder made": (rank_save, "begin_attempt"),
+    "folder": (Transaction, "begin"),
+    "folder made": (Transaction, "begin"),
     "before commit": (RankSave, "publish"),
-    "manifest written": (publish, "_rename"),
-    "renamed": (publish, "_rename"),
-    "durable": (publish, "_make_rename_durable"),
+    "manifest written": (Transaction, "_rename"),
+    "renamed": (Transaction, "_rename"),
+    "durable": (Transaction, "_make_durable"),
 }
 _AFTERWARDS = ("written", "folder made", "renamed", "durable")
 _MESSAGES: dict[str, type[Begin | Prepared | Outcome]] = {
@@ -57,7 +58,8 @@ def strike_at(point: str, signal_number: int, *, step: int) -> None:
     @functools.wraps(function)
     def striking(*arguments: Any, **options: Any) -> Any:
         # The save before this one may still be in flight.
-        steps = {argument.step for argument in arguments if isinstance(argument, (SaveJob, Attempt))}
+        steps = {argument.step for argument in arguments if isinstance(argument, (SaveJob, Attempt, Claim))}
+        steps |= {argument.attempt.step for argument in arguments if isinstance(argument, Transaction)}
         is_it = steps <= {step}
         if is_it and point not in _AFTERWARDS:
             os.kill(os.getpid(), signal_number)

@@ -84,7 +84,7 @@ def test_nothing_to_remove_changes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("where", ["stream_sources", "publish"])
+@pytest.mark.parametrize("where", ["engine.copy_blocks.stream_sources", "commit.transaction.Transaction._prepare"])
 def test_a_failure_before_the_commit_leaves_all_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_failure_before_the_commit_leaves_all_as_it_was(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"asyncckpt.strategies.remove_tensors.{where}", refuse)
+        patched.setattr(f"asyncckpt.{where}", refuse)
         with pytest.raises(asyncckpt.IOFailedError, match="No space left"):
             LOAD.remove_sharded_tensors(tmp_path, "optimizer.")
     assert files(tmp_path) == before

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
+import torch
 
 import asyncckpt
-from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.retention import KnownHeads, keep_latest
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CorruptError
+from asyncckpt.commit.sweep import sweep
+from asyncckpt.errors import CorruptError, IOFailedError
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import DIM, layer_of, load
@@ -211,3 +214,27 @@ def test_sweep_does_nothing_where_a_manifest_cannot_be_read(tmp_path: Path) -> N
     compacted.manifest.write_bytes(b"{}")
     assert sweep_names(tmp_path) == []
     assert len(folders(tmp_path)) == 8
+
+
+def test_known_heads_hold_no_values(tmp_path: Path) -> None:
+    """A Saver keeps the head of every checkpoint, and values may be megabytes."""
+    state = {"step": torch.zeros(1), "loader": b""}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        heads = saver._target.commits.heads
+        for step in range(3):
+            state["loader"] = os.urandom(1 << 10)
+            saver.save(step, metadata={"note": "x" * 1000})
+        assert len(heads._heads) == 3
+        assert all(head.values == () and head.metadata is None for head in heads._heads.values())
+        with CheckpointRoot.for_reading(tmp_path) as root:
+            read = KnownHeads(root).of(f"{step:012d}.json" for step in range(3))
+        assert read == list(heads._heads.values())
+
+
+def test_a_folder_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:
+    found = {step: full(tmp_path, step) for step in range(4)}
+    (found[0].folder / "lost+found").mkdir()
+    with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
+        retain(tmp_path, 1)
+    assert asyncckpt.list_steps(tmp_path) == [3]
+    assert folders(tmp_path) == {found[0].folder.name, found[3].folder.name}

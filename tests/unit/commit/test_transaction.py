@@ -1,20 +1,42 @@
-"""Publication beside compacted checkpoints: one step, one meaning."""
+"""The one transaction: nobody else publishes, and beside compacted checkpoints a step keeps one meaning."""
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 import asyncckpt
+from asyncckpt.commit.claims import Claim
 from asyncckpt.commit.discover import is_committed, read_head
-from asyncckpt.commit.publish import begin_attempt, publish
+from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.background import background
+from asyncckpt.engine.held_directory import held_directory
 from asyncckpt.format.names import Attempt
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
+
+PACKAGE = Path(asyncckpt.__file__).parent
+# Which names may be called where, besides the file that defines them.
+CALLERS = {
+    "encode_manifest": {"commit/proof.py"},
+    "publish": {"commit/transaction.py", "coordination/whole_files.py", "coordination/driver.py"},
+}
+
+
+def callers_of(name: str) -> set[str]:
+    """Files of the package that call something of this name."""
+    call = re.compile(rf"(?<!def )\b{name}\(")
+    return {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if call.search(path.read_text())}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_nobody_else_publishes_a_manifest(name: str) -> None:
+    assert callers_of(name) == CALLERS[name]
 
 
 @pytest.fixture
@@ -23,15 +45,17 @@ def saved(tmp_path: Path) -> Written:
 
 
 def publish_again(saved: Written, made: Written, *, compacted: bool) -> None:
-    """Publish the manifest of `made`, which lies elsewhere, into the directory of `saved`."""
-    attempt = Attempt(step=made.head.step, id=made.head.attempt)
-    raw = made.manifest.read_bytes()
-    with CheckpointRoot.for_writing(saved.root) as root, ThreadPoolExecutor(1) as threads:
-        folder = begin_attempt(root, attempt)
-        try:
-            asyncio.run(publish(root, folder, attempt, raw, durable=True, threads=threads, compacted=compacted))
-        finally:
-            folder.close()
+    """Commit what `made` is, which lies elsewhere, into the directory of `saved`."""
+    with CheckpointRoot.for_writing(saved.root) as root, held_directory(root, "fsync") as commits:
+        attempt = Attempt(step=made.head.step, id=made.head.attempt)
+        claim = Claim(root.root.identity, "compaction" if compacted else "save", attempt)
+        with Transaction.begin(commits, claim) as transaction:
+            for path in made.folder.iterdir():
+                fd, _ = transaction.folder.create_file(path.name)
+                os.write(fd, path.read_bytes())
+                os.close(fd)
+            draft = Draft(made.head, made.body, made.digests)
+            background.run(lambda: transaction.commit(draft), "a test")
 
 
 def test_compacted_checkpoint_stands_for_its_step(saved: Written, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Which steps this process is saving or compacting now, in which directories.
+
+A step is claimed before anything is made for it, and released when its commit has ended or was given up. So no step is
+saved twice at once, "the next step" counts those in flight, and a sweep knows the attempts whose folders must stay.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncckpt.commit.discover import committed_steps, is_committed
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import ConflictError
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.names import Attempt
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A step of the directory with this device and inode, and the attempt that is made at it."""
+
+    place: tuple[int, int]
+    kind: Literal["save", "compaction"]
+    attempt: Attempt
+
+    @property
+    def step(self) -> int:
+        return self.attempt.step
+
+    def release(self) -> None:
+        """Let others have the step. Idempotent, and takes no lock: finalizers call it."""
+        claims.held.pop(self.attempt.id, None)
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Claims(Collection[str]):
+    """All claims of this process; as a collection, the ids of their attempts at the moment when it is asked."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self.held: dict[str, Claim] = {}
+
+    def save(self, root: CheckpointRoot, step: int | None) -> Claim:
+        """Claim a step to save, or the next: one more than the newest that is committed or being saved here.
+
+        UsageError; ConflictError for a step that exists or is being saved.
+        """
+        place = root.root.identity
+        while True:
+            # Claims before manifests: what is committed in between is seen as one or the other.
+            others = self._steps(place, "save")
+            chosen = max([-1, *others, *committed_steps(root)[-1:]]) + 1 if step is None else step
+            check_step(chosen, or_none=False)
+            is_taken = chosen in others or is_committed(root, chosen)
+            with self._guard:
+                if not is_taken and chosen not in self._steps(place, "save"):
+                    return self._hold(Claim(place, "save", Attempt.new(chosen)))
+            if step is not None:
+                raise step_exists(root, step)
+
+    def compaction(self, root: CheckpointRoot, step: int) -> Claim:
+        """Claim a step to compact; ConflictError when it is being compacted already."""
+        place = root.root.identity
+        with self._guard:
+            if step in self._steps(place, "compaction"):
+                raise ConflictError(f"step {step} of {str(root.path)!r} is being compacted already")
+            return self._hold(Claim(place, "compaction", Attempt.new(step)))
+
+    def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
+        return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
+
+    def _hold(self, claim: Claim) -> Claim:
+        self.held[claim.attempt.id] = claim
+        return claim
+
+    def forget(self) -> None:
+        """Start anew in a forked child, where nothing is saved."""
+        self._guard = threading.Lock()
+        self.held = {}
+
+    def __contains__(self, attempt: object) -> bool:
+        return attempt in self.held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.held))
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+claims = Claims()
+os.register_at_fork(after_in_child=claims.forget)
+
+
+def step_exists(root: CheckpointRoot, step: int) -> ConflictError:
+    return ConflictError(
+        f"step {step} exists already in {str(root.path)!r}",
+        hint="steps are never overwritten: save another step, or remove that checkpoint first",
+    )

@@ -1,0 +1,84 @@
+"""A commit of which nobody knows whether it is durable, and how to find out.
+
+A sync that failed is never repeated and believed: the kernel may drop what it could not write and report success the
+next time. So whoever looks again opens the directory anew, and makes, syncs and removes a new file beside the manifest.
+File systems write names in the order of their changes; when that file and then its folder could be synced, the rename
+before it is durable too. The shard files and the manifest itself were synced before the rename, or nothing was renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from asyncckpt.commit.discover import check_files, read_named_head
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import CheckpointError, CorruptError, IndeterminateError, IOFailedError, NotFoundError
+from asyncckpt.format.manifest import ManifestHead
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
+from asyncckpt.storage.directory import io_failed
+
+
+class InDoubt(IndeterminateError):
+    """An IndeterminateError that other processes can resolve too: it says where to look."""
+
+    def __init__(self, what: str, path: str, step: int, attempt: str, compacted: bool) -> None:
+        super().__init__(what, resolve=self._look, hint="call resolve() on this error; older checkpoints are kept")
+        self._where = (what, path, step, attempt, compacted)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return InDoubt, self._where
+
+    def _look(self) -> bool:
+        _, path, step, attempt, compacted = self._where
+        return is_committed_whole(Path(path), Attempt(step=step, id=attempt), compacted=compacted)
+
+
+def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False) -> bool:
+    """Whether the checkpoint of an attempt is there with all of its files; then it is durable.
+
+    IOFailedError when that cannot be found out, or made sure.
+    """
+    try:
+        root = CheckpointRoot.for_reading(path)
+    except NotFoundError:
+        return False
+    with root:
+        head = find_manifest(root, attempt, compacted=compacted)
+        if head is None:
+            return False
+        try:
+            check_files(root, head)
+        except CorruptError:
+            return False
+        _make_sure(root, attempt.step)
+        return True
+
+
+def find_manifest(root: CheckpointRoot, attempt: Attempt, *, compacted: bool) -> ManifestHead | None:
+    """The head of the manifest of an attempt, if it is that one that has the name; IOFailedError."""
+    name = final_name(attempt.step, compacted=compacted)
+    try:
+        head = read_named_head(root, name)
+    except IOFailedError:
+        raise
+    except CheckpointError:
+        return None  # None there, or a damaged one: ours was complete and synced before it got its name.
+    return head if head.attempt == attempt.id else None
+
+
+def final_name(step: int, *, compacted: bool) -> str:
+    return compacted_manifest_name(step) if compacted else manifest_name(step)
+
+
+def _make_sure(root: CheckpointRoot, step: int) -> None:
+    name = temporary_manifest_name(Attempt.new(step))
+    fd, _ = root.manifests.create_file(name)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise io_failed(f"folder {str(root.manifests.path)!r} cannot be synced", error) from error
+    finally:
+        os.close(fd)
+        root.manifests.remove_file(name)
+    root.manifests.sync()

@@ -1,0 +1,324 @@
+"""The one way in which a checkpoint comes to be: all writers go through a Transaction, and nobody else renames.
+
+A checkpoint exists from the moment its manifest has its final name; before that, readers do not see it.
+
+1. `begin`: sweep what failed saves left (but for a compaction); make data/<step>-<attempt>/ and sync data/. The shard
+   room writes and syncs files in it, on whichever rank; other ranks look at their own files before they say that they
+   are prepared.
+2. `commit` encodes the manifest and proves that readers will accept it (proof.py).
+3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
+4. It proves the rest right before the rename: the directory and the folder are where they were, the LOCK is ours, every
+   file is there by its name with its size, and one that this process wrote is the very same file; what a delta builds
+   upon is there; the manifest that a compacted one replaces is the one that was read.
+5. It renames the manifest to manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint,
+   which stands for one that is there, gets the name manifests/<step>.full.json.
+6. It syncs manifests/: durable.
+7. It looks at folder and files once more: a writer without a working lock, or a cleaner, may have removed them between
+   4 and 5. Only now is the save acknowledged.
+
+An error before 5, or a crash, leaves no checkpoint: the attempt is abandoned, and what stays of it is swept later. An
+error from 5 on is an InDoubt, never a plain failure; nothing is removed, and until the directory is opened anew nothing
+more is committed. A sync that failed is never tried again on the same file (doubt.py).
+
+#   from        to          done by
+#   begun       committing  commit
+#   begun       abandoned   close
+#   committing  committed   commit
+#   committing  abandoned   commit, after an error before the rename
+#   committing  in doubt    commit, after an error behind it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, TypeVar
+
+import aiofiles
+
+from asyncckpt.commit.claims import Claim, claims, step_exists
+from asyncckpt.commit.discover import check_files, read_manifest
+from asyncckpt.commit.doubt import InDoubt, final_name, find_manifest
+from asyncckpt.commit.proof import Draft, encode_proven
+from asyncckpt.commit.retention import KnownHeads, keep_latest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
+from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError
+from asyncckpt.format.manifest import ManifestHead, ParentFacts, written_digest
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
+from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.owner_lock import OwnerLock
+
+try:
+    WRITER = f"asyncckpt {version('asyncckpt')}"
+except PackageNotFoundError:  # Run from a source tree that was never installed.
+    WRITER = "asyncckpt"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Commits:
+    """What all transactions of one writer have in common.
+
+    lock: its share in the directory's LOCK; None where another process holds it. threads: on which blocking calls of a
+    commit run; nothing else may wait there. warn: of what cannot be removed.
+    """
+
+    root: CheckpointRoot
+    lock: OwnerLock | None
+    durable: bool
+    threads: Executor
+    warn: Callable[..., None]
+    heads: KnownHeads = field(init=False)
+    in_doubt: list[IndeterminateError] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heads", KnownHeads(self.root))
+
+    def retain(self, count: int | None, *, protected: Collection[int]) -> None:
+        """Let all but the newest checkpoints go (None: none). Never raises: the new checkpoint is committed."""
+        if count is None:
+            return
+        try:
+            keep_latest(self.root, self.heads, count=count, protected=protected)
+        except Exception as error:
+            self.warn("old checkpoints in %s were kept: %s", self.root.path, error)
+
+    def check_not_in_doubt(self) -> None:
+        """After a commit whose durability is unknown nothing more is committed here until the directory is reopened."""
+        if self.in_doubt:
+            raise IndeterminateError(
+                f"an earlier commit of this Saver is in doubt: {self.in_doubt[0].what}",
+                resolve=self.in_doubt[0].resolve,
+                hint="close this Saver, call resolve(), and open a new one",
+            )
+
+
+@dataclass(frozen=True)
+class Published:
+    """A durable checkpoint: as a parent of others, and the bytes of its manifest."""
+
+    parent: ParentFacts
+    manifest_bytes: int
+
+
+class Transaction:
+    """One attempt at a claimed step; see above. Close it, in any case; the claim stays the caller's."""
+
+    def __init__(self, commits: Commits, claim: Claim, folder: Directory) -> None:
+        self.folder = folder
+        self.attempt = claim.attempt
+        self._commits = commits
+        self._root = commits.root
+        self._is_compaction = claim.kind == "compaction"
+        self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
+
+    @staticmethod
+    def begin(commits: Commits, claim: Claim) -> Transaction:
+        """Sweep, and make the attempt's folder, durable in data/."""
+        commits.check_not_in_doubt()
+        root, attempt = commits.root, claim.attempt
+        if claim.kind == "save":
+            try:
+                sweep(root, commits.heads, keep_attempts=claims)
+            except CheckpointError as error:  # What cannot be swept is in nobody's way.
+                commits.warn("leftovers in %s were kept: %s", root.path, error)
+        folder = root.data.make_folder(attempt.directory)
+        try:
+            root.data.sync()
+        except BaseException:
+            folder.close()
+            raise
+        return Transaction(commits, claim, folder)
+
+    def head(self, **facts: Any) -> ManifestHead:
+        """The head of this attempt's manifest: these facts, and what is the same for all."""
+        usual: dict[str, Any] = {
+            "kind": "delta" if facts.get("parents") else "full",
+            "parents": (),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "writer": WRITER,
+            "ranks_count": 1,
+            "metadata": {},
+        }
+        return ManifestHead(step=self.attempt.step, attempt=self.attempt.id, **(usual | facts))
+
+    async def commit(self, draft: Draft) -> Published:
+        """Prove and publish. Runs in any loop; blocking calls run on the commit threads.
+
+        ConflictError, CorruptError, IOFailedError, UsageError when nothing was published; InDoubt.
+        """
+        assert self._state == "begun"
+        self._state = "committing"
+        head = draft.whole_head
+        try:
+            raw, fd = await self._on_thread(self._prepare, draft)
+            await self._write(fd, raw)
+            await self._on_thread(self._publish, head)
+        except BaseException as error:
+            if isinstance(error, InDoubt):
+                self._state = "in doubt"
+                self._commits.in_doubt.append(error)
+            else:
+                with contextlib.suppress(CheckpointError):  # No thread can be started.
+                    await self._on_thread(self._abandon)
+            raise
+        finally:
+            self.folder.close()
+        self._state = "committed"
+        self._commits.heads.add(head)
+        parent = ParentFacts(step=head.step, attempt=head.attempt, digest=written_digest(raw))
+        return Published(parent=parent, manifest_bytes=len(raw))
+
+    def close(self) -> None:
+        """Give up what was begun and not committed. Leaves a commit under way alone. Idempotent, never raises."""
+        if self._state == "begun":
+            self._abandon()
+            self.folder.close()
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- on the commit threads -----------------------------------------------------------------------------------------
+
+    async def _on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._commits.threads, function, *arguments)
+
+    def _prepare(self, draft: Draft) -> tuple[bytearray, int]:
+        """The manifest's bytes, proven, and a new file for them."""
+        raw = encode_proven(draft)
+        if self._commits.durable:
+            self.folder.sync()
+        return raw, self._root.manifests.create_file(temporary_manifest_name(self.attempt))[0]
+
+    async def _write(self, fd: int, raw: bytearray) -> None:
+        try:
+            try:
+                # Not `async with`: its end goes to asyncio's own threads, which take no work once the interpreter has
+                # begun to end.
+                file = await aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=self._commits.threads)
+                try:
+                    await _write_all(file, raw)
+                finally:
+                    await file.close()
+                if self._commits.durable:
+                    await self._on_thread(os.fsync, fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise io_failed(f"manifest of step {self.attempt.step} cannot be written", error) from error
+
+    def _publish(self, head: ManifestHead) -> None:
+        self._check_place()
+        self._check_others(head)
+        check_files(self._root, head, self.folder)
+        self._rename()
+        self._make_durable(head)
+
+    def _abandon(self) -> None:
+        """Remove what the attempt left, as far as that works; what stays is unreferenced and swept later."""
+        self._state = "abandoned"
+        with contextlib.suppress(CheckpointError, OSError):
+            self._root.manifests.remove_file(temporary_manifest_name(self.attempt))
+        with contextlib.suppress(CheckpointError, OSError):
+            self._root.data.remove_folder(self.attempt.directory)
+
+    # -- proofs --------------------------------------------------------------------------------------------------------
+
+    def _check_place(self) -> None:
+        """What is published will be found where it was written."""
+        root, what = self._root, f"step {self.attempt.step} was {'compacted' if self._is_compaction else 'saved'}"
+        if not root.root.is_still(root.path):
+            raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {what}")
+        if not root.data.has(self.attempt.directory, self.folder.identity):
+            raise ConflictError(
+                f"folder {str(self.folder.path)!r} was removed while {what}",
+                hint="does something else write to, or clean up, the checkpoint directory?",
+            )
+
+    def _check_others(self, head: ManifestHead) -> None:
+        """The other checkpoints of the directory let this one be published."""
+        if self._commits.lock is not None:
+            self._commits.lock.check_held(self._root.root)
+        self._check_parents(head)
+        # A step whose own manifest is gone, because a compacted one stands for it, exists all the same.
+        if self._root.manifests.exists(compacted_manifest_name(head.step)):
+            raise step_exists(self._root, head.step)
+        if head.replaces is not None and read_manifest(self._root, head.step).digest != head.replaces:
+            raise ConflictError(f"step {head.step} of {str(self._root.path)!r} was rewritten while it was compacted")
+
+    def _check_parents(self, head: ManifestHead) -> None:
+        """What a delta builds upon is there, down to a full checkpoint."""
+        exists = self._root.manifests.exists
+        for parent in head.parents:
+            compacted = compacted_manifest_name(parent.step)
+            if exists(compacted):
+                return
+            folder = Attempt(parent.step, parent.attempt).directory
+            if not (exists(manifest_name(parent.step)) and self._root.data.exists(folder)):
+                if exists(compacted):  # It was published, and the other removed, between the first looks.
+                    return
+                raise ConflictError(
+                    f"step {parent.step}, which the delta of step {head.step} builds upon, is not there any more",
+                    hint="save a full checkpoint: kind='full'",
+                )
+
+    # -- the rename ----------------------------------------------------------------------------------------------------
+
+    def _rename(self) -> None:
+        manifests, step = self._root.manifests, self.attempt.step
+        final = final_name(step, compacted=self._is_compaction)
+        try:
+            manifests.publish(temporary_manifest_name(self.attempt), final)
+        except (ConflictError, IOFailedError) as error:
+            try:
+                is_ours = find_manifest(self._root, self.attempt, compacted=self._is_compaction) is not None
+            except IOFailedError:
+                # Nobody can tell now whether the manifest is there, so its data must stay.
+                raise self._doubt(error) from error
+            if isinstance(error, ConflictError):
+                if is_ours:
+                    return  # A replayed rename (NFS) reports EEXIST for our own success.
+                raise step_exists(self._root, step) from error
+            if is_ours:
+                raise self._doubt(error) from error
+            raise
+
+    def _make_durable(self, head: ManifestHead) -> None:
+        try:
+            if self._commits.durable:
+                self._root.manifests.sync()
+            self._check_after(head)
+        except CheckpointError as error:
+            raise self._doubt(error) from error
+
+    def _check_after(self, head: ManifestHead) -> None:
+        self._check_place()
+        self._check_parents(head)
+        check_files(self._root, head, self.folder)
+
+    def _doubt(self, error: Exception) -> InDoubt:
+        path, attempt = str(self._root.path), self.attempt
+        what = f"checkpoint of step {attempt.step} may be visible, but is perhaps not durable, or not whole: {error}"
+        return InDoubt(what, path, attempt.step, attempt.id, self._is_compaction)
+
+
+async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:
+    """A raw file may take less than it is given."""
+    rest = memoryview(raw)
+    while rest:
+        written = await file.write(rest)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
+        rest = rest[written:]

@@ -1,0 +1,67 @@
+"""Copy stored blocks into the shard files of a new attempt: for compaction, and where tensors are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.format.manifest import FileFacts
+from asyncckpt.model.block import BlockSpec, PlacedBlock
+from asyncckpt.native import I64, PAGE_BYTES, U8, Progress, core
+from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.pipeline.threads import IdleEndingThreads
+from asyncckpt.plan.image import plan_image
+from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.stored_rows import LentMemory, stored_source
+from asyncckpt.shard.stream import stream_sources
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block of the new checkpoint: `rows` of the stored block `number`; None: all of it, as it is stored."""
+
+    number: int
+    rows: I64 | None
+    spec: BlockSpec
+
+
+@dataclass(frozen=True)
+class CopiedBlocks:
+    """The new shard files of one rank, and where the blocks are in them."""
+
+    files: tuple[FileFacts, ...]
+    blocks: Sequence[PlacedBlock]
+    digests: U8
+
+
+def copy_blocks(
+    copies: Sequence[BlockCopy],
+    reader: ChainReader,
+    transaction: Transaction,
+    *,
+    rank: int,
+    options: SaveOptions,
+    progress: Progress,
+) -> CopiedBlocks:
+    """Write the shard files of one rank. Every stored block is verified on the way: CorruptError."""
+    image = plan_image([copy.spec for copy in copies], parallel=options.parallel, rank=rank)
+    lent = LentMemory()
+    sources = [stored_source(reader, copy.number, copy.rows, lent) for copy in copies]
+    # Buffers of its own: those of saves are held by a save for as long as it takes.
+    size = min(CHUNK_BYTES, max(-(-file.bytes // PAGE_BYTES) * PAGE_BYTES for file in image.files))
+    memory = core.map_memory(2 * size)
+    try:
+        files, digests = stream_sources(
+            image,
+            sources,
+            buffers=(memory.address, memory.address + size),
+            writer=IdleEndingThreads("asyncckpt-copy", 1),
+            folder=transaction.folder,
+            attempt=transaction.attempt,
+            options=options,
+            progress=progress,
+        )
+    finally:
+        memory.close()
+    return CopiedBlocks(files=files, blocks=image.blocks, digests=digests)

@@ -1,0 +1,326 @@
+"""Others at work in the directory of a save, as where locks do not work: what is acknowledged can be read.
+
+At every operation of the storage in turn somebody strikes: a cleaner that deletes below data/, or a second writer of
+ours that knows nothing of the first one, sweeps, and is itself stopped at every one of its operations until the first
+one has ended. LOCK is removed each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import asyncckpt
+import asyncckpt.engine.save_job
+from asyncckpt.commit.retention import KnownHeads, keep_latest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.dcp import StorageWriter
+from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.owner_lock import _lock_file
+
+WAIT_S_MAX = 60.0
+OPERATIONS = (
+    *("make_folder", "create_file", "sync", "publish", "exists", "check_file", "has", "names", "child"),
+    *("read_file", "remove_file", "remove_folder", "move_folder"),
+)
+Hook = Callable[[], None]
+
+
+@contextlib.contextmanager
+def before_each_operation(hook: Hook) -> Iterator[None]:
+    """Call the hook before every operation, on the thread that makes it."""
+
+    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(self: Directory, *arguments: Any, **options: Any) -> Any:
+            hook()
+            return plain(self, *arguments, **options)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(Directory, name, wrapped(getattr(Directory, name)))
+        yield
+
+
+class Strike:
+    """Does something once, when operation `at` of the writer comes."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self.count = 0
+        self._at = at
+        self._act = act
+        self._is_acting = False
+
+    def __call__(self) -> None:
+        if self._is_acting:
+            return
+        self.count += 1
+        if self.count == self._at:
+            self._is_acting = True
+            try:
+                self._act()
+            finally:
+                self._is_acting = False
+
+
+class SecondWriter:
+    """Sweeps and retains on a thread of its own, but stops at its operation `at` until `end`."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        self.count = 0
+        self._path = path
+        self._at = at
+        self._thread = threading.Thread(target=self._run)
+        self._is_stopped, self._may_end = threading.Event(), threading.Event()
+
+    def start(self) -> None:
+        """Begin, and wait until it has stopped, or ended."""
+        lose_lock(self._path)
+        self._thread.start()
+        assert self._is_stopped.wait(WAIT_S_MAX)
+
+    def is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def operation(self) -> None:
+        self.count += 1
+        if self.count == self._at:
+            self._is_stopped.set()
+            assert self._may_end.wait(WAIT_S_MAX)
+
+    def end(self) -> None:
+        self._may_end.set()
+        if self._thread.ident is not None:
+            self._thread.join(WAIT_S_MAX)
+            assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with CheckpointRoot.for_reading(self._path) as root:
+                sweep(root, KnownHeads(root))
+                keep_latest(root, KnownHeads(root), count=2, protected=())
+        except asyncckpt.CheckpointError:
+            pass  # It finds what the first one is about.
+        finally:
+            self._is_stopped.set()
+
+
+def lose_lock(path: Path) -> None:
+    (path / "LOCK").unlink(missing_ok=True)
+
+
+STATE = {"x": torch.arange(3.0), "y": torch.ones(5)}
+
+
+def save(path: Path) -> int:
+    with asyncckpt.Saver(path=path, tensors=STATE) as saver:
+        return saver.save_async(7).result(WAIT_S_MAX).step
+
+
+def save_by_dcp(path: Path) -> int:
+    dcp.save(dict(STATE), storage_writer=StorageWriter(path, step=7))
+    return 7
+
+
+def compact(path: Path) -> int:
+    return asyncckpt.compact(path, 7).step
+
+
+WRITERS = {"Saver": save, "DCP": save_by_dcp, "compaction": compact}
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What is there before: an old checkpoint, what a crash left; for compaction a chain that ends with step 7."""
+    made = {}
+    for name in WRITERS:
+        path = made[name] = tmp_path_factory.mktemp("templates") / name
+        table = asyncckpt.HashTable("t", 2)
+        with asyncckpt.Saver(path=path, hashtables={"t": table}) as saver:
+            for step in (5, 7) if name == "compaction" else (5,):
+                table.insert(torch.tensor([step]), torch.ones(1, 2))
+                saver.save_async(step, kind="full" if step == 5 else "delta").result(WAIT_S_MAX)
+        (path / "data" / f"{7:012d}-{'ab' * 16}").mkdir()
+    return made
+
+
+def run(writer: str, path: Path) -> bool:
+    """Whether it was acknowledged."""
+    try:
+        assert WRITERS[writer](path) == 7
+    except asyncckpt.CheckpointError:
+        return False
+    except CheckpointException as error:
+        if all(isinstance(cause, asyncckpt.CheckpointError) for cause, _ in error.failures.values()):
+            return False
+        raise
+    return True
+
+
+def fresh(template: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "root"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(template, path)
+    return path
+
+
+def delete_folders(path: Path) -> None:
+    for folder in (path / "data").iterdir():
+        shutil.rmtree(folder)
+
+
+def delete_files(path: Path) -> None:
+    for file in (path / "data").rglob("*.safetensors"):
+        file.unlink()
+
+
+def replace_files(path: Path) -> None:
+    """By others of the same size."""
+    for file in (path / "data").rglob("*.safetensors"):
+        raw = file.read_bytes()
+        file.rename(file.with_name(file.name + ".old"))
+        file.write_bytes(bytes(len(raw)))
+
+
+@pytest.mark.parametrize("clean", [delete_folders, delete_files, replace_files])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_acknowledged_can_be_read_whatever_a_cleaner_did(
+    writer: str, clean: Callable[[Path], None], templates: dict[str, Path], tmp_path: Path
+) -> None:
+    refused = refused_beside_a_cleaner(writer, clean, templates[writer], tmp_path)
+    assert refused > 5
+
+
+def refused_beside_a_cleaner(writer: str, clean: Callable[[Path], None], template: Path, tmp_path: Path) -> int:
+    """How many saves were refused; CorruptError when an acknowledged one cannot be read at that moment."""
+
+    def act() -> None:
+        lose_lock(path)
+        clean(path)
+
+    refused = 0
+    for at in range(1, 1000):
+        path = fresh(template, tmp_path)
+        strike = Strike(at, act)
+        with before_each_operation(strike):
+            is_acknowledged = run(writer, path)
+        if is_acknowledged:
+            asyncckpt.verify(path, 7)
+        refused += not is_acknowledged
+        if strike.count < at:
+            break
+    return refused
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_acknowledged_can_be_read_whatever_a_second_writer_did(
+    writer: str, every: int, templates: dict[str, Path], tmp_path: Path
+) -> None:
+    """Also afterwards; and what was there before stays as well."""
+    assert refused_beside_a_second_writer(writer, templates[writer], tmp_path, every=every) > 0
+
+
+def test_what_is_deleted_right_before_the_rename_is_found_by_the_look_behind_it(
+    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that look the test above fails."""
+    monkeypatch.setattr(Transaction, "_check_after", lambda *_: None)
+    with pytest.raises(asyncckpt.CorruptError):
+        refused_beside_a_cleaner("Saver", delete_folders, templates["Saver"], tmp_path)
+
+
+def test_what_is_published_before_its_folder_is_moved_is_found_by_the_sweep_that_looks_again(
+    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncckpt.commit.sweep._named", lambda *_: set())
+    with pytest.raises(asyncckpt.CorruptError):
+        refused_beside_a_second_writer("Saver", templates["Saver"], tmp_path, every=3)
+
+
+def refused_beside_a_second_writer(writer: str, template: Path, tmp_path: Path, *, every: int) -> int:
+    """How many saves were refused; CorruptError when an acknowledged one cannot be read."""
+    refused = 0
+    for at in range(1, 1000):
+        counts = []
+        for stop in range(1 + at % every, 1000, every):
+            path = fresh(template, tmp_path)
+            second = SecondWriter(path, stop)
+            strike = Strike(at, second.start)
+
+            def hook(second: SecondWriter = second, strike: Strike = strike) -> None:
+                if second.is_here():
+                    second.operation()
+                else:
+                    strike()
+
+            with before_each_operation(hook):
+                is_acknowledged = run(writer, path)
+                second.end()
+            counts.append(strike.count)
+            if is_acknowledged:
+                asyncckpt.verify(path, 7)
+            refused += not is_acknowledged
+            asyncckpt.verify(path, 5)
+            if second.count < stop:
+                break
+        if max(counts) < at:
+            break
+    return refused
+
+
+def test_a_lock_that_was_removed_is_taken_again(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver:
+        saver.save(1)
+        lose_lock(tmp_path)
+        saver.save(2)
+        assert (tmp_path / "LOCK").exists()
+    assert os.listdir(tmp_path / "manifests") != []
+
+
+def test_a_lock_that_another_process_has_taken_ends_the_commits(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver:
+        saver.save(1)
+        lose_lock(tmp_path)
+        with Directory.open(tmp_path) as root:
+            lock = _lock_file(root, LOCK_NAME)  # As another process would: by an open file of its own.
+        with pytest.raises(asyncckpt.ConflictError, match="is being written by another process"):
+            saver.save(2)
+        os.close(lock)
+        saver.save(3)
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]
+
+
+def test_a_save_whose_files_another_process_has_swept_is_not_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files = asyncckpt.engine.save_job.write_files
+
+    def write_and_be_swept(*arguments: Any) -> Any:
+        written = write_files(*arguments)
+        lose_lock(tmp_path)
+        other = f"import asyncckpt; asyncckpt.Saver(path={str(tmp_path)!r}, tensors={{}}).save(2)"
+        subprocess.run([sys.executable, "-c", other], check=True, timeout=WAIT_S_MAX)
+        return written
+
+    monkeypatch.setattr(asyncckpt.engine.save_job, "write_files", write_and_be_swept)
+    refused = pytest.raises(asyncckpt.ConflictError, match="was removed while step 1 was saved")
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver, refused:
+        saver.save_async(1).result(2 * WAIT_S_MAX)
+    assert asyncckpt.list_steps(tmp_path) == [2]

@@ -1,0 +1,69 @@
+"""Claims: a step is saved once at a time, and whoever sweeps knows what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asyncckpt
+from asyncckpt.commit.claims import claims
+from asyncckpt.commit.root import CheckpointRoot
+from tests.chains.model import layer_of
+from tests.chains.written import write
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[CheckpointRoot]:
+    with CheckpointRoot.for_writing(tmp_path / "root") as opened:
+        yield opened
+
+
+def test_the_next_step_counts_what_is_committed_and_what_is_being_saved(root: CheckpointRoot) -> None:
+    with claims.save(root, None) as first:
+        assert first.step == 0
+    write(root.path, 5, {"user": layer_of({})})
+    with claims.save(root, None) as one, claims.save(root, None) as two:
+        assert (one.step, two.step) == (6, 7)
+
+
+def test_a_step_is_saved_once_at_a_time(root: CheckpointRoot) -> None:
+    with claims.save(root, 3), pytest.raises(asyncckpt.ConflictError, match="step 3 exists already"):
+        claims.save(root, 3)
+    claims.save(root, 3).release()
+    write(root.path, 3, {"user": layer_of({})})
+    with pytest.raises(asyncckpt.ConflictError, match="step 3 exists already"):
+        claims.save(root, 3)
+    for wrong in (-1, 10**12, True, "3"):
+        with pytest.raises(asyncckpt.UsageError, match="step is wrong"):
+            claims.save(root, wrong)  # type: ignore[arg-type]
+
+
+def test_a_compaction_may_run_beside_saves_and_once_for_a_step(root: CheckpointRoot) -> None:
+    with claims.compaction(root, 3), claims.compaction(root, 4):
+        with pytest.raises(asyncckpt.ConflictError, match=r"step 3 .* being compacted already"):
+            claims.compaction(root, 3)
+        claims.save(root, 3).release()
+
+
+def test_directories_are_told_apart_by_what_they_are(root: CheckpointRoot, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(root.path)
+    with (
+        CheckpointRoot.for_writing(tmp_path / "link") as same,
+        CheckpointRoot.for_writing(tmp_path / "other") as other,
+        claims.save(root, 1),
+    ):
+        claims.save(other, 1).release()
+        with pytest.raises(asyncckpt.ConflictError):
+            claims.save(same, 1)
+
+
+def test_sweeps_know_attempts_that_begin_while_they_look(root: CheckpointRoot) -> None:
+    with claims.save(root, 5) as own:
+        assert set(claims) == {own.attempt.id}
+        with claims.compaction(root, 4) as other:
+            assert other.attempt.id in claims
+            assert len(claims) == 2
+        assert other.attempt.id not in claims
+    assert not claims

@@ -1,0 +1,84 @@
+"""A commit in doubt: who looks again believes no sync that was repeated, in this process or another."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.commit.doubt import InDoubt
+from asyncckpt.storage.directory import Directory
+
+
+@pytest.fixture
+def doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InDoubt:
+    """Of step 1, whose manifest has its name; the sync of manifests/ has failed."""
+    sync = Directory.sync
+
+    def fail(self: Directory) -> None:
+        if self.path.name == "manifests" and (self.path / f"{1:012d}.json").exists():
+            raise asyncckpt.IOFailedError("folder cannot be synced", errno=errno.EIO)
+        sync(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "sync", fail)
+        with asyncckpt.Saver(path=tmp_path / "root", tensors={"x": torch.ones(3)}) as saver:
+            error = saver.save_async(1).exception(60)
+    assert isinstance(error, InDoubt)
+    return error
+
+
+def test_it_is_resolved_in_other_processes_too(doubt: InDoubt) -> None:
+    assert doubt.resolve()
+    assert pickle.loads(pickle.dumps(doubt)).resolve()
+
+
+def test_the_directory_is_changed_anew_before_its_sync_is_believed(
+    doubt: InDoubt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    create, sync = Directory.create_file, Directory.sync
+
+    def note_file(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
+        made.append(name)
+        return create(self, name, **options)
+
+    def note_sync(self: Directory) -> None:
+        made.append("sync")
+        sync(self)
+
+    monkeypatch.setattr(Directory, "create_file", note_file)
+    monkeypatch.setattr(Directory, "sync", note_sync)
+    assert doubt.resolve()
+    assert [name[:3] for name in made] == [".m-", "syn"]
+    assert os.listdir(tmp_path / "root" / "manifests") == [f"{1:012d}.json"]
+
+
+def test_what_is_gone_or_not_whole_is_not_there(doubt: InDoubt, tmp_path: Path) -> None:
+    (file,) = (tmp_path / "root" / "data").glob("*/*")
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1])
+    assert not doubt.resolve()
+    file.write_bytes(raw)
+    assert doubt.resolve()
+    file.unlink()
+    assert not doubt.resolve()
+    shutil.rmtree(file.parent)
+    assert not doubt.resolve()
+    shutil.rmtree(tmp_path / "root")
+    assert not doubt.resolve()
+
+
+def test_what_cannot_be_found_out_is_an_error(doubt: InDoubt, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Directory, *_: object, **__: object) -> None:
+        raise asyncckpt.IOFailedError("file cannot be created", errno=errno.EROFS)
+
+    monkeypatch.setattr(Directory, "create_file", fail)
+    with pytest.raises(asyncckpt.IOFailedError, match="cannot be created"):
+        doubt.resolve()
