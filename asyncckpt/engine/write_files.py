@@ -112,7 +112,8 @@ def _drain(job: SaveJob, selections: Selections, folder: Directory, attempt: Att
     job.future.expect_bytes(plan.files_bytes + sum(file.bytes for file in regions.files))
     # Open tables first: until their rows are out, the old values of rows that change take memory.
     exported, late_digests = _export(job, folder, attempt)
-    streamed = _stream_own(job, folder, attempt) if job.elsewhere else None
+    is_first = not (regions.files or exported)
+    streamed = _stream_own(job, folder, attempt, needs_file=is_first) if job.elsewhere else None
     arena = staged.arena
     image = plan.image if streamed is None else NO_IMAGE
     files, digests = drain_image(
@@ -143,7 +144,7 @@ def _drain(job: SaveJob, selections: Selections, folder: Directory, attempt: Att
     )
 
 
-def _stream_own(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+def _stream_own(job: SaveJob, folder: Directory, attempt: Attempt, *, needs_file: bool) -> Written:
     """The planned part of the arena without what other ranks write; in as many files as were planned.
 
     Only until the ranks have agreed who writes what: then such blocks are not captured any more.
@@ -155,7 +156,7 @@ def _stream_own(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
         specs,
         parallel=job.target.options.parallel,
         rank=job.target.rank,
-        needs_file=False,
+        needs_file=needs_file,
         files_count=len(planned.files),
     )
     sources = _sources(job, Filtered())
@@ -255,7 +256,7 @@ def _write_blocks(
 def _stream(
     job: SaveJob, image: ImagePlan, sources: Sequence[ByteSource], folder: Directory, attempt: Attempt
 ) -> tuple[tuple[FileFacts, ...], Digests]:
-    with chunk_buffers.borrow(max(file.bytes for file in image.files)) as buffers:
+    with chunk_buffers.borrow(max((file.bytes for file in image.files), default=0)) as buffers:
         return stream_sources(
             image,
             sources,

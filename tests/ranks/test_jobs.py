@@ -19,7 +19,8 @@ RUN_S_MAX = 90.0
 
 def run(job: Callable[[int, Path], None], ranks_count: int, folder: Path) -> list[int | None]:
     """Run all ranks of a job; their exit codes. AssertionError with what they printed when one raised or hung."""
-    outputs = [folder / f"output-{job.__name__}-{rank}" for rank in range(ranks_count)]
+    name = getattr(job, "__name__", "job")
+    outputs = [folder / f"output-{name}-{rank}" for rank in range(ranks_count)]
     ranks = [start(job, (rank, folder), output) for rank, output in enumerate(outputs)]
     try:
         codes = await_end(ranks, RUN_S_MAX)
