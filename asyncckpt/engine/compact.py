@@ -31,12 +31,12 @@ from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, encode_manifest, encode_part, render_body
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.result import SaveResult
-from asyncckpt.native import PAGE_BYTES, U8, Progress, core
+from asyncckpt.native import U8, Progress, core, paged
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import plan_image
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.stored_rows import LentMemory, stored_source
+from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.storage.directory import Directory
 
@@ -168,10 +168,9 @@ def _write_part(
 ) -> _WrittenPart:
     """Write the shard files of one rank."""
     image = plan_image([copy.spec for copy in part.copies], parallel=options.parallel, rank=part.was.rank)
-    lent = LentMemory()
-    sources = [stored_source(reader, copy.number, copy.rows, lent) for copy in part.copies]
+    sources = [stored_source(reader, copy.number, copy.rows) for copy in part.copies]
     # Buffers of its own: those of saves are held by a save for as long as it takes.
-    size = min(CHUNK_BYTES, max(-(-file.bytes // PAGE_BYTES) * PAGE_BYTES for file in image.files))
+    size = min(CHUNK_BYTES, max(paged(file.bytes) for file in image.files))
     memory = core.map_memory(2 * size)
     try:
         files, digests = stream_sources(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-from asyncckpt.model.source import ByteSource, FetchedSource, PassingSource
+from asyncckpt.model.source import ByteSource, DeviceSource
 from asyncckpt.model.table import OpenCut, OverlaidCut, TableCut, TracksIds, TracksRows
 
 _offers: dict[tuple[type, type], bool] = {}
@@ -32,14 +32,9 @@ def can_stay_open(cut: TableCut) -> TypeGuard[OpenCut]:
     return _offers_all(cut, OpenCut)
 
 
-def is_passing(source: ByteSource) -> TypeGuard[PassingSource]:
-    """Whether the source holds memory that it can let go."""
-    return _offers_all(source, PassingSource)
-
-
-def is_fetched(source: ByteSource) -> TypeGuard[FetchedSource]:
-    """Whether the source lies on a device, from where it is brought over with others."""
-    return _offers_all(source, FetchedSource)
+def is_on_device(source: ByteSource) -> TypeGuard[DeviceSource]:
+    """Whether the source lies on a device, from where it is fetched with others."""
+    return _offers_all(source, DeviceSource)
 
 
 def _offers_all(owner: object, protocol: type) -> bool:

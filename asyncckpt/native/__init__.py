@@ -28,6 +28,7 @@ from asyncckpt.native.contract import (
     Memory,
     Progress,
     ShortFile,
+    paged,
 )
 from asyncckpt.native.declarations import UnusableLibrary
 from asyncckpt.native.library import NativeCore
@@ -75,4 +76,5 @@ __all__ = [
     "UnusableLibrary",
     "core",
     "implementation",
+    "paged",
 ]

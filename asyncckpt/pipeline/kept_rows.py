@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import FilterError
 from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.native import I64
 from asyncckpt.pipeline.filter_rules import KeepRows
 from asyncckpt.pipeline.row_sources import gather
 from asyncckpt.pipeline.staged_state import StagedColumn, StagedTable
 
-I64 = NDArray[np.int64]
 BOOL = NDArray[np.bool_]
 
 WINDOW_BYTES = 64 << 20

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Protocol
@@ -21,13 +20,13 @@ from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.native import DIGEST_BYTES, Progress, core
 from asyncckpt.options import SaveOptions
-from asyncckpt.plan.open_tables import OpenTable, OpenTables
-from asyncckpt.shard.drain import file_facts, write_failed
-from asyncckpt.shard.target import OpenShard, ShardFiles, write_piece
+from asyncckpt.plan.open_tables import OpenTables, Window
+from asyncckpt.shard.drain import end_file, file_facts, shard_files
+from asyncckpt.shard.target import OpenShard, write_piece
 from asyncckpt.storage.directory import Directory
 
 
-class WindowSource(Protocol):
+class WindowExporter(Protocol):
     """What an export asks of a table's cut; see `asyncckpt.model.table.OpenCut`."""
 
     def most_urgent(self, left: Sequence[int]) -> int: ...
@@ -36,7 +35,7 @@ class WindowSource(Protocol):
 
 def export_tables(
     opened: OpenTables,
-    cuts: Sequence[WindowSource],
+    cuts: Sequence[WindowExporter],
     *,
     buffers: Sequence[int],
     writer: Executor,
@@ -45,15 +44,14 @@ def export_tables(
     options: SaveOptions,
     progress: Progress,
 ) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
-    """Write a file per table; returns their facts and the digests of their blocks in plan order (uint8 [n, 16])."""
+    """Write a file per table; returns their facts and the digests of their blocks in manifest order (uint8 [n, 16])."""
     facts = []
     digests = np.zeros((len(opened.blocks), DIGEST_BYTES), dtype=np.uint8)
-    first = opened.tables[0].blocks.start
-    shards = ShardFiles(folder, [table.name for table in opened.tables])
-    try:
-        for table, cut, shard in zip(opened.tables, cuts, shards.files, strict=True):
-            header = table.header.stamp(attempt)
-            facts.append(file_facts(table.name, header, file_bytes=table.bytes, attempt=attempt))
+    with shard_files(folder, [table.file.name for table in opened.tables], attempt) as shards:
+        for table, cut, shard in zip(opened.tables, cuts, shards, strict=True):
+            file = table.file
+            header = file.header.stamp(attempt)
+            facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
             chunks = _Chunks(shard, buffers, writer)
             try:
                 chunks.write_header(header)
@@ -63,18 +61,12 @@ def export_tables(
                         raise SaveCancelledError("the save was cancelled")
                     index = cut.most_urgent(left)
                     left.remove(index)
-                    chunks.write_window(table, cut, index, digests[table.blocks.start - first :])
+                    chunks.write_window(table.windows[index], cut, index, digests)
                     progress.advance(table.windows[index].bytes)
             finally:
                 chunks.wait()
-            os.ftruncate(shard.fd, table.bytes)
-            if options.durability == "fsync":
-                os.fsync(shard.fd)
+            end_file(shard, bytes=file.bytes, options=options)
             progress.advance(len(header))
-    except BaseException as error:
-        shards.abandon()
-        raise write_failed(error, attempt) from error
-    shards.close()
     return tuple(facts), digests
 
 
@@ -94,17 +86,15 @@ class _Chunks:
         core.copy(np.array([[raw.ctypes.data, address, len(header)]], dtype=np.uint64))
         self._submit(address, len(header), offset=0)
 
-    def write_window(self, table: OpenTable, cut: WindowSource, index: int, digests: NDArray[np.uint8]) -> None:
-        """Export and write one window; the digests of the table's blocks go to `digests`, its first block first."""
-        window = table.windows[index]
+    def write_window(self, window: Window, cut: WindowExporter, index: int, digests: NDArray[np.uint8]) -> None:
+        """Export and write one window, and take the digests of its blocks."""
         address = self._next_buffer()
         cut.export(index, {column: address + at for column, _, at in window.blocks})
         ends = [*(at for _, _, at in window.blocks[1:]), window.bytes]
         spans = np.array(
             [(address + at, end - at) for (_, _, at), end in zip(window.blocks, ends, strict=True)], dtype=np.uint64
         )
-        numbers = [number - table.blocks.start for _, number, _ in window.blocks]
-        digests[numbers] = core.digest(spans)
+        digests[[number for _, number, _ in window.blocks]] = core.digest(spans)
         self._submit(address, window.bytes, offset=window.offset)
 
     def wait(self) -> None:

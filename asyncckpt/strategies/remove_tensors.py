@@ -34,12 +34,12 @@ from asyncckpt.format.tree import VALUE, Node, descend, leaves
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
-from asyncckpt.native import PAGE_BYTES, Progress, core
+from asyncckpt.native import Progress, core, paged
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import plan_image
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.stored_rows import LentMemory, stored_source
+from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.storage.owner_lock import OwnerLock
 from asyncckpt.strategies.job_ranks import ranks_of
@@ -146,9 +146,8 @@ def _commit(root: CheckpointRoot, manifest: Manifest, remaining: Remaining, atte
     chain = Chain(manifests=(manifest,))
     image = plan_image([spec for _, spec in remaining.blocks], parallel=options.parallel, rank=0)
     with ChainReader(root.data, chain, threads=1, verify=False, progress=Progress()) as reader:
-        lent = LentMemory()
-        sources = [stored_source(reader, number, None, lent) for number, _ in remaining.blocks]
-        size = min(CHUNK_BYTES, max(-(-file.bytes // PAGE_BYTES) * PAGE_BYTES for file in image.files))
+        sources = [stored_source(reader, number, None) for number, _ in remaining.blocks]
+        size = min(CHUNK_BYTES, max(paged(file.bytes) for file in image.files))
         folder = begin_attempt(root, attempt)
         memory = core.map_memory(2 * size)
         try:
