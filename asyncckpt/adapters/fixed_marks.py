@@ -10,12 +10,10 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion
+from asyncckpt.native import I64
 from asyncckpt.tables.touched_rows import TouchedRows
-
-I64 = NDArray[np.int64]
 
 
 class FixedMarks:

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.native import core
-
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64, core
 
 # The mask is read in parts of so many rows, which bounds the memory of the device that the row numbers take.
 PART_ROWS = 1 << 24

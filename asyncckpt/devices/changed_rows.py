@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import U64, ComparesRows
+from asyncckpt.devices.contract import ComparesRows
 from asyncckpt.devices.copies import Copy, Work
+from asyncckpt.native import U64
 
 PRINT_BYTES = 8
 

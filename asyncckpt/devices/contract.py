@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
-U64 = NDArray[np.uint64]
+from asyncckpt.native import I64, U64
 
 Stream = Any
 """A stream of a runtime; only that runtime looks into it."""

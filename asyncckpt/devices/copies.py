@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, U64
 from asyncckpt.devices.sizes import LARGE_BYTES, PACK_BYTES, SLOT_BYTES
-from asyncckpt.native import core
+from asyncckpt.native import I64, U64, core
 
 Work = Callable[[Batch], None]
 """Queues copies; the side stream of the batch is current."""

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.changed_rows import PrintedCopy, PrintsOnDevice
-from asyncckpt.devices.contract import I64, U64, ComparesRows, Event, Runtime, Stream
+from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
+from asyncckpt.native import I64, U64
 
 NO_MEMORY: U64 = np.empty((0, 2), dtype=np.uint64)
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from asyncckpt.devices.batch import failed
-from asyncckpt.devices.contract import I64, U64, Holder, Runtime
+from asyncckpt.devices.contract import Holder, Runtime
 from asyncckpt.devices.sizes import LARGE_BYTES
 from asyncckpt.errors import DeviceError
+from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
 

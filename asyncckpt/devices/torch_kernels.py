@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from asyncckpt.devices.contract import I64, U64, Holder, Runtime
+from asyncckpt.devices.contract import Holder, Runtime
+from asyncckpt.native import I64, U64
 
 
 class TorchKernels:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, Event, Runtime
+from asyncckpt.devices.contract import Event, Runtime
 from asyncckpt.devices.upward import RowUpload, SegmentUpload, TensorUpload, Upload, run_uploads
 from asyncckpt.errors import DeviceError
-from asyncckpt.native import U8
+from asyncckpt.native import I64, U8
 
 WINDOWS_COUNT = 2
 

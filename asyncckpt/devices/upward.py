@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import I64, U64
 from asyncckpt.devices.sizes import LARGE_BYTES, SLOT_BYTES
+from asyncckpt.native import I64, U64
 
 GAP_BYTES_MAX = 64 << 10
 """A smaller gap between two segments is brought over with them: starting a transfer takes longer."""

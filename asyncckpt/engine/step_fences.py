@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.devices.contract import U64
 from asyncckpt.devices.host_copies import Pending
+from asyncckpt.native import U64
 
 
 class StepFences:

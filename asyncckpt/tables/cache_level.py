@@ -13,14 +13,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, TableSchema
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.cache_use import CacheUse
 from asyncckpt.tables.row_device import Landing, RowDevice, move_rows
-
-I64 = NDArray[np.int64]
 
 
 class CacheLevel:

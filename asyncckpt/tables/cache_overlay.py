@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
+from asyncckpt.native import I64
 from asyncckpt.tables.cut_places import CutPlaces
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
-
-I64 = NDArray[np.int64]
 
 
 class CacheOverlay:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64
+
 Mask = NDArray[np.bool_]
 
 POLICIES = ("lru", "lfu")

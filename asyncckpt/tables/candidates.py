@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import Layout
 from asyncckpt.tables.table_arguments import check_eviction, checked_count
 from asyncckpt.tables.table_lock import TableLock
-
-I64 = NDArray[np.int64]
 
 COUNT_COLUMN = "count"
 FIRST_ROWS = 1024

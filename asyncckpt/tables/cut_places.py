@@ -5,11 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.model.row_runs import window
-
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64
 
 
 class CutPlaces:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 
 import numpy as np
-from numpy.typing import NDArray
 
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64
 
 FIRST_ROOM = 1024
 

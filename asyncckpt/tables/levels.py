@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_device import Landing, sent
 from asyncckpt.tables.row_store import RowStore
 
-I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 # A cache that is too small for a batch grows by this part more than the batch needs: the next may be a little larger.

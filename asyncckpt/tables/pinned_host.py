@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import DeviceError, UnsupportedError, UsageError
-from asyncckpt.native import UnusableLibrary
+from asyncckpt.native import I64, UnusableLibrary
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure, load_cuda_library
 from asyncckpt.tables.row_copy import RowMemory
-from asyncckpt.tables.row_device import I64, CudaRowDevice, RowDevice, Values, pinned
+from asyncckpt.tables.row_device import CudaRowDevice, RowDevice, Values, pinned
 
 
 class PinnedHost(RowDevice):

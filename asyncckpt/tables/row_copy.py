@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 
-I64 = NDArray[np.int64]
 # What copies rows here works beside training and must not take its cores.
 COPY_THREADS = 1
 

@@ -20,13 +20,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
 
-I64 = NDArray[np.int64]
 Values = Mapping[str, torch.Tensor]
 
 

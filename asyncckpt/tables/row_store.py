@@ -16,18 +16,15 @@ from typing import cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN
-from asyncckpt.native import core
+from asyncckpt.native import I64, core
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice, move_rows
 from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.touched_rows import TouchedRows
-
-I64 = NDArray[np.int64]
 
 # Half again as large: growth stays geometric, and the pages of the new half are not touched before rows reach them.
 GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2

@@ -5,10 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64
 
 
 class RowWatcher(Protocol):

@@ -19,14 +19,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion
-from asyncckpt.native import core
+from asyncckpt.native import I64, U8, core
 from asyncckpt.tables.epoch_log import EpochLog
-
-I64 = NDArray[np.int64]
-U8 = NDArray[np.uint8]
 
 FREE, OLD, FIRST, LAST = 0, 1, 2, 255
 # How far marks go down when they have reached the last one.

@@ -28,11 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.errors import IOFailedError, UsageError
-from asyncckpt.native import Memory, core
+from asyncckpt.native import I64, Memory, core
 from asyncckpt.tables.cut_places import CutPlaces
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
-
-I64 = NDArray[np.int64]
 
 # How long a change of rows waits without a window being exported, before training goes on without this cut.
 PAUSE_S_MAX = 300.0

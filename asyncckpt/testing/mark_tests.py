@@ -13,10 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion, Table, TableCut, TableSchema, TracksIds, TracksRows
+from asyncckpt.native import I64
 from asyncckpt.testing.case import STEPS, TableCase, shuffled, skip
 from asyncckpt.testing.cuts import cut_rows, run_rows
-
-I64 = NDArray[np.int64]
 
 MANY_CUTS = 300
 # So far back at least a table must know: two savers, a failed save or two, and what else cuts it meanwhile.

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
@@ -17,8 +15,7 @@ from asyncckpt.format.encodings.form import Encoding, Form, Malformed, Stage, Un
 from asyncckpt.format.encodings.quantize import Quantize
 from asyncckpt.format.encodings.zero_rows import SkipZeroRows
 from asyncckpt.model.block import BlockSpec, EncodingStep
-
-U8 = NDArray[np.uint8]
+from asyncckpt.native import U8
 
 # Of the array that an encoded block stands for. A few stored bytes can stand for any number of zeros, so without a
 # limit a damaged manifest could ask for all memory.

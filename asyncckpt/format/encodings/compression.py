@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.encodings.form import Form, Malformed, Stage, as_bytes, integer
 from asyncckpt.model.block import EncodingStep
-
-U8 = NDArray[np.uint8]
 
 LEVEL_MIN, LEVEL_MAX = 1, 22
 _LANE_MAX = 16  # Bytes of the largest number, complex128.

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from asyncckpt.native import I64
 from asyncckpt.tables import hash_table, multi_level
-from asyncckpt.tables.row_device import I64, Landing, RowDevice, Values
+from asyncckpt.tables.row_device import Landing, RowDevice, Values
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.torch_queue import alias
 
