@@ -60,13 +60,14 @@ class Written:
 
 def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: Attempt) -> Written:
     """On a worker thread: write all shard files."""
-    selections = Selections() if filtered.is_changed else select_rows(job)
+    has_regions = job.staged is not None and bool(job.staged.tables)
+    selections = select_rows(job) if has_regions else Selections()
     has_rows_to_choose = bool(job.target.filters or selections.rows or _is_partial_elsewhere(job))
     if job.staged is not None and not (has_rows_to_choose or filtered.is_changed or job.elsewhere):
         written = _drain(job, folder, attempt)
     else:
         blocks = own_blocks(job, filtered)
-        if has_rows_to_choose or (job.staged is not None and job.staged.tables):
+        if has_rows_to_choose or has_regions:
             state = _choose_rows(job, blocks, selections)
         else:
             out = tuple(OutBlock(block.spec, block.data.source(), block.replaced) for block in blocks)
@@ -110,22 +111,27 @@ def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[Fi
 def _drain(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
     assert job.staged is not None
     plan, staged, options = job.plan, job.staged, job.target.options
-    files_count = len(plan.open.tables) + len(plan.image.files)
-    regions = job.target.region_files.plan(
-        staged.tables, parallel=options.parallel, rank=job.target.rank, first_file=files_count
-    )
-    job.future.expect_bytes(plan.files_bytes + sum(file.bytes for file in regions.files))
+    images = [(plan.image, staged.base)]
+    if staged.tables:
+        first_file = len(plan.open.tables) + len(plan.image.files)
+        regions = job.target.region_files.plan(
+            staged.tables, parallel=options.parallel, rank=job.target.rank, first_file=first_file
+        )
+        images.append((regions, 0))
+    job.future.expect_bytes(sum(file.bytes for image, _ in images for file in image.files) + plan.open.files_bytes)
     exported, late_digests = _export(job, folder, attempt)
     arena = staged.arena
     files, digests = drain_image(
-        ArenaImage(plans=[(plan.image, staged.base), (regions, 0)], address=arena.address, raw=arena.view()),
+        ArenaImage(plans=images, address=arena.address, raw=arena.view()),
         folder=folder,
         attempt=attempt,
         options=options,
         progress=job.future.native_progress,
     )
-    tables = _in_order(job, (*plan.tables, *(table.facts for table in staged.tables)))
-    body = extend_body(plan.body, tables=tables, blocks=regions.blocks) if regions.blocks else plan.body
+    tables, body = plan.tables, plan.body
+    if staged.tables:
+        tables = _in_order(job, (*plan.tables, *(table.facts for table in staged.tables)))
+        body = extend_body(plan.body, tables=tables, blocks=regions.blocks)
     count = len(plan.image.blocks)
     return Written(
         files=exported + files,
@@ -159,8 +165,7 @@ def _stream(job: SaveJob, state: FilteredState, folder: Directory, attempt: Atte
         )
         replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
         body = render_body(tables, job.tree, [*image.blocks, *opened.blocks], filtered=replaced)
-    opened_bytes = sum(table.file.bytes for table in opened.tables)
-    job.future.expect_bytes(opened_bytes + sum(file.bytes for file in image.files))
+    job.future.expect_bytes(opened.files_bytes + sum(file.bytes for file in image.files))
     exported, late_digests = _export(job, folder, attempt)
     sources: list[ByteSource] = [block.source for block in state.blocks]
     with chunk_buffers.borrow(max((file.bytes for file in image.files), default=0)) as buffers:

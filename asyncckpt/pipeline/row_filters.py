@@ -22,7 +22,6 @@ from asyncckpt.model.table import Role
 from asyncckpt.pipeline.filter_rules import RowFilter, check_filters, check_named, row_rules, steps_for
 from asyncckpt.pipeline.kept_rows import keep_rows
 from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of
-from asyncckpt.pipeline.row_sources import gather
 from asyncckpt.pipeline.staged_state import FilteredState, OutBlock, StagedBlock, StagedColumn, StagedTable
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
@@ -77,9 +76,7 @@ class _Run:
             return map(_as_it_is, column.blocks)
 
         def rows(begin: int, end: int) -> torch.Tensor:
-            if kept is None:
-                return column.rows(begin, end)
-            return gather(column.rows, kept[begin:end], window_rows=column.window_rows)
+            return column.chosen_rows(kept, begin, end)
 
         def row_name(row: int) -> str:
             position = row if kept is None else int(kept[row])

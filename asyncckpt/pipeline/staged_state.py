@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64
+from asyncckpt.native import I64, core
 from asyncckpt.options import CHUNK_BYTES
 
 # Rows [begin, end) as a contiguous CPU tensor, which stays as it is while anybody holds it.
@@ -59,11 +60,6 @@ class StagedColumn:
     def row_bytes(self) -> int:
         return math.prod(self.spec.shape[1:]) * self.dtype.itemsize
 
-    @property
-    def window_rows(self) -> int:
-        """How many rows are fetched at once, at most."""
-        return max(1, CHUNK_BYTES // max(1, self.row_bytes))
-
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """As `Rows`."""
         found = []
@@ -75,6 +71,29 @@ class StagedColumn:
         if len(found) == 1:
             return found[0]
         return torch.cat(found) if found else self.blocks[0].data.rows(0, 0)
+
+    def chosen_rows(self, positions: I64 | None, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end) of those at ascending positions (None: of all), side by side.
+
+        At most CHUNK_BYTES of the column are fetched at once.
+        """
+        if positions is None or begin == end:
+            return self.rows(begin, end)
+        chosen = positions[begin:end]
+        window_rows = max(1, CHUNK_BYTES // max(1, self.row_bytes))
+        gathered = torch.empty((len(chosen), *self.spec.shape[1:]), dtype=self.dtype)
+        row_bytes = gathered.nbytes // len(chosen)
+        first = 0
+        while first < len(chosen) and row_bytes:
+            low = int(chosen[first])
+            last = int(np.searchsorted(chosen, low + window_rows))
+            window = self.rows(low, int(chosen[last - 1]) + 1)
+            columns = np.array(
+                [[window.data_ptr(), gathered.data_ptr() + first * row_bytes, row_bytes]], dtype=np.uint64
+            )
+            core.copy_rows(columns, np.ascontiguousarray(chosen[first:last] - low), None)
+            first = last
+        return gathered
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,6 @@ class FilePlan:
     extents: tuple[tuple[int, int], ...] = ()
     has_header_room: bool = False
 
-    @property
-    def header_bytes(self) -> int:
-        return len(self.header.text)
-
 
 @dataclass(frozen=True)
 class ImagePlan:
@@ -65,10 +61,6 @@ class ImagePlan:
     offsets: I64
     lengths: I64
     pads: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def payload_bytes(self) -> int:
-        return int(self.lengths.sum()) - sum(size for _, size in self.pads)
 
 
 def plan_image(

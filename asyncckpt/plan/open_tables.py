@@ -61,15 +61,12 @@ class OpenTable:
 
 @dataclass(frozen=True)
 class OpenTables:
-    """All exported tables of a save, their blocks in manifest order, and how many bytes their caches take."""
+    """All exported tables of a save, their blocks in manifest order, and how many bytes their caches and files take."""
 
     tables: tuple[OpenTable, ...] = ()
     blocks: tuple[PlacedBlock, ...] = ()
     cache_bytes: int = 0
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(placed.spec.bytes for placed in self.blocks)
+    files_bytes: int = 0
 
 
 def can_be_exported(cut: TableCut, row_bytes: int) -> bool:
@@ -100,7 +97,8 @@ def plan_open_tables(
         size = len(specs)
         windows = tuple(_window(file.blocks[i : i + size], blocks) for i in range(0, len(file.blocks), size))
         tables.append(OpenTable(table=number, file=file, window_rows=rows, windows=windows, cache=cache))
-    return OpenTables(tables=tuple(tables), blocks=blocks, cache_bytes=at - first_byte)
+    files_bytes = sum(file.bytes for file in files)
+    return OpenTables(tables=tuple(tables), blocks=blocks, cache_bytes=at - first_byte, files_bytes=files_bytes)
 
 
 def _window_rows(row_bytes: int) -> int:

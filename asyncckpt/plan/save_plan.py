@@ -88,19 +88,14 @@ class SavePlan:
         """A digest of what the manifest will say of the dense tensors, but their digests."""
         return xxhash.xxh3_128_hexdigest(self.body.text[self.body.tables_end :])
 
-    @property
+    @cached_property
     def logical_bytes(self) -> int:
-        return self.image.payload_bytes + self.open.payload_bytes
+        return int(self.image.lengths.sum()) + sum(placed.spec.bytes for placed in self.open.blocks)
 
     @property
     def arena_bytes(self) -> int:
         """What the arena must hold: the image, and the copies of the caches of open tables behind it."""
         return self.image.bytes + self.open.cache_bytes
-
-    @property
-    def files_bytes(self) -> int:
-        """Of all shard files together."""
-        return sum(file.bytes for file in self.image.files) + sum(table.file.bytes for table in self.open.tables)
 
 
 class PlanCache:

@@ -11,6 +11,7 @@ Digests are taken from the chunk, never from the source, so they always fit the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -59,21 +60,45 @@ def stream_sources(
 def _write_file(
     stream: _FileStream, shard: OpenShard, *, buffers: Sequence[int], writer: Executor, progress: Progress
 ) -> None:
-    in_flight: Future[None] | None = None
-    try:
-        for number, begin in enumerate(range(0, stream.bytes, CHUNK_BYTES)):
+    with FileChunks(shard, buffers, writer) as chunks:
+        for begin in range(0, stream.bytes, CHUNK_BYTES):
             if progress.cancelled:
                 raise SaveCancelledError("the save was cancelled")
             end = min(begin + CHUNK_BYTES, stream.bytes)
-            address = buffers[number % len(buffers)]
+            address = chunks.next_buffer()
             stream.fill(begin, end, address)
-            if in_flight is not None:
-                in_flight.result()
-            in_flight = writer.submit(write_piece, shard, address, end - begin, offset=begin)
+            chunks.write(address, end - begin, offset=begin)
             progress.advance(end - begin)
-    finally:
+
+
+class FileChunks:
+    """The chunk buffers of one file while it is written: one is filled while the one before is written."""
+
+    def __init__(self, shard: OpenShard, buffers: Sequence[int], writer: Executor) -> None:
+        self._shard = shard
+        self._buffers = itertools.cycle(buffers)
+        self._writer = writer
+        self._in_flight: Future[None] | None = None
+
+    def next_buffer(self) -> int:
+        """The address of a free buffer: the write before last, which was the last one from it, has ended."""
+        return next(self._buffers)
+
+    def write(self, address: int, size: int, *, offset: int) -> None:
+        """Begin to write a buffer, when the write before has ended; raises its error."""
+        self._wait()
+        self._in_flight = self._writer.submit(write_piece, self._shard, address, size, offset=offset)
+
+    def _wait(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
+
+    def __enter__(self) -> FileChunks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
 
 
 @dataclass(frozen=True)
