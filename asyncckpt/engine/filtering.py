@@ -11,6 +11,7 @@ from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.printing import Selections
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
 from asyncckpt.model.row_runs import positions
+from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import Role
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.native import U8
@@ -60,6 +61,14 @@ def own_blocks(job: SaveJob, filtered: Filtered) -> list[StagedBlock]:
         placed = job.plan.image.blocks
         blocks = [StagedBlock(placed[number].spec, data, number) for number, data in enumerate(_planned_data(job))]
     return [block for block in blocks if not _is_elsewhere(job, block)] if job.elsewhere else blocks
+
+
+def planned_sources(job: SaveJob, filtered: Filtered) -> list[ByteSource]:
+    """The bytes of every block of the plan, of a save without an arena whose filter function changed nothing."""
+    if filtered.blocks is not None:
+        return [block.data.source() for block in filtered.blocks]
+    live = LiveState(job.plan, job.cut.flat, job.cut.tables)
+    return [live.source(number) for number in range(len(job.plan.image.blocks))]
 
 
 def _planned_data(job: SaveJob) -> Sequence[ArenaData | LiveData]:

@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 
 from asyncckpt.engine.background import workers
-from asyncckpt.engine.filtering import Filtered, own_blocks, staged_tables, table_facts
+from asyncckpt.engine.filtering import Filtered, own_blocks, planned_sources, staged_tables, table_facts
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.printing import Selections, select_rows
 from asyncckpt.errors import FilterError, SaveCancelledError
@@ -33,7 +33,7 @@ from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.pipeline.row_prints import RowPrints
 from asyncckpt.pipeline.staged_state import FilteredState, OutBlock, StagedBlock
-from asyncckpt.plan.image import plan_image
+from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.export import export_tables
 from asyncckpt.shard.stream import stream_sources
@@ -63,17 +63,19 @@ def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: At
     has_regions = job.staged is not None and bool(job.staged.tables)
     selections = select_rows(job) if has_regions else Selections()
     has_rows_to_choose = bool(job.target.filters or selections.rows or _is_partial_elsewhere(job))
-    if job.staged is not None and not (has_rows_to_choose or filtered.is_changed or job.elsewhere):
-        written = _drain(job, folder, attempt)
-    else:
+    if has_rows_to_choose or filtered.is_changed or job.elsewhere:
         blocks = own_blocks(job, filtered)
         if has_rows_to_choose or has_regions:
             state = _choose_rows(job, blocks, selections)
         else:
             out = tuple(OutBlock(block.spec, block.data.source(), block.replaced) for block in blocks)
             state = FilteredState(tables=table_facts(job, blocks), blocks=out)
-        is_planned = not (has_rows_to_choose or filtered.is_changed or job.elsewhere)
-        written = _stream(job, state, folder, attempt, is_planned=is_planned)
+        written = _stream_changed(job, state, folder, attempt)
+    elif job.staged is not None:
+        written = _drain(job, folder, attempt)
+    else:
+        plan, sources = job.plan, planned_sources(job, filtered)
+        written = _stream(job, plan.image, plan.body, plan.tables, sources, folder, attempt)
     return replace(written, prints=selections.prints, missed=selections.missed)
 
 
@@ -151,23 +153,33 @@ def _in_order(job: SaveJob, facts: Sequence[TableFacts]) -> tuple[TableFacts, ..
 # -- through chunk buffers ---------------------------------------------------------------------------------------------
 
 
-def _stream(job: SaveJob, state: FilteredState, folder: Directory, attempt: Attempt, *, is_planned: bool) -> Written:
-    """Write blocks from their sources. is_planned: they are those of the plan."""
-    image, body, opened = job.plan.image, job.plan.body, job.plan.open
+def _stream_changed(job: SaveJob, state: FilteredState, folder: Directory, attempt: Attempt) -> Written:
+    """Write other blocks than those of the plan."""
+    opened = job.plan.open
+    image = plan_image(
+        [block.spec for block in state.blocks],
+        parallel=job.target.options.parallel,
+        rank=job.target.rank,
+        first_file=len(opened.tables),
+        needs_file=not opened.tables,
+    )
     tables = _in_order(job, (*state.tables, *_open_facts(job)))
-    if not is_planned:
-        image = plan_image(
-            [block.spec for block in state.blocks],
-            parallel=job.target.options.parallel,
-            rank=job.target.rank,
-            first_file=len(opened.tables),
-            needs_file=not opened.tables,
-        )
-        replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
-        body = render_body(tables, job.tree, [*image.blocks, *opened.blocks], filtered=replaced)
-    job.future.expect_bytes(opened.files_bytes + sum(file.bytes for file in image.files))
+    replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
+    body = render_body(tables, job.tree, [*image.blocks, *opened.blocks], filtered=replaced)
+    return _stream(job, image, body, tables, [block.source for block in state.blocks], folder, attempt)
+
+
+def _stream(
+    job: SaveJob,
+    image: ImagePlan,
+    body: BodyTemplate,
+    tables: tuple[TableFacts, ...],
+    sources: Sequence[ByteSource],
+    folder: Directory,
+    attempt: Attempt,
+) -> Written:
+    job.future.expect_bytes(job.plan.open.files_bytes + sum(file.bytes for file in image.files))
     exported, late_digests = _export(job, folder, attempt)
-    sources: list[ByteSource] = [block.source for block in state.blocks]
     with chunk_buffers.borrow(max((file.bytes for file in image.files), default=0)) as buffers:
         files, digests = stream_sources(
             image,
