@@ -19,7 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.caller_streams import check_not_capturing
+from asyncckpt.devices.chosen import device_of
 from asyncckpt.devices.fetch import wait_for
+from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.background import workers
 from asyncckpt.engine.staged_tensors import LentArena, copy_pieces, free_arena, lent_arena, remember_places
 from asyncckpt.errors import DeadlineError, DeviceError, UsageError
@@ -114,10 +116,17 @@ def write_boxes(
     begins = np.zeros(len(tensors), dtype=np.uint64)
     begins[raw] = addresses([tensors[number] for number in np.flatnonzero(raw).tolist()])
     pieces = plan.pieces
-    lent, is_left = _staged_in_place(plan, begins)
+
+    def copy(wanted: TensorPieces, arena: Arena) -> Pending:
+        # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
+        threads = 0 if threading.current_thread() is threading.main_thread() else 1
+        memory = torch.from_numpy(arena.view())
+        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=options, threads=threads)
+
+    lent, is_left = _staged_in_place(plan, tensors, begins)
     if lent is not None:
-        memory = torch.from_numpy(lent.arena.view())
-        copy_pieces(pieces.only(is_left), tensors, raw, memory=memory, arena=lent.arena, options=options).settle()
+        if is_left.any():
+            copy(pieces.only(is_left), lent.arena).settle()
         return _drain(plan, lent.arena, folder=folder, attempt=attempt, options=options, progress=progress)
     remember_places(plan.image, pieces, begins, plan.bytes)
     arena = free_arena(plan.image.bytes, limit_bytes=options.host_memory_limit)
@@ -126,10 +135,7 @@ def write_boxes(
         sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
         return stream_boxes(plan, sources, folder=folder, attempt=attempt, options=options, progress=progress)
     try:
-        # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
-        threads = 0 if threading.current_thread() is threading.main_thread() else 1
-        memory = torch.from_numpy(arena.view())
-        copy_pieces(pieces, tensors, raw, memory=memory, arena=arena, options=options, threads=threads).settle()
+        copy(pieces, arena).settle()
         arena.seal()
     except (DeviceError, DeadlineError):
         pool.discard(arena)
@@ -143,10 +149,12 @@ def write_boxes(
         pool.release(arena)
 
 
-def _staged_in_place(plan: BoxPlan, begins: U64) -> tuple[LentArena | None, NDArray[np.bool_]]:
+def _staged_in_place(
+    plan: BoxPlan, tensors: Sequence[torch.Tensor], begins: U64
+) -> tuple[LentArena | None, NDArray[np.bool_]]:
     """The arena that tensors at these addresses were staged in for this plan, and the blocks that are not in place.
 
-    None when one of those cannot be copied to its place, because another tensor is there.
+    None when one of those cannot be copied to its place by the host, or another tensor is there.
     """
     pieces = plan.pieces
     lent = lent_arena(begins)
@@ -155,7 +163,8 @@ def _staged_in_place(plan: BoxPlan, begins: U64) -> tuple[LentArena | None, NDAr
     at = begins[pieces.tensor].astype(np.int64) + pieces.source_offset
     is_left = (at != pieces.place + lent.arena.address) & (pieces.bytes > 0)
     taken = np.isin(pieces.place[is_left], lent.places.begins[lent.places.sizes > 0])
-    return (None if taken.any() else lent), is_left
+    on_devices = any(device_of(tensors[number]) is not None for number in set(pieces.tensor[is_left].tolist()))
+    return (None if taken.any() or on_devices else lent), is_left
 
 
 def _drain(
