@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections import OrderedDict
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -31,14 +30,15 @@ from asyncckpt.dcp.planned_data import from_stream, put_at
 from asyncckpt.dcp.rank_part import DcpPath, LocalKeys, tree_of
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.writer import check_whole
-from asyncckpt.engine.box_files import BoxPlan, box_spec, plan_boxes, stream_boxes
+from asyncckpt.engine.box_files import BoxPlan, plan_boxes, stream_boxes
 from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.native import Progress
-from asyncckpt.options import CHUNK_BYTES, Durability, SaveOptions
+from asyncckpt.native import U64, Progress
+from asyncckpt.options import Durability, SaveOptions
+from asyncckpt.plan.dense_blocks import box_spec
 from asyncckpt.storage.directory import check_path, io_failed
 
 
@@ -66,10 +66,9 @@ def import_checkpoint(
         options = SaveOptions(durability=durability, parallel=parallel)
         begun = CoordinatedAttempt(check_path(path), step, options)
         try:
-            recent = _RecentChunks(files)
             sources = [
-                _ChunkSource(recent, chunks[box], plan.boxes[box], placed.spec)
-                for box, placed in zip(plan.tensor.tolist(), plan.image.blocks, strict=True)
+                _ChunkSource(files, chunks[box], plan.boxes[box], placed.spec)
+                for box, placed in zip(plan.pieces.tensor.tolist(), plan.image.blocks, strict=True)
             ]
             with save_lock_held("save", begun.root.path, begun.attempt.step):
                 written = stream_boxes(
@@ -141,6 +140,7 @@ class _DcpFiles:
         self._folder = folder
         self._places: dict[MetadataIndex, Any] = metadata.storage_data if type(metadata.storage_data) is dict else {}
         self._files: dict[str, io.BufferedReader] = {}
+        self._held: weakref.WeakValueDictionary[MetadataIndex, torch.Tensor] = weakref.WeakValueDictionary()
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -154,7 +154,10 @@ class _DcpFiles:
         return from_stream(self._stream(MetadataIndex(name)), name=name)
 
     def tensor(self, index: MetadataIndex, *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A chunk, contiguous on the CPU."""
+        """A chunk, contiguous on the CPU; the one that was read before while anybody holds it."""
+        held = self._held.get(index)
+        if held is not None:
+            return held
         stream = self._stream(index)
         try:
             found = torch.load(stream, map_location="cpu", weights_only=True)
@@ -166,7 +169,8 @@ class _DcpFiles:
                 found=(tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__,
                 expected=(shape, dtype),
             )
-        return found.detach().resolve_conj().resolve_neg().contiguous()
+        self._held[index] = read = found.detach().resolve_conj().resolve_neg().contiguous()
+        return read
 
     def _stream(self, index: MetadataIndex) -> io.BytesIO:
         place: Any = self._places.get(index)
@@ -195,37 +199,28 @@ class _DcpFiles:
 
 
 class _ChunkSource:
-    """The bytes of a block from a chunk of a DCP checkpoint, which is read when they are asked for.
+    """The bytes of a block from a chunk of a DCP checkpoint, which is held from the block's first byte to its last.
 
     box: the whole chunk. block: the rows of it that are asked for; less than all for a chunk over the limit.
     """
 
-    def __init__(self, chunks: _RecentChunks, index: MetadataIndex, box: BlockSpec, block: BlockSpec) -> None:
-        self._chunks = chunks
+    def __init__(self, files: _DcpFiles, index: MetadataIndex, box: BlockSpec, block: BlockSpec) -> None:
+        self._files = files
         self._index = index
         self._box = box
+        self._block_bytes = block.bytes
         row_bytes = box.bytes // box.shape[0] if box.shape and box.shape[0] else 0
         self._begin = (block.row_begin - box.row_begin) * row_bytes
+        self._held: torch.Tensor | None = None
+        self._is_done = False
 
-    def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
-        tensor = self._chunks.get(self._index, self._box)
-        return np.array([[tensor.data_ptr() + self._begin + begin, end - begin]], dtype=np.uint64)
+    def pieces(self, begin: int, end: int) -> U64:
+        if self._held is None:
+            dtype = dtype_by_name(self._box.dtype, owner=self._box.name).dtype
+            self._held = self._files.tensor(self._index, shape=self._box.shape, dtype=dtype)
+        self._is_done = end == self._block_bytes
+        return np.array([[self._held.data_ptr() + self._begin + begin, end - begin]], dtype=np.uint64)
 
-
-class _RecentChunks:
-    """Chunks that were read last: all that one buffer of a stream is filled from, for it is filled by one copy."""
-
-    def __init__(self, files: _DcpFiles) -> None:
-        self._files = files
-        self._kept: OrderedDict[MetadataIndex, torch.Tensor] = OrderedDict()
-
-    def get(self, index: MetadataIndex, box: BlockSpec) -> torch.Tensor:
-        if index not in self._kept:
-            dtype = dtype_by_name(box.dtype, owner=box.name).dtype
-            self._kept[index] = self._files.tensor(index, shape=box.shape, dtype=dtype)
-            # Every chunk but the oldest and the newest went into the buffer as a whole.
-            sizes = [tensor.nbytes for tensor in self._kept.values()]
-            while len(sizes) > 2 and sum(sizes[1:-1]) >= CHUNK_BYTES:
-                self._kept.popitem(last=False)
-                del sizes[0]
-        return self._kept[index]
+    def release(self) -> None:
+        if self._is_done:
+            self._held = None

@@ -2,7 +2,8 @@
 
     plan_boxes     gives every box its place in this rank's shard files, and renders what the manifest says of it
     write_boxes    copies all of them into an arena, by one native copy and one launch for each device, and drains it;
-                   where none is to be had, they are streamed through chunk buffers
+                   where none is to be had, they are streamed through chunk buffers. What was staged in place already
+                   (staged_tensors.py) is drained from there
 
 A plan is good for every save of boxes of the same names, dtypes and places.
 """
@@ -10,61 +11,55 @@ A plan is good for every save of boxes of the same names, dtypes and places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.caller_streams import check_not_capturing
-from asyncckpt.devices.chosen import device_of, runtime
+from asyncckpt.devices.chosen import device_of
 from asyncckpt.devices.fetch import wait_for
+from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.background import writers
-from asyncckpt.engine.device_stage import host_copies, launch
+from asyncckpt.engine.staged_tensors import LentArena, copy_pieces, free_arena, lent_arena, remember_places
 from asyncckpt.errors import DeadlineError, DeviceError, UsageError
-from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
+from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
-from asyncckpt.model.table import Role
-from asyncckpt.native import Progress, core
+from asyncckpt.native import I64, U64, Progress
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.plan.dense_blocks import TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import addresses, check_leaf, shrunk_storages
-from asyncckpt.plan.region_files import RegionFiles
+from asyncckpt.plan.leaf_facts import addresses, check_leaf
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.stream import stream_sources
-from asyncckpt.snapshot.capture import as_tensor
 from asyncckpt.snapshot.source import tensor_source
+from asyncckpt.snapshot.tensor_copies import copied_by_address
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import Directory
 
-I64 = NDArray[np.int64]
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_kind = attrgetter("dtype", "is_cpu")
-_NO_REGIONS = RegionFiles(
-    files=(), blocks=(), offsets=np.zeros(0, dtype=np.int64), lengths=np.zeros(0, dtype=np.int64), pads=()
-)
 
 
 @dataclass(frozen=True)
 class BoxPlan:
     """Boxes in the order given, and the blocks that they are written as: more than one for a box over the limit.
 
-    tensor, first_row: of every block, the number of its box and where in it the block begins, int64 [blocks].
+    pieces: of every block, which bytes of its box it is, and its place in the image.
     """
 
     boxes: tuple[BlockSpec, ...]
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
-    tensor: I64
-    first_row: I64
+    bytes: I64
+    pieces: TensorPieces
     image: ImagePlan
     body: BodyTemplate
 
@@ -77,50 +72,27 @@ class WrittenBoxes:
     digests: NDArray[np.uint8]
 
 
-def box_spec(
-    name: str,
-    dtype: torch.dtype,
-    *,
-    begin: Sequence[int],
-    shape: Sequence[int],
-    whole_shape: Sequence[int],
-    leaf: int | None,
-) -> BlockSpec:
-    """The block of one box; of a box that is the whole tensor, a plain block. UnsupportedError for the dtype."""
-    stored = stored_dtype(dtype, owner=name)
-    size, whole = tuple(shape), tuple(whole_shape)
-    is_part = size != whole
-    columns = tuple(begin[1:]) if is_part else ()
-    return BlockSpec(
-        name=name,
-        role=Role.DENSE,
-        dtype=stored.name,
-        stored_dtype=stored.stored,
-        stored_itemsize=stored.stored_itemsize,
-        shape=size,
-        stored_shape=stored.stored_shape(size),
-        leaf=leaf,
-        row_begin=begin[0] if is_part else 0,
-        whole_shape=whole if is_part else None,
-        column_begins=columns if any(columns) else (),
-    )
-
-
 def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: int) -> BoxPlan:
     """Place the boxes of one rank; `leaf` of a box counts within the tree."""
-    specs, tensor, first_row = [], [], []
+    specs, tensor, offset = [], [], []
     for number, box in enumerate(boxes):
         for spec in split_rows(box):
             specs.append(spec)
             tensor.append(number)
-            first_row.append(spec.row_begin - box.row_begin)
+            offset.append((spec.row_begin - box.row_begin) * (box.bytes // box.shape[0]) if spec is not box else 0)
+    image = plan_image(specs, parallel=parallel, rank=rank)
     return BoxPlan(
         boxes=tuple(boxes),
         dtypes=[dtype_by_name(box.dtype, owner=box.name).dtype for box in boxes],
         shapes=[torch.Size(box.shape) for box in boxes],
-        tensor=np.array(tensor, dtype=np.int64),
-        first_row=np.array(first_row, dtype=np.int64),
-        image=(image := plan_image(specs, parallel=parallel, rank=rank)),
+        bytes=np.array([box.bytes for box in boxes], dtype=np.int64),
+        pieces=TensorPieces(
+            tensor=np.array(tensor, dtype=np.int64),
+            source_offset=np.array(offset, dtype=np.int64),
+            place=image.offsets,
+            bytes=image.lengths,
+        ),
+        image=image,
         body=render_body((), tree, image.blocks),
     )
 
@@ -141,12 +113,30 @@ def write_boxes(
     """
     check_not_capturing("a save")
     raw = _check(plan, tensors)
-    arena = _arena(plan.image.bytes, options)
+    begins = np.zeros(len(tensors), dtype=np.uint64)
+    begins[raw] = addresses([tensors[number] for number in np.flatnonzero(raw).tolist()])
+    pieces = plan.pieces
+
+    def copy(wanted: TensorPieces, arena: Arena) -> Pending:
+        # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
+        threads = 0 if threading.current_thread() is threading.main_thread() else 1
+        memory = torch.from_numpy(arena.view())
+        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=options, threads=threads)
+
+    lent, is_left = _staged_in_place(plan, tensors, begins)
+    if lent is not None:
+        if is_left.any():
+            copy(pieces.only(is_left), lent.arena).settle()
+        return _drain(plan, lent.arena, folder=folder, attempt=attempt, options=options, progress=progress)
+    remember_places(plan.image, pieces, begins, plan.bytes)
+    arena = free_arena(plan.image.bytes, limit_bytes=options.host_memory_limit)
     if arena is None:
         wait_for(tensors)
-        return _stream(plan, tensors, folder=folder, attempt=attempt, options=options, progress=progress)
+        sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
+        return stream_boxes(plan, sources, folder=folder, attempt=attempt, options=options, progress=progress)
     try:
-        copy_boxes(plan, tensors, raw, arena, base=0, options=options)
+        copy(pieces, arena).settle()
+        arena.seal()
     except (DeviceError, DeadlineError):
         pool.discard(arena)
         raise
@@ -154,70 +144,42 @@ def write_boxes(
         pool.release(arena)
         raise
     try:
-        arena.seal()
-        return drain_boxes(plan, arena, base=0, folder=folder, attempt=attempt, options=options, progress=progress)
+        return _drain(plan, arena, folder=folder, attempt=attempt, options=options, progress=progress)
     finally:
         pool.release(arena)
 
 
-def drain_boxes(
+def _staged_in_place(
+    plan: BoxPlan, tensors: Sequence[torch.Tensor], begins: U64
+) -> tuple[LentArena | None, NDArray[np.bool_]]:
+    """The arena that tensors at these addresses were staged in for this plan, and the blocks that are not in place.
+
+    None when one of those cannot be copied to its place by the host, or another tensor is there.
+    """
+    pieces = plan.pieces
+    lent = lent_arena(begins)
+    if lent is None or lent.places.image is not plan.image:
+        return None, np.zeros(0, dtype=np.bool_)
+    at = begins[pieces.tensor].astype(np.int64) + pieces.source_offset
+    is_left = (at != pieces.place + lent.arena.address) & (pieces.bytes > 0)
+    taken = np.isin(pieces.place[is_left], lent.places.begins[lent.places.sizes > 0])
+    on_devices = any(device_of(tensors[number]) is not None for number in set(pieces.tensor[is_left].tolist()))
+    return (None if taken.any() or on_devices else lent), is_left
+
+
+def _drain(
     plan: BoxPlan,
     arena: Arena,
     *,
-    base: int,
     folder: Directory,
     attempt: Attempt,
     options: SaveOptions,
     progress: Progress,
 ) -> WrittenBoxes:
-    """Write an arena that holds the image from `base` on. The caller releases it."""
-    image = ArenaImage(plan=plan.image, base=base, regions=_NO_REGIONS, address=arena.address, raw=arena.view())
+    """Write an arena that holds the image. The caller releases it."""
+    image = ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view())
     files, digests = drain_image(image, folder=folder, attempt=attempt, options=options, progress=progress)
     return WrittenBoxes(files=files, digests=digests)
-
-
-def copy_boxes(
-    plan: BoxPlan,
-    tensors: Sequence[torch.Tensor],
-    raw: NDArray[np.bool_],
-    arena: Arena,
-    *,
-    base: int,
-    options: SaveOptions,
-) -> None:
-    """Copy all boxes to their places: those with an address (`raw`) at once, the others by torch. Waits for devices."""
-    image, view = plan.image, arena.view()
-    begins = np.zeros(len(tensors), dtype=np.uint64)
-    begins[raw] = addresses([tensor for tensor, is_raw in zip(tensors, raw.tolist(), strict=True) if is_raw])
-    blocks = np.flatnonzero(raw[plan.tensor])
-    row_bytes = np.array([0 if not box.shape or not box.shape[0] else box.bytes // box.shape[0] for box in plan.boxes])
-    offsets = plan.first_row[blocks] * row_bytes[plan.tensor[blocks]] if len(blocks) else np.zeros(0, dtype=np.int64)
-    segments = np.empty((len(blocks), 3), dtype=np.uint64)
-    segments[:, 0] = begins[plan.tensor[blocks]] + offsets.astype(np.uint64)
-    segments[:, 1] = image.offsets[blocks].astype(np.uint64) + np.uint64(arena.address + base)
-    segments[:, 2] = image.lengths[blocks].astype(np.uint64)
-    copies = host_copies(options)
-    devices = _devices(tensors)[plan.tensor[blocks]]
-    for device in set(devices[devices >= 0].tolist()):
-        copies.on(device).add(segments[devices == device], tensors)
-    for number in np.flatnonzero(~raw[plan.tensor]).tolist():
-        at, spec = base + int(image.offsets[number]), image.blocks[number].spec
-        copies.put(as_tensor(view[at : at + spec.bytes], spec), _rows(plan, tensors, number))
-    pending = launch(copies, arena, options)
-    try:
-        # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
-        threads = 0 if threading.current_thread() is threading.main_thread() else 1
-        core.copy(np.ascontiguousarray(segments[devices < 0]), threads=threads)
-    finally:
-        pending.settle()
-
-
-def _devices(tensors: Sequence[torch.Tensor]) -> I64:
-    """The device of every tensor, int64 [tensors]; -1: the host."""
-    if runtime() is None:
-        return np.full(len(tensors), -1, dtype=np.int64)
-    devices = [device_of(tensor) for tensor in tensors]
-    return np.array([-1 if device is None else device for device in devices], dtype=np.int64)
 
 
 def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
@@ -225,9 +187,7 @@ def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     for tensor, box in zip(tensors, plan.boxes, strict=True):
         if type(tensor) not in _PLAIN_TENSORS:
             check_leaf(tensor, box.name)
-    kinds = list(map(_kind, tensors))
-    shapes = [tensor.shape for tensor in tensors]
-    if shapes != plan.shapes or [dtype for dtype, _ in kinds] != plan.dtypes:
+    if [tensor.shape for tensor in tensors] != plan.shapes or [tensor.dtype for tensor in tensors] != plan.dtypes:
         for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
             if tuple(tensor.shape) != box.shape or tensor.dtype is not dtype:
                 found, expected = (tuple(tensor.shape), tensor.dtype), (box.shape, dtype)
@@ -235,56 +195,18 @@ def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     for tensor, box in zip(tensors, plan.boxes, strict=True):
         if tensor.layout is not torch.strided or tensor.is_meta:
             check_leaf(tensor, box.name)
-    raw = np.array(
-        [
-            (is_cpu or device_of(tensor) is not None)
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-            and not (dtype.is_complex and tensor.is_conj())
-            for tensor, (dtype, is_cpu) in zip(tensors, kinds, strict=True)
-        ],
-        dtype=np.bool_,
-    )
-    held = [tensor for tensor, is_raw in zip(tensors, raw.tolist(), strict=True) if is_raw]
-    sizes = np.array([box.bytes for box in plan.boxes], dtype=np.int64)[raw]
-    itemsizes = np.array([dtype.itemsize for dtype, _ in kinds], dtype=np.int64)[raw]
-    suspects = set(np.flatnonzero(raw)[shrunk_storages(held, bytes=sizes, itemsizes=itemsizes)].tolist())
-    for number in [*suspects, *np.flatnonzero(~raw).tolist()]:
+    raw = copied_by_address(tensors, bytes=plan.bytes, name=lambda number: plan.boxes[number].name)
+    for number in np.flatnonzero(~raw).tolist():
         check_leaf(tensors[number], plan.boxes[number].name)
     return raw
 
 
-def _arena(bytes: int, options: SaveOptions) -> Arena | None:
-    """An arena, if there is one to be had at once: whoever holds the others may hold them for long."""
-    if not pool.fits(bytes, limit_bytes=options.host_memory_limit):
-        return None
-    try:
-        return pool.acquire(bytes, deadline_s=0, limit_bytes=options.host_memory_limit)
-    except DeadlineError:
-        return None
-
-
-def _rows(plan: BoxPlan, tensors: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-    """The rows of a block."""
-    tensor: torch.Tensor = tensors[int(plan.tensor[number])].detach()
-    spec = plan.image.blocks[number].spec
-    if spec.shape == tuple(tensor.shape):
-        return tensor
-    first = int(plan.first_row[number])
-    return tensor[first : first + spec.shape[0]]
-
-
-def _stream(
-    plan: BoxPlan,
-    tensors: Sequence[torch.Tensor],
-    *,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
-) -> WrittenBoxes:
-    sources = [tensor_source(_rows(plan, tensors, number)) for number in range(len(plan.image.blocks))]
-    return stream_boxes(plan, sources, folder=folder, attempt=attempt, options=options, progress=progress)
+def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The rows of every block."""
+    for placed, number in zip(plan.image.blocks, plan.pieces.tensor.tolist(), strict=True):
+        tensor, box, spec = tensors[number].detach(), plan.boxes[number], placed.spec
+        first = spec.row_begin - box.row_begin
+        yield tensor if spec.shape == box.shape else tensor[first : first + spec.shape[0]]
 
 
 def stream_boxes(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.model.block import BlockSpec, PlacedBlock
-from asyncckpt.native import I64, PAGE_BYTES, U8, Progress, core
+from asyncckpt.native import I64, U8, Progress, core, paged
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import plan_image
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.stored_rows import LentMemory, stored_source
+from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
 
 
@@ -46,10 +46,9 @@ def copy_blocks(
 ) -> CopiedBlocks:
     """Write the shard files of one rank. Every stored block is verified on the way: CorruptError."""
     image = plan_image([copy.spec for copy in copies], parallel=options.parallel, rank=rank)
-    lent = LentMemory()
-    sources = [stored_source(reader, copy.number, copy.rows, lent) for copy in copies]
+    sources = [stored_source(reader, copy.number, copy.rows) for copy in copies]
     # Buffers of its own: those of saves are held by a save for as long as it takes.
-    size = min(CHUNK_BYTES, max(-(-file.bytes // PAGE_BYTES) * PAGE_BYTES for file in image.files))
+    size = min(CHUNK_BYTES, max(paged(file.bytes) for file in image.files))
     memory = core.map_memory(2 * size)
     try:
         files, digests = stream_sources(

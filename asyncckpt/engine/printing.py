@@ -18,7 +18,8 @@ import numpy as np
 from asyncckpt.engine.job import SaveJob
 from asyncckpt.engine.messages import log_warning
 from asyncckpt.model.table import ID_COLUMN
-from asyncckpt.pipeline.row_prints import I64, RowPrints, changed_since, take_prints
+from asyncckpt.native import I64
+from asyncckpt.pipeline.row_prints import RowPrints, changed_since, take_prints
 from asyncckpt.plan.table_rows import CapturedTable
 
 MISSED_IDS_MAX = 100

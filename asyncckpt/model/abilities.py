@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-from asyncckpt.model.source import ByteSource, FetchedSource, PassingSource
+from asyncckpt.model.source import ByteSource, DeviceSource
 from asyncckpt.model.table import OpenCut, OverlaidCut, TableCut, TracksIds, TracksRows
 
 _offers: dict[tuple[type, type], bool] = {}
@@ -33,14 +33,9 @@ def can_stay_open(cut: TableCut) -> TypeGuard[OpenCut]:
     return _offers_all(cut, OpenCut)
 
 
-def is_passing(source: ByteSource) -> TypeGuard[PassingSource]:
-    """Return whether the source holds memory that it can release."""
-    return _offers_all(source, PassingSource)
-
-
-def is_fetched(source: ByteSource) -> TypeGuard[FetchedSource]:
+def is_on_device(source: ByteSource) -> TypeGuard[DeviceSource]:
     """Return whether the source is on a device, from which it is fetched together with others."""
-    return _offers_all(source, FetchedSource)
+    return _offers_all(source, DeviceSource)
 
 
 def _offers_all(owner: object, protocol: type) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.model.table import Role
@@ -71,6 +71,17 @@ class BlockSpec:
     def begin(self) -> tuple[int, ...]:
         """Where the block begins in the whole, in every dimension. `column_begins`: but the first; empty: all 0."""
         return (self.row_begin, *(self.column_begins or (0,) * (len(self.shape) - 1)))[: len(self.shape)]
+
+    def with_rows(self, count: int) -> BlockSpec:
+        """A block like this one with another number of rows."""
+        return replace(self, shape=(count, *self.shape[1:]), stored_shape=(count, *self.stored_shape[1:]))
+
+    def part(self, begin: int, end: int) -> BlockSpec:
+        """The rows [begin, end) of this block, as a part of the same whole."""
+        if end - begin == self.shape[0]:
+            return self
+        whole = self.whole_shape or self.shape
+        return replace(self.with_rows(end - begin), row_begin=self.row_begin + begin, whole_shape=whole)
 
     @property
     def is_known(self) -> bool:

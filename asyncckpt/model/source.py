@@ -1,7 +1,12 @@
-"""Where the bytes of a block come from when no arena holds them."""
+"""Where the bytes of a block come from when no arena holds them.
+
+Whoever writes blocks asks every source for what the next chunk needs of it, copies all of that, and releases each
+source. So memory that a source makes for a chunk lives as long as the copy takes, and no longer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,30 +15,62 @@ from numpy.typing import NDArray
 
 
 class ByteSource(Protocol):
-    """The bytes of one block, in pieces that can be read by address."""
+    """The bytes of one block, in pieces that can be read by address. Ranges are asked for in ascending order."""
 
     def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
-        """(address, bytes) of the byte range [begin, end), uint64 [k, 2]; valid until the next call."""
+        """(address, bytes) of the byte range [begin, end), uint64 [k, 2]; valid until `release`."""
+        ...
+
+    def release(self) -> None:
+        """All pieces that were given have been copied: what holds them may go."""
         ...
 
 
 @runtime_checkable
-class PassingSource(ByteSource, Protocol):
-    """A source whose pieces lie in memory of its own, which is not needed for long."""
+class DeviceSource(ByteSource, Protocol):
+    """A source over memory of a device. What several of them are asked for next is best fetched together."""
 
-    def let_go(self) -> None:
-        """The pieces that were given last have been copied: what holds them may go."""
-        ...
-
-
-@runtime_checkable
-class FetchedSource(PassingSource, Protocol):
-    """A source over memory of a device. What several of them are asked for next is best brought over together."""
-
-    def lying(self, begin: int, end: int) -> torch.Tensor:
+    def device_slice(self, begin: int, end: int) -> torch.Tensor:
         """The tensor on a device in which the bytes [begin, end) lie; it may hold a few more."""
         ...
 
-    def give(self, values: torch.Tensor) -> None:
-        """The values of `lying(begin, end)`, contiguous on the CPU; `pieces(begin, end)` is asked for next."""
+    def supply(self, values: torch.Tensor) -> None:
+        """Take the values of `device_slice(begin, end)`, contiguous on the CPU; `pieces(begin, end)` comes next."""
         ...
+
+
+class SpanSource:
+    """Contiguous memory; `owner` keeps it alive."""
+
+    def __init__(self, address: int, owner: object) -> None:
+        self._address = address
+        self._owner = owner
+
+    def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
+        return np.array([[self._address + begin, end - begin]], dtype=np.uint64)
+
+    def release(self) -> None:
+        """Nothing was made for the pieces."""
+
+
+class RowsSource:
+    """Rows that are made when they are asked for: `fetch(begin, end)` returns rows [begin, end), contiguous uint8."""
+
+    def __init__(self, fetch: Callable[[int, int], NDArray[np.uint8]], *, row_bytes: int) -> None:
+        self._fetch = fetch
+        self._row_bytes = row_bytes
+        self._held: NDArray[np.uint8] | None = None
+
+    def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
+        first = begin // self._row_bytes
+        self._held = self._fetch(first, -(-end // self._row_bytes))
+        return np.array([[self._held.ctypes.data + begin - first * self._row_bytes, end - begin]], dtype=np.uint64)
+
+    def release(self) -> None:
+        self._held = None
+
+
+def as_bytes(values: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of contiguous CPU memory; no copy."""
+    raw: NDArray[np.uint8] = values.reshape(-1).view(torch.uint8).numpy()
+    return raw

@@ -29,6 +29,7 @@ from asyncckpt.native.contract import (
     Progress,
     Reads,
     ShortFile,
+    paged,
 )
 from asyncckpt.native.declarations import UnusableLibrary
 from asyncckpt.native.library import NativeCore
@@ -77,4 +78,5 @@ __all__ = [
     "UnusableLibrary",
     "core",
     "implementation",
+    "paged",
 ]

@@ -23,6 +23,11 @@ U64 = NDArray[np.uint64]
 U8 = NDArray[np.uint8]
 
 
+def paged(bytes: int) -> int:
+    """Bytes rounded up to whole pages."""
+    return -(-bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class CoreIOError(OSError):
     """A system call failed with `errno`; `item` is the index of the segment, file, span or read."""
 

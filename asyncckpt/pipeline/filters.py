@@ -55,7 +55,7 @@ def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[Filte
     if len(answer) == len(blocks) and all(a is b for a, b in zip(answer, blocks, strict=True)):
         return None
     filtered = [_checked(block, numbers, function) for block in answer]
-    _check_whole(filtered, function)
+    _check_whole(filtered, [block._spec for block in blocks], function)
     return filtered
 
 
@@ -113,6 +113,8 @@ def _with_data(spec: BlockSpec, data: Any, block: WriteBlock, function: FilterFu
         raise FilterError(f"{owner} by another number of rows", found=shape, expected=spec.shape)
     if spec.role is Role.ID and (data.dtype is not torch.int64 or len(shape) != 1):
         raise FilterError(f"{owner} by no ids", found=(str(data.dtype), shape), expected="int64 [rows]")
+    if spec.is_box and shape != spec.shape:
+        raise FilterError(f"{owner}, a box of a tensor, by another shape", found=shape, expected=spec.shape)
     stored = stored_dtype(data.dtype, owner=spec.name)
     return replace(
         spec,
@@ -121,27 +123,31 @@ def _with_data(spec: BlockSpec, data: Any, block: WriteBlock, function: FilterFu
         stored_itemsize=stored.stored_itemsize,
         shape=shape,
         stored_shape=stored.stored_shape(shape),
-        whole_shape=None if spec.whole_shape is None else (spec.whole_shape[0], *shape[1:]),
+        whole_shape=spec.whole_shape if spec.whole_shape is None or spec.is_box else (spec.whole_shape[0], *shape[1:]),
     )
 
 
-def _check_whole(filtered: Sequence[FilteredBlock], function: FilterFunction) -> None:
-    """No name twice, no part of a split block missing or unlike its brothers, no table without its ids."""
-    places = Counter((item.spec.name, item.spec.row_begin) for item in filtered)
+def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec], function: FilterFunction) -> None:
+    """No name twice, no part of a split block missing or unlike its brothers, no table without its ids.
+
+    Of a tensor that is spread over ranks, all parts of this rank.
+    """
+    places = Counter((item.spec.name, item.spec.begin) for item in filtered)
     twice = next((name for (name, _), count in places.items() if count > 1), None)
     if twice is not None:
         raise FilterError(f"filter {_name(function)} returned block {twice!r} twice")
+    planned_counts = Counter(spec.name for spec in planned)
+    counts = Counter((planned[item.number].name, item.spec.name) for item in filtered)
     rows: dict[str, int] = {}
     kinds: dict[str, tuple[str, tuple[int, ...] | None]] = {}
     for item in filtered:
-        spec = item.spec
+        spec, was = item.spec, planned[item.number].name
         rows[spec.name] = rows.get(spec.name, 0) + (spec.shape[0] if spec.shape else 0)
         if kinds.setdefault(spec.name, (spec.dtype, spec.whole_shape)) != (spec.dtype, spec.whole_shape):
             raise FilterError(f"filter {_name(function)} treated parts of block {spec.name!r} differently")
+        if spec.is_part and counts[was, spec.name] != planned_counts[was]:
+            raise FilterError(f"filter {_name(function)} dropped a part of block {spec.name!r}")
     for item in filtered:
-        whole = item.spec.whole_shape
-        if whole is not None and rows[item.spec.name] != whole[0]:
-            raise FilterError(f"filter {_name(function)} dropped a part of block {item.spec.name!r}")
         table = item.spec.table
         if table is not None and f"{table}@{ID_COLUMN}" not in rows:
             raise FilterError(

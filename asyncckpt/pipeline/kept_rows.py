@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from asyncckpt.errors import FilterError
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.pipeline.filter_rules import KeepRows
-from asyncckpt.pipeline.row_sources import gather
-from asyncckpt.pipeline.staged_state import StagedColumn, StagedTable
+from asyncckpt.pipeline.staged_state import StagedTable
 
-I64 = NDArray[np.int64]
 BOOL = NDArray[np.bool_]
 
 WINDOW_BYTES = 64 << 20
@@ -36,7 +34,7 @@ def keep_rows(table: StagedTable, rules: Sequence[KeepRows]) -> StagedTable:
     step = max(1, WINDOW_BYTES // max(1, sum(column.row_bytes for column in table.columns)))
     for begin in range(0, count, step):
         end = min(begin + step, count)
-        rows = {str(column.spec.column): _rows(column, table.kept, begin, end) for column in table.columns}
+        rows = {str(column.spec.column): column.chosen_rows(table.kept, begin, end) for column in table.columns}
         for rule, mask in zip(rules, masks, strict=True):
             mask[begin:end] = _ask(rule, table.facts.name, rows, end - begin)
     kept_by_all = np.logical_and.reduce(masks)
@@ -57,15 +55,9 @@ def _with_rows(table: StagedTable, mask: BOOL, records: tuple[dict[str, Any], ..
     if not facts.whole:
         ids = table.columns[0]
         assert ids.spec.column == ID_COLUMN
-        rows = gather(ids.rows, dropped, window_rows=ids.window_rows)
+        rows = ids.chosen_rows(dropped, 0, len(dropped))
         removed = np.unique(np.concatenate([removed, rows.numpy()]))
     return replace(table, facts=facts, kept=kept, removed=removed)
-
-
-def _rows(column: StagedColumn, kept: I64 | None, begin: int, end: int) -> torch.Tensor:
-    if kept is None:
-        return column.rows(begin, end)
-    return gather(column.rows, kept[begin:end], window_rows=column.window_rows)
 
 
 class _Copies(Mapping[str, torch.Tensor]):

@@ -10,10 +10,11 @@ import torch
 from asyncckpt.errors import FilterError
 from asyncckpt.format.encodings import ENCODED_BYTES_MAX, Encoded, StoredAs, Unfit, encode, stored_as
 from asyncckpt.model.block import BlockSpec, EncodingStep
-from asyncckpt.model.source import ByteSource
+from asyncckpt.model.source import RowsSource, SpanSource, as_bytes
+from asyncckpt.native import U8
 from asyncckpt.options import BLOCK_BYTES_MAX
-from asyncckpt.pipeline.row_sources import U8, HeldSource, RecentWindows, Rows, RowsSource
-from asyncckpt.pipeline.staged_state import OutBlock
+from asyncckpt.pipeline.staged_state import OutBlock, Rows
+from asyncckpt.plan.image import split_rows
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,6 @@ class FilteredRows:
     """The rows of a column, or of a tensor, that are written; a number without shape is one row.
 
     spec:       of all of them, as they are; a part of a large tensor keeps its place in it
-    rows:       rows [begin, end) of them
-    owns:       whether `rows` gives memory that stays as it is, and not only until its next call
     row_name:   what an error calls a row
     """
 
@@ -30,71 +29,40 @@ class FilteredRows:
     dtype: torch.dtype
     steps: tuple[EncodingStep, ...]
     rows: Rows
-    owns: bool
     row_name: Callable[[int], str]
+    replaced: bool = False
 
 
-def blocks_of(column: FilteredRows, *, recent: RecentWindows, go_on: Callable[[], None]) -> Iterator[OutBlock]:
+def blocks_of(column: FilteredRows, *, go_on: Callable[[], None]) -> Iterator[OutBlock]:
     """The blocks of a column in the order of its rows; those that are encoded beforehand hold their bytes.
 
     Raises FilterError when an encoding cannot take a value.
     """
-    for part in split(column.spec, bytes_max=ENCODED_BYTES_MAX if column.steps else BLOCK_BYTES_MAX):
+    for part in split_rows(column.spec, bytes_max=ENCODED_BYTES_MAX if column.steps else BLOCK_BYTES_MAX):
         steps = column.steps
         stored = stored_as(column.dtype, part.shape, steps)
         if stored is None:
             go_on()
-            encoded = _encoded(column, part, steps, 0, rows_count(part))
+            encoded = _encoded(column, part, steps, 0, _rows_count(part))
             if any(stored_as(column.dtype, part.shape, (step,)) is None for step in encoded.steps):
-                held = HeldSource(encoded.raw)
-                yield OutBlock(_stored_spec(part, encoded.stored, encoded.steps), held)
+                held = SpanSource(encoded.raw.ctypes.data, encoded.raw)
+                yield OutBlock(_stored_spec(part, encoded.stored, encoded.steps), held, column.replaced)
                 continue
             # What did not become smaller need not be held.
             steps, stored = encoded.steps, encoded.stored
         spec = _stored_spec(part, stored, steps) if steps else part
-        yield OutBlock(spec, _source(column, part, spec, recent))
+        yield OutBlock(spec, _source(column, part, spec), column.replaced)
 
 
-def split(spec: BlockSpec, *, bytes_max: int) -> list[BlockSpec]:
-    """Cut a block into parts of whole rows, each of at most bytes_max; a single larger row stays whole."""
-    if spec.bytes <= bytes_max or rows_count(spec) < 2:
-        return [spec]
-    step = max(1, bytes_max // (spec.bytes // spec.shape[0]))
-    parts = []
-    for begin in range(0, spec.shape[0], step):
-        count = min(step, spec.shape[0] - begin)
-        parts.append(
-            replace(
-                spec,
-                shape=(count, *spec.shape[1:]),
-                stored_shape=(count, *spec.stored_shape[1:]),
-                row_begin=spec.row_begin + begin,
-                whole_shape=spec.whole_shape or spec.shape,
-            )
-        )
-    return parts
-
-
-def rows_count(spec: BlockSpec) -> int:
-    return spec.shape[0] if spec.shape else 1
-
-
-def _source(column: FilteredRows, part: BlockSpec, spec: BlockSpec, recent: RecentWindows) -> ByteSource:
+def _source(column: FilteredRows, part: BlockSpec, spec: BlockSpec) -> RowsSource:
     """The bytes of a block whose size is known, made when they are asked for."""
-    count = rows_count(part)
 
-    def plain(begin: int, end: int) -> U8:
-        rows = _rows(column, part, begin, end)
-        # The next part of the column may be asked for before this one's last rows have been copied.
-        if part.is_part and end == count and not column.owns:
-            rows = rows.clone()
-        raw: U8 = rows.reshape(-1).view(torch.uint8).numpy()
-        return raw
+    def made(begin: int, end: int) -> U8:
+        if spec.encoding:
+            return _encoded(column, part, spec.encoding, begin, end).raw
+        return as_bytes(_rows(column, part, begin, end))
 
-    def encoded(begin: int, end: int) -> U8:
-        return _encoded(column, part, spec.encoding, begin, end).raw
-
-    return RowsSource(encoded if spec.encoding else plain, row_bytes=max(1, spec.bytes // max(1, count)), recent=recent)
+    return RowsSource(made, row_bytes=max(1, spec.bytes // max(1, _rows_count(part))))
 
 
 def _encoded(column: FilteredRows, part: BlockSpec, steps: tuple[EncodingStep, ...], begin: int, end: int) -> Encoded:
@@ -124,3 +92,7 @@ def _stored_spec(part: BlockSpec, stored: StoredAs, steps: tuple[EncodingStep, .
         stored_shape=stored.shape,
         encoding=steps,
     )
+
+
+def _rows_count(spec: BlockSpec) -> int:
+    return spec.shape[0] if spec.shape else 1

@@ -11,7 +11,7 @@ with the places of its blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,26 +21,16 @@ from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, Table
 from asyncckpt.model.table import Role
 from asyncckpt.pipeline.filter_rules import RowFilter, check_filters, check_named, row_rules, steps_for
 from asyncckpt.pipeline.kept_rows import keep_rows
-from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of, rows_count
-from asyncckpt.pipeline.row_sources import LastTensor, RecentWindows, gather
-from asyncckpt.pipeline.staged_state import FilteredState, OutBlock, StagedColumn, StagedDense, StagedTable
+from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of
+from asyncckpt.pipeline.staged_state import FilteredState, OutBlock, StagedBlock, StagedColumn, StagedTable
 
-__all__ = [
-    "FilteredState",
-    "OutBlock",
-    "RowFilter",
-    "StagedColumn",
-    "StagedDense",
-    "StagedTable",
-    "check_filters",
-    "run_row_filters",
-]
+__all__ = ["RowFilter", "check_filters", "run_row_filters"]
 
 
 def run_row_filters(
     filters: Sequence[RowFilter],
     tables: Sequence[StagedTable],
-    dense: Sequence[StagedDense],
+    dense: Sequence[StagedBlock],
     *,
     go_on: Callable[[], None] = lambda: None,
 ) -> FilteredState:
@@ -66,8 +56,8 @@ def run_row_filters(
         for column in chosen.columns:
             blocks += run.column_blocks(chosen, column)
         blocks += run.removed_blocks(chosen)
-    for number, item in enumerate(dense):
-        blocks += run.dense_blocks(number, item)
+    for item in dense:
+        blocks += run.dense_blocks(item)
     return FilteredState(tables=tuple(facts), blocks=tuple(blocks))
 
 
@@ -77,66 +67,47 @@ class _Run:
 
     filters: tuple[RowFilter, ...]
     go_on: Callable[[], None]
-    recent: RecentWindows = field(default_factory=RecentWindows)
-    last_tensor: LastTensor = field(default_factory=LastTensor)
 
     def column_blocks(self, table: StagedTable, column: StagedColumn) -> Iterator[OutBlock]:
         kept = table.kept
-        spec = column.spec if kept is None else _with_rows(column.spec, len(kept))
+        spec = column.spec if kept is None else column.spec.with_rows(len(kept))
+        steps = self._steps(spec, column.dtype)
+        if kept is None and not steps:
+            return map(_as_it_is, column.blocks)
 
         def rows(begin: int, end: int) -> torch.Tensor:
-            if kept is None:
-                return column.rows(begin, end)
-            return gather(column.rows, kept[begin:end], window_rows=column.window_rows)
+            return column.chosen_rows(kept, begin, end)
 
         def row_name(row: int) -> str:
             position = row if kept is None else int(kept[row])
             return f"the row of id {int(table.columns[0].rows(position, position + 1)[0])}"
 
-        filtered = FilteredRows(
-            spec=spec,
-            dtype=column.dtype,
-            steps=self._steps(spec, column.dtype),
-            rows=rows,
-            owns=kept is not None,
-            row_name=row_name,
-        )
-        return blocks_of(filtered, recent=self.recent, go_on=self.go_on)
+        replaced = any(block.replaced for block in column.blocks)
+        return self._blocks(FilteredRows(spec, column.dtype, steps, rows, row_name, replaced))
 
     def removed_blocks(self, table: StagedTable) -> Iterator[OutBlock]:
         """The ids that a delta takes out, where there are any."""
         if not len(table.removed):
             return iter(())
-        ids = _with_rows(table.columns[0].spec, len(table.removed))
-        name = f"{ids.table}@{REMOVED_COLUMN}"
+        ids = table.columns[0].spec.with_rows(len(table.removed))
+        spec = replace(ids, name=f"{ids.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
         removed = torch.from_numpy(table.removed)
-        filtered = FilteredRows(
-            spec=replace(ids, name=name, column=REMOVED_COLUMN, role=Role.REMOVED),
-            dtype=torch.int64,
-            steps=(),
-            rows=lambda begin, end: removed[begin:end],
-            owns=True,
-            row_name=str,
-        )
-        return blocks_of(filtered, recent=self.recent, go_on=self.go_on)
+        return self._blocks(FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str))
 
-    def dense_blocks(self, number: int, item: StagedDense) -> Iterator[OutBlock]:
+    def dense_blocks(self, item: StagedBlock) -> Iterator[OutBlock]:
         spec = item.spec
         dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+        steps = self._steps(spec, dtype)
+        if not steps:
+            return map(_as_it_is, [item])
 
-        def rows(begin: int, end: int) -> torch.Tensor:
-            tensor = self.last_tensor.get(number, item.tensor)
-            return tensor[begin:end] if spec.shape and end - begin < rows_count(spec) else tensor
+        def row_name(row: int) -> str:
+            return f"row {spec.row_begin + row}"
 
-        filtered = FilteredRows(
-            spec=spec,
-            dtype=dtype,
-            steps=self._steps(spec, dtype),
-            rows=rows,
-            owns=True,
-            row_name=lambda row: f"row {spec.row_begin + row}",
-        )
-        return blocks_of(filtered, recent=self.recent, go_on=self.go_on)
+        return self._blocks(FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced))
+
+    def _blocks(self, rows: FilteredRows) -> Iterator[OutBlock]:
+        return blocks_of(rows, go_on=self.go_on)
 
     def _steps(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[EncodingStep, ...]:
         return steps_for(self.filters, spec.name, spec.role, dtype, spec.shape, error=FilterError)
@@ -148,5 +119,5 @@ def _facts(table: StagedTable) -> TableFacts:
     return replace(table.facts, rows_count=count, removed_count=len(table.removed))
 
 
-def _with_rows(spec: BlockSpec, count: int) -> BlockSpec:
-    return replace(spec, shape=(count, *spec.shape[1:]), stored_shape=(count, *spec.stored_shape[1:]))
+def _as_it_is(block: StagedBlock) -> OutBlock:
+    return OutBlock(block.spec, block.data.source(), block.replaced)

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from asyncckpt.native import core
-
-I64 = NDArray[np.int64]
+from asyncckpt.native import I64, U64, core
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +19,7 @@ class RowPrints:
     """The print of each id, int64 [n] and uint64 [n]."""
 
     ids: I64
-    prints: NDArray[np.uint64]
+    prints: U64
 
 
 def take_prints(ids: I64, columns: Sequence[tuple[int, int]]) -> RowPrints:

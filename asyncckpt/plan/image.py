@@ -1,102 +1,160 @@
-"""Give every block its place: which shard file, at which offset, and where in the arena.
+"""The layout of shard files: which file every block goes to, at which offset, and where in an arena its bytes are.
 
-An arena holds the image of all shard files of a save, one behind the other, each starting on a page. In a file, arrays
-are ordered by element size (largest first), so that every array starts aligned although safetensors allows no gaps.
+A file is a header and its blocks, one behind the other. In a file, arrays are ordered by element size (largest first),
+so that every array starts aligned although safetensors allows no gaps. What a file's bytes are written from is a list
+of extents of an arena:
+
+    blocks without a place of their own   get one: the arena holds the files as they will be, each from a page on with
+                                          room for its header, so a file is one extent
+    blocks that lie apart in the arena    each begins on a page there and so has to begin on a page of the file. The
+                                          rest of its last page is an array of its own, a pad: zeros, role "pad"
+    tables left open                      have no extents; their rows are exported by windows (open_tables.py)
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.format.header import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
 from asyncckpt.model.block import BlockSpec, PlacedBlock
-from asyncckpt.native import PAGE_BYTES
+from asyncckpt.model.table import Role
+from asyncckpt.native import I64, PAGE_BYTES, paged
 from asyncckpt.options import BLOCK_BYTES_MAX, FILE_TARGET_BYTES
 from asyncckpt.plan.leaf_names import unique_names
+
+PAD_NAME = "#pad"
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One shard file: `base` is its place in the arena image, `blocks` the numbers of its blocks in file order."""
+    """One shard file; `blocks` are the numbers of its blocks, pads included, in file order.
+
+    extents: (offset in the arena, bytes) of what the file is written from. has_header_room: the first one begins with
+    room for the header, else the header comes before it.
+    """
 
     name: str
     header: HeaderTemplate
     bytes: int
-    base: int
     blocks: tuple[int, ...]
-
-    @property
-    def header_bytes(self) -> int:
-        return len(self.header.text)
+    extents: tuple[tuple[int, int], ...] = ()
+    has_header_room: bool = False
 
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """All shard files of one rank. `offsets` and `lengths` place every block in the arena, int64 [blocks]."""
+    """Shard files of one rank, and their blocks: those that were asked for in their order, then the pads.
+
+    `offsets` and `lengths` place every block in the arena, int64 [blocks]. bytes: what the files take of the arena, if
+    they were given their places there. pads: (offset in the arena, bytes) of what has to be zeroed.
+    """
 
     blocks: tuple[PlacedBlock, ...]
     files: tuple[FilePlan, ...]
     bytes: int
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    @property
-    def payload_bytes(self) -> int:
-        return int(self.lengths.sum())
+    offsets: I64
+    lengths: I64
+    pads: tuple[tuple[int, int], ...] = ()
 
 
 def plan_image(
-    specs: Sequence[BlockSpec], *, parallel: int, rank: int, needs_file: bool = True, files_count: int = 0
+    specs: Sequence[BlockSpec], *, parallel: int, rank: int, first_file: int = 0, needs_file: bool = True
 ) -> ImagePlan:
-    """Spread blocks over at most `parallel` files by bytes.
+    """Spread blocks over at most `parallel` files by bytes, and give the files their places in an arena.
 
-    needs_file: without blocks there is a file all the same. files_count: at least so many files, be they empty.
+    first_file: the number of the first file. needs_file: without blocks there is a file all the same.
     """
-    keys = unique_names(key_of(spec) for spec in specs)
-    placed: list[PlacedBlock | None] = [None] * len(specs)
+    members = _members(specs, parallel) if specs or needs_file else []
+    placed, blocks = place_files(specs, members, rank=rank, first_file=first_file)
     offsets = np.zeros(len(specs), dtype=np.int64)
     files: list[FilePlan] = []
     base = 0
-    members_of_files = spread(specs, parallel) if specs or needs_file else []
-    members_of_files += [[]] * (files_count - len(members_of_files))
-    for index, members in enumerate(members_of_files):
-        members = sorted(members, key=lambda number: (-specs[number].alignment, number))
+    for file in placed:
+        files.append(replace(file, extents=((base, file.bytes),), has_header_room=True))
+        for number in file.blocks:
+            offsets[number] = base + blocks[number].offset
+        base += paged(file.bytes)
+    return ImagePlan(blocks=blocks, files=tuple(files), bytes=base, offsets=offsets, lengths=_lengths(specs))
+
+
+def plan_apart(
+    specs: Sequence[BlockSpec], places: Sequence[int], *, parallel: int, rank: int, first_file: int = 0
+) -> ImagePlan:
+    """The same for blocks that have their places in the arena, each on a page."""
+    pads: list[BlockSpec] = []
+    pad_places: list[tuple[int, int]] = []
+    members_of_files, extents_of_files = [], []
+    for members in _members(specs, parallel) if specs else []:
+        numbers: list[int] = []
+        extents: list[tuple[int, int]] = []
+        for number in members:
+            size = specs[number].bytes
+            missing = 0 if number == members[-1] else paged(size) - size
+            numbers.append(number)
+            if missing:
+                numbers.append(len(specs) + len(pads))
+                pads.append(_pad(len(pads), missing))
+                pad_places.append((places[number] + size, missing))
+            if size:
+                extents.append((places[number], size + missing))
+        members_of_files.append(numbers)
+        extents_of_files.append(tuple(extents))
+    every = [*specs, *pads]
+    placed, blocks = place_files(every, members_of_files, rank=rank, first_file=first_file)
+    return ImagePlan(
+        blocks=blocks,
+        files=tuple(replace(file, extents=own) for file, own in zip(placed, extents_of_files, strict=True)),
+        bytes=0,
+        offsets=np.array([*places, *(at for at, _ in pad_places)], dtype=np.int64),
+        lengths=_lengths(every),
+        pads=tuple(pad_places),
+    )
+
+
+def place_files(
+    specs: Sequence[BlockSpec], members_of_files: Sequence[Sequence[int]], *, rank: int, first_file: int
+) -> tuple[list[FilePlan], tuple[PlacedBlock, ...]]:
+    """Render the header of every file, and put its blocks one behind the other; every block is in one file."""
+    keys = unique_names(map(key_of, specs))
+    placed: dict[int, PlacedBlock] = {}
+    files = []
+    for index, members in enumerate(members_of_files, first_file):
         header = render_header([(keys[number], specs[number]) for number in members], rank=rank)
         end = len(header.text)
         for number in members:
             placed[number] = PlacedBlock(spec=specs[number], key=keys[number], file_index=index, offset=end)
-            offsets[number] = base + end
             end += specs[number].bytes
         name = shard_name(rank=rank, index=index)
-        files.append(FilePlan(name=name, header=header, bytes=end, base=base, blocks=tuple(members)))
-        base += -(-end // PAGE_BYTES) * PAGE_BYTES
-    lengths = np.fromiter((spec.bytes for spec in specs), dtype=np.int64, count=len(specs))
-    blocks = tuple(block for block in placed if block is not None)
-    assert len(blocks) == len(specs)
-    return ImagePlan(blocks=blocks, files=tuple(files), bytes=base, offsets=offsets, lengths=lengths)
+        files.append(FilePlan(name=name, header=header, bytes=end, blocks=tuple(members)))
+    return files, tuple([placed[number] for number in range(len(specs))])
 
 
-def split_rows(spec: BlockSpec) -> list[BlockSpec]:
-    """Cut a block over BLOCK_BYTES_MAX into parts of whole rows; a single larger row stays whole."""
-    if spec.bytes <= BLOCK_BYTES_MAX or not spec.shape or spec.shape[0] < 2:
+def split_rows(spec: BlockSpec, *, bytes_max: int | None = None, unit: int = 1) -> list[BlockSpec]:
+    """Cut a block over bytes_max (default: BLOCK_BYTES_MAX) into parts of whole rows; a single larger row stays whole.
+
+    All parts but the last have a multiple of `unit` rows.
+    """
+    bytes_max = BLOCK_BYTES_MAX if bytes_max is None else bytes_max
+    if spec.bytes <= bytes_max or not spec.shape or spec.shape[0] < 2:
         return [spec]
-    row_bytes = spec.bytes // spec.shape[0]
-    step = max(1, BLOCK_BYTES_MAX // row_bytes)
-    parts = []
-    for begin in range(0, spec.shape[0], step):
-        count = min(step, spec.shape[0] - begin)
-        shape, stored = (count, *spec.shape[1:]), (count, *spec.stored_shape[1:])
-        whole = spec.whole_shape or spec.shape
-        parts.append(
-            replace(spec, shape=shape, stored_shape=stored, row_begin=spec.row_begin + begin, whole_shape=whole)
-        )
-    return parts
+    return parts_of(spec, max(1, bytes_max // (spec.bytes // spec.shape[0] * unit)) * unit)
+
+
+def parts_of(spec: BlockSpec, rows: int) -> list[BlockSpec]:
+    """A block in parts of so many rows, the last one of fewer."""
+    count = spec.shape[0]
+    return [spec.part(begin, min(begin + rows, count)) for begin in range(0, count, rows)]
+
+
+def rows_on_pages(row_bytes: int) -> int:
+    """The least number of rows that are whole pages."""
+    return PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
 
 
 def key_of(spec: BlockSpec) -> str:
@@ -107,19 +165,37 @@ def key_of(spec: BlockSpec) -> str:
     return f"{spec.name}[{','.join(ranges if spec.is_box else ranges[:1])}]"
 
 
-def spread(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
+def _members(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
     """Numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
 
     The largest block goes first, into the emptiest file.
     """
     total = sum(spec.bytes for spec in specs)
     count = max(1, min(parallel, len(specs), -(-total // FILE_TARGET_BYTES)))
-    if count == 1:
-        return [list(range(len(specs)))]
     members: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, index) for index in range(count)]
-    for number in sorted(range(len(specs)), key=lambda n: (-specs[n].bytes, n)):
-        load, index = heapq.heappop(loads)
-        members[index].append(number)
-        heapq.heappush(loads, (load + specs[number].bytes, index))
-    return [numbers for numbers in members if numbers]
+    if count == 1:
+        members = [list(range(len(specs)))]
+    else:
+        loads = [(0, index) for index in range(count)]
+        for number in sorted(range(len(specs)), key=lambda n: (-specs[n].bytes, n)):
+            load, index = heapq.heappop(loads)
+            members[index].append(number)
+            heapq.heappush(loads, (load + specs[number].bytes, index))
+        members = [numbers for numbers in members if numbers]
+    return [sorted(numbers, key=lambda n: (-specs[n].alignment, n)) for numbers in members]
+
+
+def _lengths(specs: Sequence[BlockSpec]) -> I64:
+    return np.fromiter((spec.bytes for spec in specs), dtype=np.int64, count=len(specs))
+
+
+def _pad(number: int, size: int) -> BlockSpec:
+    return BlockSpec(
+        name=f"{PAD_NAME}.{number}",
+        role=Role.PAD,
+        dtype="uint8",
+        stored_dtype="U8",
+        stored_itemsize=1,
+        shape=(size,),
+        stored_shape=(size,),
+    )

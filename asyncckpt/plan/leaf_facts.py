@@ -88,6 +88,11 @@ class LeafFacts:
             return False
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the values of a strided tensor are its memory, one behind the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def addresses(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
     """Address of every tensor's first element, uint64 [n]."""
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=len(tensors))

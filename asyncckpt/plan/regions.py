@@ -14,7 +14,7 @@ from functools import lru_cache
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.model.block import REMOVED_COLUMN
 from asyncckpt.model.table import TableSchema
-from asyncckpt.native import PAGE_BYTES
+from asyncckpt.native import paged
 from asyncckpt.options import HEADROOM_BYTES_MAX
 
 ID_BYTES = 8
@@ -131,11 +131,6 @@ def plan_regions(wishes: Sequence[RegionWish], *, room: Sequence[int] | None = N
             TableRegion(table=wish.table, name=wish.name, rows_max=rows_max, columns=columns, removed=removed)
         )
     return Regions(tables=tuple(tables), bytes=at)
-
-
-def paged(bytes: int) -> int:
-    """Bytes rounded up to whole pages."""
-    return -(-bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _fit(wishes: Sequence[RegionWish], regions: Regions) -> bool:

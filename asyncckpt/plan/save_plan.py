@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -26,10 +26,10 @@ from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name
 from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec, TableFacts
-from asyncckpt.model.sharded import Piece, Sharded
-from asyncckpt.model.table import OpenCut, OwnsIds, Role, Table, TableCut, TableSchema
+from asyncckpt.model.table import OpenCut, OwnsIds, Table, TableCut, TableSchema
+from asyncckpt.plan.dense_blocks import TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf
+from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf, is_plain
 from asyncckpt.plan.leaf_names import check_name, tensor_names
 from asyncckpt.plan.open_tables import OpenTables, can_be_exported, plan_open_tables
 from asyncckpt.plan.regions import column_row_bytes
@@ -49,19 +49,6 @@ class CutTable:
     def shard(self) -> tuple[int, int]:
         """As the manifest tells it: of a table that owns its ids by another rule than their modulo, nothing."""
         return (0, 1) if isinstance(self.table, OwnsIds) else self.table.shard
-
-
-@dataclass(frozen=True)
-class DenseCopies:
-    """Blocks that are copied by address: contiguous tensors, all on the CPU or on one device. int64 arrays, one item a
-    block.
-
-    tensor: numbers of FlatState.held. source_offset: bytes into it.
-    """
-
-    block: NDArray[np.int64]
-    tensor: NDArray[np.int64]
-    source_offset: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -87,8 +74,8 @@ class SavePlan:
     body: BodyTemplate
     tree: Node
     tables: tuple[TableFacts, ...]
-    raw: DenseCopies
-    on_devices: Mapping[int, DenseCopies]
+    raw: TensorPieces
+    on_devices: Mapping[int, TensorPieces]
     raw_tensors: tuple[int, ...]
     raw_bytes: NDArray[np.int64]
     raw_itemsizes: NDArray[np.int64]
@@ -102,19 +89,14 @@ class SavePlan:
         """A digest of what the manifest will say of the dense tensors, but their digests."""
         return xxhash.xxh3_128_hexdigest(self.body.text[self.body.tables_end :])
 
-    @property
+    @cached_property
     def logical_bytes(self) -> int:
-        return self.image.payload_bytes + self.open.payload_bytes
+        return int(self.image.lengths.sum()) + sum(placed.spec.bytes for placed in self.open.blocks)
 
     @property
     def arena_bytes(self) -> int:
         """What the arena must hold: the image, and the copies of the caches of open tables behind it."""
         return self.image.bytes + self.open.cache_bytes
-
-    @property
-    def files_bytes(self) -> int:
-        """Of all shard files together."""
-        return sum(file.bytes for file in self.image.files) + sum(table.bytes for table in self.open.tables)
 
 
 class PlanCache:
@@ -236,15 +218,13 @@ def _make_plan(
         for part in split_rows(spec):
             sources[len(specs)] = DenseSource(number, first_row=part.row_begin - spec.row_begin)
             specs.append(part)
-    image = plan_image(specs, parallel=parallel, rank=rank, needs_file=not in_regions)
-    opened = plan_open_tables(
-        to_export, first_block=len(specs), first_file=len(image.files), first_byte=image.bytes, rank=rank
-    )
+    image = plan_image(specs, parallel=parallel, rank=rank, first_file=len(to_export), needs_file=not in_regions)
+    opened = plan_open_tables(to_export, first_byte=image.bytes, rank=rank)
     facts = tuple(
         TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.shard) for t in cuts if t.name not in in_regions
     )
     numbers = sorted({item.tensor for item in sources.values()})
-    devices = {number: device_of(held[number]) for number in numbers if _is_plain(held[number])}
+    devices = {number: device_of(held[number]) for number in numbers if is_plain(held[number])}
     raw_numbers = dict.fromkeys(number for number in devices if devices[number] is not None or held[number].is_cpu)
     raw_tensors = [held[number] for number in raw_numbers]
     by_device: dict[int | None, dict[int, DenseSource]] = {None: {}}
@@ -256,8 +236,8 @@ def _make_plan(
         body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
         tree=flat.tree,
         tables=facts,
-        raw=_raw_copies(specs, by_device.pop(None)),
-        on_devices={device: _raw_copies(specs, items) for device, items in by_device.items() if device is not None},
+        raw=_pieces(image, by_device.pop(None)),
+        on_devices={device: _pieces(image, items) for device, items in by_device.items() if device is not None},
         raw_tensors=tuple(raw_numbers),
         raw_bytes=np.array([t.nbytes for t in raw_tensors], dtype=np.int64),
         raw_itemsizes=np.array([t.element_size() for t in raw_tensors], dtype=np.int64),
@@ -276,7 +256,8 @@ def _dense_specs(flat: FlatState, names: Sequence[str], elsewhere: Collection[in
         if sharded is None:
             check_leaf(tensor, name)
             if leaf not in elsewhere:
-                yield _leaf_spec(tensor, name, leaf), leaf
+                shape = tuple(tensor.shape)
+                yield box_spec(name, tensor.dtype, begin=(), shape=shape, whole_shape=shape, leaf=leaf), leaf
             continue
         for number, piece in enumerate(sharded.pieces):
             check_leaf(piece.tensor, name)
@@ -285,18 +266,18 @@ def _dense_specs(flat: FlatState, names: Sequence[str], elsewhere: Collection[in
                 and leaf not in elsewhere
                 and (piece.tensor.numel() or not math.prod(sharded.whole_shape))
             ):
-                yield _piece_spec(piece, sharded, name, leaf), leaf if number == 0 else more + number - 1
+                spec = box_spec(
+                    name,
+                    sharded.dtype,
+                    begin=piece.begin,
+                    shape=piece.tensor.shape,
+                    whole_shape=sharded.whole_shape,
+                    leaf=leaf,
+                    # Of a tensor without elements every rank may have all.
+                    is_part=tuple(piece.tensor.shape) != sharded.whole_shape or not piece.tensor.numel(),
+                )
+                yield spec, leaf if number == 0 else more + number - 1
         more += max(0, len(sharded.pieces) - 1)
-
-
-def _piece_spec(piece: Piece, sharded: Sharded, name: str, leaf: int) -> BlockSpec:
-    spec = _leaf_spec(piece.tensor, name, leaf)
-    if spec.shape == sharded.whole_shape and piece.tensor.numel():
-        return spec
-    row, *columns = piece.begin or (0,)
-    return replace(
-        spec, whole_shape=sharded.whole_shape, row_begin=row, column_begins=tuple(columns) if any(columns) else ()
-    )
 
 
 def _check_all_here(flat: FlatState) -> None:
@@ -315,34 +296,18 @@ def _check_all_here(flat: FlatState) -> None:
             )
 
 
-def _raw_copies(specs: Sequence[BlockSpec], sources: Mapping[int, DenseSource]) -> DenseCopies:
+def _pieces(image: ImagePlan, sources: Mapping[int, DenseSource]) -> TensorPieces:
+    """The pieces of tensors that blocks are, by the numbers of the blocks."""
     offsets = []
     for number, source in sources.items():
-        spec = specs[number]
+        spec = image.blocks[number].spec
         offsets.append(source.first_row * (spec.bytes // spec.shape[0]) if source.first_row else 0)
-    return DenseCopies(
-        block=np.fromiter(sources, dtype=np.int64, count=len(sources)),
+    blocks = np.fromiter(sources, dtype=np.int64, count=len(sources))
+    return TensorPieces(
         tensor=np.array([source.tensor for source in sources.values()], dtype=np.int64),
         source_offset=np.array(offsets, dtype=np.int64),
-    )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _leaf_spec(tensor: torch.Tensor, name: str, leaf: int) -> BlockSpec:
-    stored = stored_dtype(tensor.dtype, owner=name)
-    shape = tuple(tensor.shape)
-    return BlockSpec(
-        name=name,
-        role=Role.DENSE,
-        dtype=stored.name,
-        stored_dtype=stored.stored,
-        stored_itemsize=stored.stored_itemsize,
-        shape=shape,
-        stored_shape=stored.stored_shape(shape),
-        leaf=leaf,
+        place=image.offsets[blocks],
+        bytes=image.lengths[blocks],
     )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import CutVersion, TableSchema
+from asyncckpt.native import I64
 from asyncckpt.plan.regions import ID_BYTES, TableRegion
 
-I64 = NDArray[np.int64]
 NO_IDS: I64 = np.empty(0, dtype=np.int64)
 
 

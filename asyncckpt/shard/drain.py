@@ -6,11 +6,13 @@ column by column. Digests are taken beside the writes.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
@@ -18,61 +20,69 @@ from asyncckpt.format.names import Attempt, shard_path
 from asyncckpt.native import PAGE_BYTES, U8, CancelledDrain, DrainOptions, FileImage, Progress, core
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import ImagePlan
-from asyncckpt.plan.region_files import RegionFiles
-from asyncckpt.shard.target import ShardFiles
+from asyncckpt.shard.target import OpenShard, ShardFiles
 from asyncckpt.storage.directory import Directory, io_failed
 
 
 @dataclass(frozen=True)
 class ArenaImage:
-    """Shard files in an arena, of which `raw` is all bytes: `plan` from `base` on, and the `regions` of tables."""
+    """An arena at `address`, of which `raw` is all bytes, and the files it holds: plans, and where each begins."""
 
-    plan: ImagePlan
-    base: int
-    regions: RegionFiles
+    plans: Sequence[tuple[ImagePlan, int]]
     address: int
     raw: U8
 
 
 def drain_image(
     image: ArenaImage, *, folder: Directory, attempt: Attempt, options: SaveOptions, progress: Progress
-) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
-    """Write every file of the image; returns the files' facts and the digests of the blocks (uint8 [blocks, 16]).
-
-    First those of the plan, then those of the regions.
-    """
-    plan, regions, base = image.plan, image.regions, image.address + image.base
+) -> tuple[tuple[FileFacts, ...], U8]:
+    """Write every file of the image; returns the files' facts and the digests of the blocks (uint8 [blocks, 16])."""
     facts: list[FileFacts] = []
-    extents: list[tuple[tuple[int, int], ...]] = []
+    extents: list[list[tuple[int, int]]] = []
     headers: list[U8] = []
-    for file in plan.files:
-        header = file.header.stamp(attempt)
-        at = image.base + file.base
-        image.raw[at : at + len(header)] = np.frombuffer(header, dtype=np.uint8)
-        extents.append(((base + file.base, file.bytes),))
-        facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
-    for offset, size in regions.pads:
-        image.raw[offset : offset + size] = 0
-    for region in regions.files:
-        header = region.header.stamp(attempt)
-        headers.append(_on_page(header))
-        behind = ((image.address + offset, size) for offset, size in region.extents)
-        extents.append(((headers[-1].ctypes.data, len(header)), *behind))
-        facts.append(file_facts(region.name, header, file_bytes=region.bytes, attempt=attempt))
-    offsets = np.concatenate([plan.offsets + base, regions.offsets + image.address])
-    spans = np.stack([offsets, np.concatenate([plan.lengths, regions.lengths])], axis=1).astype(np.uint64)
-    shards = ShardFiles(folder, [*(file.name for file in plan.files), *(file.name for file in regions.files)])
-    try:
+    for plan, base in image.plans:
+        for offset, size in plan.pads:
+            image.raw[base + offset : base + offset + size] = 0
+        for file in plan.files:
+            header = file.header.stamp(attempt)
+            pieces = [(image.address + base + offset, size) for offset, size in file.extents]
+            if file.has_header_room:
+                at = base + file.extents[0][0]
+                image.raw[at : at + len(header)] = np.frombuffer(header, dtype=np.uint8)
+            else:
+                headers.append(_on_page(header))
+                pieces.insert(0, (headers[-1].ctypes.data, len(header)))
+            extents.append(pieces)
+            facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
+    places = np.concatenate([plan.offsets + (image.address + base) for plan, base in image.plans])
+    lengths = np.concatenate([plan.lengths for plan, _ in image.plans])
+    spans = np.ascontiguousarray(np.stack([places, lengths], axis=1).astype(np.uint64))
+    with shard_files(folder, [file.name for plan, _ in image.plans for file in plan.files], attempt) as shards:
         images = [
-            FileImage(fd=shard.fd, extents=pieces, direct=shard.direct)
-            for shard, pieces in zip(shards.files, extents, strict=True)
+            FileImage(fd=shard.fd, extents=tuple(pieces), direct=shard.direct)
+            for shard, pieces in zip(shards, extents, strict=True)
         ]
-        digests = core.drain(images, np.ascontiguousarray(spans), drain_options(options, len(images)), progress)
+        digests = core.drain(images, spans, drain_options(options, len(images)), progress)
+    return tuple(facts), digests
+
+
+@contextmanager
+def shard_files(folder: Directory, names: Sequence[str], attempt: Attempt) -> Iterator[list[OpenShard]]:
+    """New files, closed in the end; an error is one of this library then."""
+    shards = ShardFiles(folder, names)
+    try:
+        yield shards.files
     except BaseException as error:
         shards.abandon()
         raise write_failed(error, attempt) from error
     shards.close()
-    return tuple(facts), digests
+
+
+def end_file(shard: OpenShard, *, bytes: int, options: SaveOptions) -> None:
+    """Cut a file to its length, and sync it."""
+    os.ftruncate(shard.fd, bytes)
+    if options.durability == "fsync":
+        os.fsync(shard.fd)
 
 
 def _on_page(header: bytes) -> U8:

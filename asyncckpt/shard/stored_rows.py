@@ -20,7 +20,6 @@ from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U8, U64, core
-from asyncckpt.options import CHUNK_BYTES
 
 WINDOW_BYTES = 16 << 20
 # Encodings that store every row by itself, so that rows can be taken out of what is stored.
@@ -36,26 +35,6 @@ class StoredBlocks(Protocol):
     def check(self, number: int, digest: bytes) -> None: ...
 
 
-class LentMemory:
-    """Keeps pieces alive that sources gave away, until they have been copied.
-
-    A stream asks for one chunk after the other and copies each before it asks for the next: once a whole chunk was
-    given away behind a piece, nobody needs that piece any longer. All sources of a stream share one of these.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: deque[U8] = deque()
-        self._bytes = 0
-
-    def keep(self, array: U8) -> None:
-        """Keep one more array, and let go what has been copied."""
-        self._arrays.append(array)
-        self._bytes += array.nbytes
-        # The newest one does not count: only its first bytes may have been asked for.
-        while self._bytes - self._arrays[0].nbytes - array.nbytes >= CHUNK_BYTES:
-            self._bytes -= self._arrays.popleft().nbytes
-
-
 def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
     """What the copy of a block is: `rows` of it, ascending positions; None: all, as it is stored.
 
@@ -64,18 +43,17 @@ def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
     """
     if rows is None:
         return spec
-    apart = _rows_apart(spec)
-    return replace(apart, shape=(len(rows), *apart.shape[1:]), stored_shape=(len(rows), *apart.stored_shape[1:]))
+    return _rows_apart(spec).with_rows(len(rows))
 
 
-def stored_source(reader: StoredBlocks, number: int, rows: I64 | None, lent: LentMemory) -> ByteSource:
+def stored_source(reader: StoredBlocks, number: int, rows: I64 | None) -> ByteSource:
     """The bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
     spec = reader.block(number).placed.spec
     if rows is None:
-        return _Source(_WholeBlock(reader, number), lent)
+        return _Source(_WholeBlock(reader, number))
     if _rows_apart(spec) == spec:
-        return _Source(_ChosenRows(reader, number, rows), lent)
-    return _Source(_DecodedRows(reader, number, rows), lent)
+        return _Source(_ChosenRows(reader, number, rows))
+    return _Source(_DecodedRows(reader, number, rows))
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
@@ -191,24 +169,24 @@ def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
 class _Source:
     """A ByteSource over what a stored block gives, for byte ranges that ascend without gaps."""
 
-    def __init__(self, stored: _Stored, lent: LentMemory) -> None:
+    def __init__(self, stored: _Stored) -> None:
         self._stored = stored
-        self._lent = lent
-        self._ready: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
-        self._end = 0
+        self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
+        self._made = 0
+        self._given = 0
 
     def pieces(self, begin: int, end: int) -> U64:
-        while self._end < end:
+        while self._made < end:
             found = self._stored.next()
             assert len(found), "a block gave fewer bytes than its rows have"
-            self._lent.keep(found)
-            self._ready.append((self._end, found))
-            self._end += len(found)
-        while self._ready and self._ready[0][0] + len(self._ready[0][1]) <= begin:
-            self._ready.popleft()
+            self._held.append((self._made, found))
+            self._made += len(found)
+        self._given = end
         spans = [
-            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._ready
+            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
         ]
-        if self._end == end:
-            self._ready.clear()  # What was given away is kept by `lent` as long as it is needed.
         return np.array(spans, dtype=np.uint64).reshape(-1, 2)
+
+    def release(self) -> None:
+        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
+            self._held.popleft()

@@ -11,7 +11,7 @@ Digests are taken from the chunk, never from the source, so they always fit the 
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from asyncckpt.devices.fetch import to_host_all
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
-from asyncckpt.model.abilities import is_fetched, is_passing
+from asyncckpt.model.abilities import is_on_device
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import DIGEST_BYTES, Progress, core
 from asyncckpt.options import CHUNK_BYTES, SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.drain import file_facts, write_failed
-from asyncckpt.shard.target import OpenShard, ShardFiles, write_piece
+from asyncckpt.shard.drain import end_file, file_facts, shard_files
+from asyncckpt.shard.target import OpenShard, write_piece
 from asyncckpt.storage.directory import Directory
 
 
@@ -47,41 +47,58 @@ def stream_sources(
     """Write every file; `sources` and the returned digests (uint8 [blocks, 16]) are in the plan's block order."""
     facts = []
     digests = np.zeros((len(plan.blocks), DIGEST_BYTES), dtype=np.uint8)
-    shards = ShardFiles(folder, [file.name for file in plan.files])
-    try:
-        for shard, file in zip(shards.files, plan.files, strict=True):
+    with shard_files(folder, [file.name for file in plan.files], attempt) as shards:
+        for shard, file in zip(shards, plan.files, strict=True):
             header = file.header.stamp(attempt)
             facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
             stream = _FileStream(plan, file, header, sources, digests)
             _write_file(stream, shard, buffers=buffers, writer=writer, progress=progress)
-            os.ftruncate(shard.fd, file.bytes)
-            if options.durability == "fsync":
-                os.fsync(shard.fd)
-    except BaseException as error:
-        shards.abandon()
-        raise write_failed(error, attempt) from error
-    shards.close()
+            end_file(shard, bytes=file.bytes, options=options)
     return tuple(facts), digests
 
 
 def _write_file(
     stream: _FileStream, shard: OpenShard, *, buffers: Sequence[int], writer: Executor, progress: Progress
 ) -> None:
-    in_flight: Future[None] | None = None
-    try:
-        for number, begin in enumerate(range(0, stream.bytes, CHUNK_BYTES)):
+    with FileChunks(shard, buffers, writer) as chunks:
+        for begin in range(0, stream.bytes, CHUNK_BYTES):
             if progress.cancelled:
                 raise SaveCancelledError("the save was cancelled")
             end = min(begin + CHUNK_BYTES, stream.bytes)
-            address = buffers[number % len(buffers)]
+            address = chunks.next_buffer()
             stream.fill(begin, end, address)
-            if in_flight is not None:
-                in_flight.result()
-            in_flight = writer.submit(write_piece, shard, address, end - begin, offset=begin)
+            chunks.write(address, end - begin, offset=begin)
             progress.advance(end - begin)
-    finally:
+
+
+class FileChunks:
+    """The chunk buffers of one file while it is written: one is filled while the one before is written."""
+
+    def __init__(self, shard: OpenShard, buffers: Sequence[int], writer: Executor) -> None:
+        self._shard = shard
+        self._buffers = itertools.cycle(buffers)
+        self._writer = writer
+        self._in_flight: Future[None] | None = None
+
+    def next_buffer(self) -> int:
+        """The address of a free buffer: the write before last, which was the last one from it, has ended."""
+        return next(self._buffers)
+
+    def write(self, address: int, size: int, *, offset: int) -> None:
+        """Begin to write a buffer, when the write before has ended; raises its error."""
+        self._wait()
+        self._in_flight = self._writer.submit(write_piece, self._shard, address, size, offset=offset)
+
+    def _wait(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
+
+    def __enter__(self) -> FileChunks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
 
 
 @dataclass(frozen=True)
@@ -129,8 +146,7 @@ class _FileStream:
         segments += [_segments(part.source.pieces(part.begin, part.end), part.address) for part in parts]
         core.copy(np.ascontiguousarray(np.concatenate(segments)))
         for part in parts:
-            if is_passing(part.source):
-                part.source.let_go()
+            part.source.release()
             self._digester.update(part.address, part.end - part.begin)
             if part.end == self._lengths[part.position]:
                 digest = self._digester.end()
@@ -158,11 +174,11 @@ class _FileStream:
 
 
 def _fetch(parts: Sequence[_Part]) -> None:
-    """Bring what lies on devices to the host in one go. DeviceError."""
-    sources = [(part.source, part) for part in parts if is_fetched(part.source)]
-    values = to_host_all([source.lying(part.begin, part.end) for source, part in sources])
+    """Bring what is on devices to the host in one go. DeviceError."""
+    sources = [(part.source, part) for part in parts if is_on_device(part.source)]
+    values = to_host_all([source.device_slice(part.begin, part.end) for source, part in sources])
     for (source, _), own in zip(sources, values, strict=True):
-        source.give(own)
+        source.supply(own)
 
 
 def _span(raw: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint64]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncckpt.native import PAGE_BYTES, core
+from asyncckpt.native import core, paged
 from asyncckpt.storage.directory import Directory, io_failed
 
 
@@ -22,7 +22,7 @@ class OpenShard:
 
 def write_piece(shard: OpenShard, address: int, size: int, *, offset: int) -> None:
     """Write bytes from an address. A direct write ends on a page; what is too much at the end is cut off afterwards."""
-    rounded = -(-size // PAGE_BYTES) * PAGE_BYTES if shard.direct else size
+    rounded = paged(size) if shard.direct else size
     core.write(shard.fd, address, rounded, offset=offset, direct=shard.direct)
 
 

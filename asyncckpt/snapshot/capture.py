@@ -19,22 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.abilities import can_stay_open
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
-from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import CacheCopy, TableCut
 from asyncckpt.native import U8, core
 from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
 from asyncckpt.plan.open_tables import MAP_ITEM_BYTES, CacheArea
-from asyncckpt.plan.save_plan import CutTable, DenseCopies, SavePlan
+from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
-from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
-from asyncckpt.snapshot.source import column_source, tensor_source
+from asyncckpt.snapshot.overlay import Overlay
 from asyncckpt.snapshot.table_capture import TableCapture
+from asyncckpt.snapshot.tensor_copies import piece_segments
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
@@ -55,12 +53,12 @@ def capture(
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
     begins = check_storages(plan, flat)
-    segments = [_dense_segments(plan, plan.raw, begins, address), *(table.segments(copies) for table in tables)]
+    segments = [piece_segments(plan.raw, begins, address), *(table.segments(copies) for table in tables)]
     held = flat.held
     sizes = np.zeros(len(held), dtype=np.int64)
     sizes[list(plan.raw_tensors)] = plan.raw_bytes
     for device, blocks in plan.on_devices.items():
-        found = _dense_segments(plan, blocks, begins, address)
+        found = piece_segments(blocks, begins, address)
         stepped = copies.is_stepped(begins[blocks.tensor], sizes[blocks.tensor])
         copies.on(device).add(found[~stepped], held)
         copies.on(device).add_later(found[stepped], held)
@@ -74,7 +72,7 @@ def capture(
         table.gather(copies)
     _lay_over(plan, cuts, image, copies)
     for number in plan.foreign:
-        source = _dense_rows(plan, flat, number).detach()
+        source = dense_rows(plan, flat, number).detach()
         copies.put(block_tensor(plan, number, image), source)
     for item, cache in zip(plan.open.tables, caches, strict=True):
         cut = cuts[item.table].cut
@@ -102,36 +100,15 @@ def check_storages(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
     return begins
 
 
-def live_sources(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[ByteSource]:
-    """A source per block over the live state, for a save that goes without an arena."""
-    check_storages(plan, flat)
-    sources: list[ByteSource] = []
-    overlays = [Overlay.of(item.cut) for item in cuts]
-    for number, placed in enumerate(plan.image.blocks):
-        spec = placed.spec
-        if spec.leaf is not None:
-            sources.append(tensor_source(_dense_rows(plan, flat, number)))
-        else:
-            table, column = plan.columns[number]
-            begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
-            sources.append(column_source(cuts[table].cut, overlays[table], column, begin=begin, end=end))
-    return sources
-
-
-def live_block(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], number: int) -> torch.Tensor:
-    """A copy of one block of the live state, on the CPU."""
-    spec = plan.image.blocks[number].spec
-    if spec.leaf is not None:
-        return to_host(_dense_rows(plan, flat, number)).clone()
-    table, column = plan.columns[number]
-    cut = cuts[table].cut
-    return rows_of_cut(cut, Overlay.of(cut), column, spec.row_begin, spec.row_begin + spec.shape[0])
+def block_bytes(plan: SavePlan, number: int, image: U8) -> U8:
+    """A block's place in the arena; no copy."""
+    begin, length = int(plan.image.offsets[number]), int(plan.image.lengths[number])
+    return image[begin : begin + length]
 
 
 def block_tensor(plan: SavePlan, number: int, image: U8) -> torch.Tensor:
-    """A block's place in the arena as a tensor of its true dtype and shape; no copy."""
-    begin, length = int(plan.image.offsets[number]), int(plan.image.lengths[number])
-    return as_tensor(image[begin : begin + length], plan.image.blocks[number].spec)
+    """The same as a tensor of its true dtype and shape."""
+    return as_tensor(block_bytes(plan, number, image), plan.image.blocks[number].spec)
 
 
 def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
@@ -140,14 +117,6 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
     if raw.size == 0:
         return torch.empty(spec.shape, dtype=dtype)
     return torch.from_numpy(raw).view(dtype).reshape(spec.shape)
-
-
-def _dense_segments(plan: SavePlan, raw: DenseCopies, begins: NDArray[np.uint64], address: int) -> Segments:
-    segments = np.empty((len(raw.block), 3), dtype=np.uint64)
-    segments[:, 0] = begins[raw.tensor] + raw.source_offset.astype(np.uint64)
-    segments[:, 1] = plan.image.offsets[raw.block].astype(np.uint64) + np.uint64(address)
-    segments[:, 2] = plan.image.lengths[raw.block].astype(np.uint64)
-    return segments
 
 
 def _column_segments(
@@ -223,7 +192,7 @@ def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tens
         at += end - begin
 
 
-def _dense_rows(plan: SavePlan, flat: FlatState, number: int) -> torch.Tensor:
+def dense_rows(plan: SavePlan, flat: FlatState, number: int) -> torch.Tensor:
     """The live rows of a dense block."""
     source, spec = plan.sources[number], plan.image.blocks[number].spec
     tensor = flat.held[source.tensor]

@@ -16,9 +16,9 @@ from asyncckpt.devices.chosen import runtime
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.abilities import is_overlaid
-from asyncckpt.model.row_runs import I64, positions, window
+from asyncckpt.model.row_runs import positions, window
 from asyncckpt.model.table import OverlaidCut, TableCut
-from asyncckpt.native import U64, core
+from asyncckpt.native import I64, U64, core
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,11 @@ from asyncckpt.model.arena_contents import TableContents
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
-from asyncckpt.native import U8
+from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.regions import TableRegion
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.table_rows import CapturedTable, TableRows
 from asyncckpt.snapshot.overlay import lay_rows
-
-I64 = NDArray[np.int64]
-U64 = NDArray[np.uint64]
 
 # Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as
 # long by index and less in a plain copy. Measured: bench/results/2026-11-21-rows.txt, by `python -m bench.rows`.

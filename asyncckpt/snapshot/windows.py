@@ -20,7 +20,7 @@ import torch
 
 from asyncckpt.devices.uploads import Uploads
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.native import PAGE_BYTES, core
+from asyncckpt.native import core, paged
 from asyncckpt.native.contract import U8, Digester
 from asyncckpt.snapshot.block_reader import BlockReader
 
@@ -94,7 +94,7 @@ def _batches(
 ) -> Iterator[list[tuple[Scatter, Window, U8]]]:
     """Windows of the blocks, in their order, as many as fit the memory, which is asked for anew for every batch."""
     specs = [reader.block(item.number).placed.spec for item in items]
-    wanted = sum(_paged(spec.bytes) for spec in specs)
+    wanted = sum(paged(spec.bytes) for spec in specs)
     memory_bytes = min(WINDOW_BYTES, wanted)
     memory = np.empty(0, dtype=np.uint8)
     batch: list[tuple[Scatter, Window, U8]] = []
@@ -110,10 +110,6 @@ def _batches(
             # One element, or one encoded block, may be larger than all of it.
             own = memory[used : used + size] if size <= len(memory) else np.empty(size, dtype=np.uint8)
             batch.append((item, window, own))
-            used += _paged(size)
+            used += paged(size)
     if batch:
         yield batch
-
-
-def _paged(bytes: int) -> int:
-    return -(-bytes // PAGE_BYTES) * PAGE_BYTES

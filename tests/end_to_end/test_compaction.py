@@ -314,7 +314,7 @@ def test_large_blocks_go_through_windows_and_chunks(
         for step in STEPS:
             run.save(step)
     monkeypatch.setattr(asyncckpt.shard.stored_rows, "WINDOW_BYTES", 1000 * parts)
-    for module in ("asyncckpt.shard.stored_rows", "asyncckpt.shard.stream", "asyncckpt.engine.copy_blocks"):
+    for module in ("asyncckpt.shard.stream", "asyncckpt.engine.copy_blocks"):
         monkeypatch.setattr(f"{module}.CHUNK_BYTES", 4096 * parts)
     asyncckpt.compact(tmp_path)
     keep_only(tmp_path, 4)

@@ -238,10 +238,10 @@ def test_a_failed_export_fails_the_save_alone(tmp_path: Path, pace: Pace, monkey
     with saver_of(run, tmp_path, device=asyncckpt.DeviceOptions(host_level="first_touch")) as saver:
         with monkeypatch.context() as patch:
 
-            def fail(self: Any, *_: Any) -> None:
+            def fail(*_: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(export._Chunks, "write_window", fail)
+            patch.setattr(export, "_write_window", fail)
             future = saver.save_async(1)
             run.step(4)
             with pytest.raises(asyncckpt.IOFailedError, match="No space left"):

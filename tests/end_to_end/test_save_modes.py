@@ -80,7 +80,6 @@ def test_blocking_save_streams_many_chunks(tmp_path: Path, monkeypatch: pytest.M
 
 def test_large_blocks_are_split_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncckpt.plan.image.BLOCK_BYTES_MAX", 1000)
-    monkeypatch.setattr("asyncckpt.plan.paged_image.BLOCK_BYTES_MAX", 4096)
     state = State.filled(6, rows=2000)
     with asyncckpt.Saver(path=tmp_path, hashtables=state.tables, tensors=state.dense) as saver:
         expected = state.image()

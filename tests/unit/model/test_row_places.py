@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from asyncckpt.model.row_places import RowPlaces
-from asyncckpt.model.row_runs import I64, gaps, rows_of
+from asyncckpt.model.row_runs import gaps, rows_of
+from asyncckpt.native import I64
 
 ROWS_MAX = 24
 

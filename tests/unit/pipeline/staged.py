@@ -1,10 +1,10 @@
-"""Staged tables whose windows die with the next call, and a reader of blocks that asks as a writer of files does."""
+"""Staged tables that count what is asked of them, and a reader of blocks that asks as a writer of files does."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.source import ByteSource, RowsSource, as_bytes
 from asyncckpt.model.table import Role
-from asyncckpt.pipeline.row_filters import OutBlock, StagedColumn, StagedDense, StagedTable
+from asyncckpt.pipeline.staged_state import OutBlock, StagedBlock, StagedColumn, StagedTable
 
 NO_IDS = np.empty(0, dtype=np.int64)
 _ROLES = {"id": Role.ID, "embedding": Role.WEIGHT}
@@ -38,20 +39,24 @@ def spec_of(name: str, values: torch.Tensor) -> BlockSpec:
 
 
 @dataclass
-class MortalRows:
-    """Rows of an array; the window that was given last is overwritten when the next one is asked for."""
+class CountedRows:
+    """Rows of an array, copied. rows_max: how many were asked for at once, at most."""
 
     values: torch.Tensor
     rows_max: int = 0
-    _last: torch.Tensor | None = field(default=None, repr=False)
 
-    def __call__(self, begin: int, end: int) -> torch.Tensor:
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        if not self.values.shape:
+            return self.values
         assert 0 <= begin <= end <= len(self.values)
         self.rows_max = max(self.rows_max, end - begin)
-        if self._last is not None and self._last.numel():
-            self._last.reshape(-1).view(torch.uint8).fill_(0x5A)
-        self._last = self.values[begin:end].clone()
-        return self._last
+        return self.values[begin:end].clone()
+
+    def source(self) -> RowsSource:
+        count = len(self.values) if self.values.shape else 1
+        return RowsSource(
+            lambda begin, end: as_bytes(self.rows(begin, end)), row_bytes=max(1, self.values.nbytes // max(1, count))
+        )
 
 
 def staged_table(
@@ -65,7 +70,7 @@ def staged_table(
     return StagedTable(
         facts=TableFacts(name=name, rows_count=len(columns["id"]), shard=(0, 1), whole=whole),
         columns=tuple(
-            StagedColumn(spec=spec_of(f"{name}@{column}", values), rows=MortalRows(values))
+            StagedColumn(spec=spec_of(f"{name}@{column}", values), blocks=(staged_dense(f"{name}@{column}", values),))
             for column, values in columns.items()
         ),
         kept=kept,
@@ -73,8 +78,8 @@ def staged_table(
     )
 
 
-def staged_dense(name: str, values: torch.Tensor) -> StagedDense:
-    return StagedDense(spec=spec_of(name, values), tensor=lambda: values)
+def staged_dense(name: str, values: torch.Tensor) -> StagedBlock:
+    return StagedBlock(spec=spec_of(name, values), data=CountedRows(values))
 
 
 def read_blocks(blocks: Sequence[OutBlock], *, chunk_bytes: int) -> list[NDArray[np.uint8]]:
@@ -84,13 +89,17 @@ def read_blocks(blocks: Sequence[OutBlock], *, chunk_bytes: int) -> list[NDArray
     for begin in range(0, begins[-1], chunk_bytes):
         end = min(begin + chunk_bytes, begins[-1])
         found: list[list[int]] = []
+        asked: list[ByteSource] = []
         for block, at in zip(blocks, begins, strict=False):
             first, last = max(begin, at), min(end, at + block.spec.bytes)
             if first < last:
                 pieces = block.source.pieces(first - at, last - at).tolist()
                 assert sum(size for _, size in pieces) == last - first
                 found += pieces
+                asked.append(block.source)
         raw += b"".join(ctypes.string_at(address, size) for address, size in found)
+        for source in asked:
+            source.release()
     everything = np.frombuffer(bytes(raw), dtype=np.uint8)
     return [everything[at : at + block.spec.bytes].copy() for block, at in zip(blocks, begins, strict=False)]
 

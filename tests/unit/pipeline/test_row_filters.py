@@ -12,9 +12,11 @@ import torch
 from asyncckpt import filters
 from asyncckpt.errors import FilterError
 from asyncckpt.model.block import TableFacts
-from asyncckpt.pipeline import kept_rows, row_blocks, row_sources, staged_state
-from asyncckpt.pipeline.row_filters import FilteredState, run_row_filters
-from tests.unit.pipeline.staged import MortalRows, load_blocks, staged_dense, staged_table
+from asyncckpt.model.source import SpanSource
+from asyncckpt.pipeline import kept_rows, row_blocks, staged_state
+from asyncckpt.pipeline.row_filters import run_row_filters
+from asyncckpt.pipeline.staged_state import FilteredState
+from tests.unit.pipeline.staged import CountedRows, load_blocks, staged_dense, staged_table
 
 ROWS = 1000
 
@@ -26,8 +28,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(kept_rows, "WINDOW_BYTES", 7000)
     monkeypatch.setattr(row_blocks, "BLOCK_BYTES_MAX", 9000)
     monkeypatch.setattr(row_blocks, "ENCODED_BYTES_MAX", 4000)
-    for module in (row_sources, staged_state):
-        monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(staged_state, "CHUNK_BYTES", chunk_bytes)
     return chunk_bytes
 
 
@@ -145,8 +146,8 @@ def test_sparse_rows_are_fetched_by_windows(small_windows: int) -> None:
     staged = staged_table("user", columns, kept=np.arange(0, ROWS, 97))
     state = run_row_filters([], [staged], [])
     check(load_blocks(state.blocks, chunk_bytes=small_windows), "user", columns, slice(0, ROWS, 97))
-    fetched = staged.columns[1].rows
-    assert isinstance(fetched, MortalRows)
+    fetched = staged.columns[1].blocks[0].data
+    assert isinstance(fetched, CountedRows)
     assert fetched.rows_max <= small_windows // 64
 
 
@@ -238,20 +239,11 @@ def test_memory_that_is_held_goes_with_what_is_stored(small_windows: int) -> Non
     columns = {"id": torch.arange(ROWS), "noise": noise, "zeros": torch.zeros(ROWS, 16)}
     state = run_row_filters([filters.compress()], [staged_table("user", columns)], [])
     held = {
-        block.spec.name: isinstance(block.source, row_sources.HeldSource)
+        block.spec.name: isinstance(block.source, SpanSource)
         for block in state.blocks
     }  # fmt: skip
     assert held == {"user@id": False, "user@noise": False, "user@zeros": True}
     check(load_blocks(state.blocks, chunk_bytes=small_windows), "user", columns)
-
-
-def test_windows_are_dropped_when_as_much_again_was_asked_for() -> None:
-    recent = row_sources.RecentWindows()
-    for _ in range(50):
-        recent.keep(torch.empty(1), row_sources.CHUNK_BYTES // 4)
-        assert len(recent._kept) <= 5
-    recent.keep(torch.empty(1), 10 * row_sources.CHUNK_BYTES)
-    assert len(recent._kept) == 1
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

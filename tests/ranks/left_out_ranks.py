@@ -1,0 +1,91 @@
+"""Ranks that write only a part of what they hold; run by test_left_out.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import asyncckpt
+from asyncckpt.errors import CheckpointError, FilterError
+from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX
+
+Blocks = Sequence[asyncckpt.WriteBlock]
+SHAPE = (6, 8)
+
+
+def whole() -> torch.Tensor:
+    return torch.arange(48.0).reshape(SHAPE)
+
+
+def spread(how: str, rank: int) -> Any:
+    if how == "rows":
+        return asyncckpt.sharded(whole()[3 * rank : 3 * rank + 3].contiguous(), (3 * rank, 0), SHAPE)
+    if how == "columns":
+        return asyncckpt.sharded(whole()[:, 4 * rank : 4 * rank + 4].contiguous(), (0, 4 * rank), SHAPE)
+    begins = [(0, 0), (4, 4)] if rank == 0 else [(0, 4), (4, 0)]
+    sizes = [(4, 4), (2, 4)]
+    pieces = [
+        asyncckpt.Piece(whole()[top : top + rows, left : left + columns].contiguous(), (top, left))
+        for (top, left), (rows, columns) in zip(begins, sizes, strict=True)
+    ]
+    return asyncckpt.Sharded(whole_shape=SHAPE, dtype=torch.float32, pieces=tuple(pieces))
+
+
+def change(how: str, blocks: Blocks) -> Blocks:
+    if how == "drop":
+        return [block for block in blocks if block.tensor_name() != "other"]
+    if how == "rename":
+        return [block.replace(name="v") if block.tensor_name() == "w" else block for block in blocks]
+    return [block.replace(data=block.data.bfloat16()) if block.tensor_name() == "w" else block for block in blocks]
+
+
+def filtered(layout: str, how: str, rank: int, folder: Path) -> None:
+    """Both ranks do the same to their boxes."""
+    with asyncckpt.Saver(
+        rank,
+        2,
+        path=folder / "checkpoints",
+        tensors={"w": spread(layout, rank), "other": torch.ones(3)},
+        filter_func=partial(change, how),
+        peer_deadline=PEER_DEADLINE_S,
+    ) as saver:
+        saver.save_async(1).result(WAIT_S_MAX)
+        saver.save(2)
+
+
+def one_piece_less(rank: int, folder: Path) -> None:
+    """A filter that drops one of two boxes, or gives one another form, is refused."""
+    answers: list[Any] = [
+        lambda blocks: blocks[1:],
+        lambda blocks: [blocks[0].replace(data=blocks[0].data.bfloat16()), *blocks[1:]],
+        lambda blocks: [block.replace(data=block.data[:, :1]) for block in blocks],
+        lambda blocks: [blocks[0], blocks[0], *blocks[1:]],
+    ]
+    with asyncckpt.Saver(
+        rank,
+        2,
+        path=folder / "checkpoints",
+        tensors={"w": spread("pieces", rank)},
+        filter_func=lambda blocks: answers[0](blocks) if rank == 0 else blocks,
+        peer_deadline=PEER_DEADLINE_S,
+    ) as saver:
+        for step in range(len(answers)):
+            error = saver.save_async(step).exception(WAIT_S_MAX)
+            assert isinstance(error, FilterError if rank == 0 else CheckpointError), error
+            answers.pop(0)
+
+
+def only_replicated_tables(rank: int, folder: Path) -> None:
+    """All of it is written by one of the ranks."""
+    torch.manual_seed(0)
+    modules = torch.nn.ModuleDict({"e": torch.nn.Embedding(10, 4)})
+    with asyncckpt.Saver(
+        rank, 2, path=folder / "checkpoints", hashtables=modules, peer_deadline=PEER_DEADLINE_S
+    ) as saver:
+        assert saver.save_async(1).result(WAIT_S_MAX).step == 1
+        assert saver.save_async(2).result(WAIT_S_MAX).step == 2
+        assert saver.save(3).step == 3
