@@ -8,7 +8,7 @@ asyncckpt.Loader("ckpt", hashtables={"user": table}, tensors={"model": model, "o
 from asyncckpt import filters, table
 from asyncckpt.checkpoints import describe, list_steps, verify
 from asyncckpt.compaction import compact
-from asyncckpt.engine.future import LoadFuture, SaveFuture
+from asyncckpt.engine.process.future import LoadFuture, SaveFuture
 from asyncckpt.errors import (
     CheckpointError,
     ConflictError,

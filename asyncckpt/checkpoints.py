@@ -10,9 +10,9 @@ from typing import Any
 
 from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.load import metadata_of
-from asyncckpt.engine.verify import VerifyReport
-from asyncckpt.engine.verify import verify as verify_root
+from asyncckpt.engine.load.run_load import metadata_of
+from asyncckpt.engine.load.verify import VerifyReport
+from asyncckpt.engine.load.verify import verify as verify_root
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.manifest import BlockFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.background import check_may_wait, rewriters
-from asyncckpt.engine.compact import run_compaction
-from asyncckpt.engine.held_directory import held_directory
+from asyncckpt.engine.compact.run_compaction import run_compaction
+from asyncckpt.engine.process.background import check_may_wait, rewriters
+from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult

@@ -61,11 +61,11 @@ def _received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) 
     Exception.__init__(error, message)
     error.__dict__.update({"expected": None, "found": None, **facts})
     if isinstance(error, IndeterminateError):
-        error.resolve = _resolve_elsewhere
+        error.resolve = _resolve_on_rank_0
     return error
 
 
-def _resolve_elsewhere() -> bool:
+def _resolve_on_rank_0() -> bool:
     raise UsageError("this error came from another process", hint="call resolve() there, or look for the step")
 
 

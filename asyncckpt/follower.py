@@ -23,10 +23,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.engine.cursor import CursorFile, SeenStep
-from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.loop_calls import acquire_save_lock, in_thread
-from asyncckpt.engine.update import HeldTables, OpenUpdate, TableUpdate, find_update, seen_step
+from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
+from asyncckpt.engine.follow.table_update import HeldTables, OpenUpdate, TableUpdate, find_update, seen_step
+from asyncckpt.engine.process.asyncio_bridge import acquire_save_lock, in_thread
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import LoadReport

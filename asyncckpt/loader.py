@@ -13,10 +13,10 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.caller_streams import CallerStreams
-from asyncckpt.engine.background import workers
-from asyncckpt.engine.future import FutureState, LoadFuture
-from asyncckpt.engine.load import LoadRequest, run_load
-from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.load.run_load import LoadRequest, run_load
+from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.future import FutureState, LoadFuture
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport

@@ -92,8 +92,8 @@ class DeviceOptions:
     optimizers           torch optimizers whose parameters and state nothing but their step() changes, called as such
                          (not replayed as a graph, not fused into the backward pass): the next step() waits for the
                          copies of these, and forward and backward do not
-    prints               of tables on devices that have no marks, a full save copies only rows whose print differs from
-                         the one that the arena's row had; takes 8 bytes a row there, for each of two arenas
+    fingerprints         of tables on devices that have no marks, a full save copies only rows whose fingerprint differs
+                         from the one that the arena's row had; takes 8 bytes a row there, for each of two arenas
     host_level           how a multi-level table is saved: "copy" copies both levels while training waits; "first_touch"
                          copies the cache level and exports the host level while training goes on, and keeps the old
                          values of rows that are about to change; "auto" does so when a copy of the host level does not
@@ -104,7 +104,7 @@ class DeviceOptions:
     pinned_memory_limit: int | None = None
     streams: Sequence[Any] = ()
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    prints: bool = False
+    fingerprints: bool = False
     host_level: HostLevel = "auto"
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class DeviceOptions:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for optimizer in self.optimizers:
             check_type("one of the optimizers", optimizer, torch.optim.Optimizer)
-        check_type("prints", self.prints, bool)
+        check_type("fingerprints", self.fingerprints, bool)
         check_choice("host_level", self.host_level, HOST_LEVELS)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds
-from asyncckpt.engine.future import SaveFuture
+from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import CheckpointError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult
 from asyncckpt.saver import Saver

@@ -13,20 +13,20 @@ import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_type
-from asyncckpt.devices.chosen import device_of
-from asyncckpt.engine.background import background
-from asyncckpt.engine.compact_job import skipped_compaction, start_compaction
-from asyncckpt.engine.future import SaveFuture
-from asyncckpt.engine.held_directory import commits_of
-from asyncckpt.engine.open_errors import OpenErrors
-from asyncckpt.engine.open_ranks import Opened, open_directory, which_shard
-from asyncckpt.engine.prepare import PrepareFuture, prepare_arena
-from asyncckpt.engine.ranks_told import announce_failed
-from asyncckpt.engine.save import start_save
-from asyncckpt.engine.save_counts import SaveCounts
-from asyncckpt.engine.save_request import SaveTarget
-from asyncckpt.engine.step_fences import StepFences
-from asyncckpt.engine.verify import newest_verified
+from asyncckpt.devices.current_runtime import device_of
+from asyncckpt.engine.compact.compaction_job import skipped_compaction, start_compaction
+from asyncckpt.engine.load.verify import newest_verified
+from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.engine.process.held_directory import commits_of
+from asyncckpt.engine.process.unclaimed_errors import OpenErrors
+from asyncckpt.engine.ranks.announce_failure import announce_failed
+from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
+from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
+from asyncckpt.engine.save.save_counts import SaveCounts
+from asyncckpt.engine.save.save_target import SaveTarget
+from asyncckpt.engine.save.start_save import start_save
+from asyncckpt.engine.save.step_fences import StepFences
 from asyncckpt.errors import DeadlineError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table

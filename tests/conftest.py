@@ -58,7 +58,6 @@ ONCE = (
     "unit/model",
     "unit/native",
     "unit/pipeline/test_filter_rules.py",
-    "unit/plan/test_paged_image.py",
     "unit/plan/test_regions.py",
     "unit/tables/test_expiry.py",
     "unit/tables/test_gradients.py",

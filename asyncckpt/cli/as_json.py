@@ -15,7 +15,7 @@ from typing import Any
 
 from asyncckpt.checkpoints import CheckpointInfo
 from asyncckpt.cli.finding import Finding
-from asyncckpt.engine.verify import VerifyReport
+from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError
 from asyncckpt.follower import Update
 from asyncckpt.model.result import SaveResult

@@ -21,7 +21,7 @@ from asyncckpt.cli import as_json, screen
 from asyncckpt.cli.exit_codes import EXIT_CODES, ExitCode, code_of, worst_code
 from asyncckpt.cli.finding import Finding
 from asyncckpt.compaction import compact as compact_step
-from asyncckpt.engine.verify import VerifyReport
+from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.follower import follow as follow_steps
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from asyncckpt.checkpoints import BlockInfo, CheckpointInfo
 from asyncckpt.cli.finding import Finding
-from asyncckpt.engine.update import TableUpdate
-from asyncckpt.engine.verify import VerifyReport
+from asyncckpt.engine.follow.table_update import TableUpdate
+from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError
 from asyncckpt.follower import Update
 from asyncckpt.model.result import SaveResult

@@ -23,11 +23,11 @@ from asyncckpt.commit.claims import claims
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.background import background
-from asyncckpt.engine.handover import short_handovers
-from asyncckpt.engine.held_directory import held_directory
-from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.verify import newest_verified
+from asyncckpt.engine.load.verify import newest_verified
+from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.gil_switch_interval import short_handovers
+from asyncckpt.engine.process.held_directory import held_directory
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.names import Attempt
 from asyncckpt.options import BUSY_DEADLINE_S, SaveOptions
 from asyncckpt.storage.directory import Directory, io_failed

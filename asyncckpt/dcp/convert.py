@@ -30,7 +30,7 @@ from asyncckpt.dcp.planned_data import from_stream, put_at
 from asyncckpt.dcp.rank_part import DcpPath, LocalKeys, tree_of
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.writer import check_whole
-from asyncckpt.engine.box_files import BoxPlan, plan_boxes, stream_boxes
+from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes, stream_boxes
 from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.strict_json import Json

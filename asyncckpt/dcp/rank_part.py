@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from asyncckpt.engine.box_files import BoxPlan, WrittenBoxes, plan_boxes
+from asyncckpt.engine.save.box_files import BoxPlan, WrittenBoxes, plan_boxes
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, PartText, encode_part
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import TENSOR, VALUE, Node, leaves

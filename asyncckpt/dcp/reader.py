@@ -27,7 +27,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, stored_of
-from asyncckpt.devices.chosen import device_of
+from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.errors import ConflictError, NotFoundError, UsageError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name

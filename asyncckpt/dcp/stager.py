@@ -1,4 +1,4 @@
-"""Stage a state for dcp.async_save: its tensors are copied at once (engine/staged_tensors.py), the rest is deep-copied.
+"""Stage a state for dcp.async_save: copy its tensors at once (engine/save/staged_tensors.py), and deep-copy the rest.
 
 Tensors of the staged state are views of an arena. It goes back to the pool when the last of them is gone, so whoever
 keeps one (a planner, another library's writer) keeps it valid.
@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
-from asyncckpt.engine.staged_tensors import StagedTensors
+from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.options import DeviceOptions, SaveOptions
 

@@ -32,14 +32,14 @@ from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.proof import Draft, body_structure
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
+from asyncckpt.dcp.attempt_ref import AttemptRef, newest_received, tell
 from asyncckpt.dcp.planned_data import encode_values, tensors_of
 from asyncckpt.dcp.rank_part import SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
 from asyncckpt.dcp.stager import AsyncStager
 from asyncckpt.dcp.stored import DCP_VERSION
-from asyncckpt.dcp.told import AttemptTold, newest_told, tell
-from asyncckpt.engine.box_files import write_boxes
-from asyncckpt.engine.save_steps import as_ours
+from asyncckpt.engine.save.box_files import write_boxes
+from asyncckpt.engine.save.save_steps import as_checkpoint_error
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
@@ -144,7 +144,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.close()
-        newest_told()
+        newest_received()
         if not kwargs.get("use_collectives", True) and own_rank(None, None)[1] > 1:
             raise UnsupportedError(
                 "use_collectives=False would commit every rank by itself", expected="one checkpoint of all ranks"
@@ -165,10 +165,10 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         try:
             saving.attempt = begun = CoordinatedAttempt(self._path, self._step, self._options)
         except BaseException as error:
-            raise as_ours(error, self._step) from error.__cause__
+            raise as_checkpoint_error(error, self._step) from error.__cause__
         saving.ranks_count = len(plans)
         told = [
-            AttemptTold(step=begun.attempt.step, id=begun.attempt.id, rank=rank, ranks_count=len(plans))
+            AttemptRef(step=begun.attempt.step, id=begun.attempt.id, rank=rank, ranks_count=len(plans))
             for rank in range(len(plans))
         ]
         if len(plans) == 1:
@@ -176,7 +176,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return [replace(plan, storage_data=one) for plan, one in zip(plans, told, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        saving, told = self._saving(), newest_told()
+        saving, told = self._saving(), newest_received()
         if told is None:
             raise UsageError("the plan was not made by this StorageWriter", found=type(plan.storage_data).__name__)
         try:
@@ -184,13 +184,13 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         except BaseException as error:
             if told.ranks_count == 1:
                 self.close()
-            raise as_ours(error, told.step) from error.__cause__
+            raise as_checkpoint_error(error, told.step) from error.__cause__
         future: Future[list[WriteResult]] = Future()
         bytes_written = sum(file.bytes for file in sent.file_facts)
         future.set_result([WriteResult(index=PART_INDEX, size_in_bytes=bytes_written, storage_data=sent)])
         return future
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, saving: _Saving, told: AttemptTold) -> SentPart:
+    def _write(self, plan: SavePlan, planner: SavePlanner, saving: _Saving, told: AttemptRef) -> SentPart:
         local = saving.local or local_items(planner)
         paths = getattr(planner, "mappings", None)
         part = part_plans.plan(plan.items, local, paths, rank=told.rank, parallel=self._options.parallel)
@@ -217,7 +217,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             check_whole(metadata)
             begun.commit(_draft(begun, _parts(begun, results, saving.ranks_count)))
         except BaseException as error:
-            raise as_ours(error, begun.attempt.step) from error.__cause__
+            raise as_checkpoint_error(error, begun.attempt.step) from error.__cause__
         finally:
             self.close()
         metadata.storage_meta = self.storage_meta()
@@ -254,7 +254,7 @@ def local_items(planner: SavePlanner) -> list[WriteItem]:
 class _folder_of:
     """The attempt's folder: the coordinator's own, or opened for the time of the writing."""
 
-    def __init__(self, saving: _Saving, path: Path, told: AttemptTold) -> None:
+    def __init__(self, saving: _Saving, path: Path, told: AttemptRef) -> None:
         self._saving, self._path, self._told = saving, path, told
         self._opened: list[CheckpointRoot | Directory] = []
 

@@ -9,7 +9,7 @@ Each thread has its own current stream. So a load in the background calls
 
 from __future__ import annotations
 
-from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.errors import UsageError
 
 

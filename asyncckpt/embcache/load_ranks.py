@@ -22,7 +22,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
 from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
 from asyncckpt.embcache.report import SparseLoadReport
-from asyncckpt.engine.load import LoadRequest, run_load
+from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress

@@ -13,8 +13,8 @@ import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.coordination.agreement import GroupAgreement
-from asyncckpt.engine.open_ranks import open_ranks
-from asyncckpt.engine.ranks import Ranks
+from asyncckpt.engine.ranks.open_directory import open_ranks
+from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
 from asyncckpt.model.own_rank import rank_in_group

@@ -26,10 +26,10 @@ from asyncckpt.embcache.rank_folders import earlier_steps, rank_folders, save_me
 from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
 from asyncckpt.embcache.report import SparseLoadReport
-from asyncckpt.engine.future import SaveFuture
-from asyncckpt.engine.lock import Ticket, save_lock
-from asyncckpt.engine.open_ranks import announce_open, leave_out_opening
-from asyncckpt.engine.ranks import Ranks
+from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
+from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
+from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, close_beside
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR

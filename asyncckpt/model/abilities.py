@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TypeGuard
 
 from asyncckpt.model.source import ByteSource, DeviceSource
-from asyncckpt.model.table import OpenCut, OverlaidCut, TableCut, TracksIds, TracksRows
+from asyncckpt.model.table import DeferredCut, OverlaidCut, TableCut, TracksIds, TracksRows
 
 _offers: dict[tuple[type, type], bool] = {}
 
@@ -28,9 +28,9 @@ def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:
     return _offers_all(cut, OverlaidCut)
 
 
-def can_stay_open(cut: TableCut) -> TypeGuard[OpenCut]:
+def can_be_deferred(cut: TableCut) -> TypeGuard[DeferredCut]:
     """Return whether the export of the table can be deferred behind the fence."""
-    return _offers_all(cut, OpenCut)
+    return _offers_all(cut, DeferredCut)
 
 
 def is_on_device(source: ByteSource) -> TypeGuard[DeviceSource]:

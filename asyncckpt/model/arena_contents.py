@@ -13,12 +13,12 @@ from asyncckpt.model.table import CutVersion
 class TableContents:
     """All rows of a table as they were at the cut `version` (None: it has no marks), each at its place.
 
-    prints: by device, the fingerprints of all rows there, if they were computed.
+    fingerprints: by device, the fingerprints of all rows there, if they were computed.
     """
 
     version: CutVersion | None
     places: RowPlaces
-    prints: Mapping[int, object] = field(default_factory=dict)
+    fingerprints: Mapping[int, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ A save:
 
 Three kinds of cut can do more. A TracksRows knows which rows were written since an earlier cut. An OverlaidCut has part
 of its newest values in a faster level: they overlay the rows of the storage on the way out, and the live table is never
-flushed. The export of an OpenCut may be deferred behind its fence, so that only its cache level is copied while
+flushed. The export of an DeferredCut may be deferred behind its fence, so that only its cache level is copied while
 training waits; its rows are exported later, each as it was at the cut.
 
 A load:
@@ -156,16 +156,16 @@ class CacheCopy:
 
 
 @runtime_checkable
-class OpenCut(OverlaidCut, Protocol):
+class DeferredCut(OverlaidCut, Protocol):
     """A cut whose export may be deferred behind its fence.
 
-    1. `stay_open(...)` before the fence: from then on, the table keeps old values of rows that are about to change.
+    1. `be_deferred(...)` before the fence: from then on, the table keeps old values of rows that are about to change.
     2. `fence()`: training goes on.
     3. `export(index, ...)` of every window, in any order, from another thread.
     4. `end(ok)`.
     """
 
-    def stay_open(self, copy: CacheCopy, *, window_rows: int) -> None:
+    def be_deferred(self, copy: CacheCopy, *, window_rows: int) -> None:
         """Defer the export. Window i has the rows [i, i + 1) * window_rows of the cut; the last one is shorter."""
         ...
 

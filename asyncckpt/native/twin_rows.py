@@ -22,12 +22,12 @@ def copy_rows(columns: U64, source_rows: I64 | None, target_rows: I64 | None, co
 
 
 def fingerprints(columns: U64, rows_count: int) -> U64:
-    prints = [0] * rows_count
+    fingerprints = [0] * rows_count
     for address, row_bytes in columns.tolist():
         rows = memory_at(address, rows_count * row_bytes)
-        for row, seed in enumerate(prints):
-            prints[row] = xxhash.xxh3_64_intdigest(rows[row * row_bytes : (row + 1) * row_bytes], seed)
-    return np.array(prints, dtype=np.uint64)
+        for row, seed in enumerate(fingerprints):
+            fingerprints[row] = xxhash.xxh3_64_intdigest(rows[row * row_bytes : (row + 1) * row_bytes], seed)
+    return np.array(fingerprints, dtype=np.uint64)
 
 
 def mark(marks: U8, rows: I64, value: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncckpt.errors import FilterError
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.pipeline.filter_rules import KeepRows
-from asyncckpt.pipeline.staged_state import StagedTable
+from asyncckpt.pipeline.filter_types import StagedTable
 
 BOOL = NDArray[np.bool_]
 

@@ -13,7 +13,7 @@ from asyncckpt.model.block import BlockSpec, EncodingStep
 from asyncckpt.model.source import RowsSource, SpanSource, as_bytes
 from asyncckpt.native import U8
 from asyncckpt.options import BLOCK_BYTES_MAX
-from asyncckpt.pipeline.staged_state import OutBlock, Rows
+from asyncckpt.pipeline.filter_types import OutBlock, Rows
 from asyncckpt.plan.image import split_rows
 
 
@@ -33,7 +33,7 @@ class FilteredRows:
     replaced: bool = False
 
 
-def blocks_of(column: FilteredRows, *, go_on: Callable[[], None]) -> Iterator[OutBlock]:
+def blocks_of(column: FilteredRows, *, enter_state: Callable[[], None]) -> Iterator[OutBlock]:
     """The blocks of a column in the order of its rows; those that are encoded beforehand hold their bytes.
 
     Raises FilterError when an encoding cannot take a value.
@@ -42,7 +42,7 @@ def blocks_of(column: FilteredRows, *, go_on: Callable[[], None]) -> Iterator[Ou
         steps = column.steps
         stored = stored_as(column.dtype, part.shape, steps)
         if stored is None:
-            go_on()
+            enter_state()
             encoded = _encoded(column, part, steps, 0, _rows_count(part))
             if any(stored_as(column.dtype, part.shape, (step,)) is None for step in encoded.steps):
                 held = SpanSource(encoded.raw.ctypes.data, encoded.raw)

@@ -20,9 +20,9 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, TableFacts
 from asyncckpt.model.table import Role
 from asyncckpt.pipeline.filter_rules import RowFilter, check_filters, check_named, row_rules, steps_for
+from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock, StagedColumn, StagedTable
 from asyncckpt.pipeline.kept_rows import keep_rows
 from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of
-from asyncckpt.pipeline.staged_state import FilteredState, OutBlock, StagedBlock, StagedColumn, StagedTable
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
 
@@ -32,9 +32,9 @@ def run_row_filters(
     tables: Sequence[StagedTable],
     dense: Sequence[StagedBlock],
     *,
-    go_on: Callable[[], None] = lambda: None,
+    enter_state: Callable[[], None] = lambda: None,
 ) -> FilteredState:
-    """Apply the filters. `go_on` is called before every piece of work, and ends the run by raising.
+    """Apply the filters. `enter_state` is called before every piece of work, and ends the run by raising.
 
     Raises FilterError naming filter and table or block; numbers that a cast or quantize cannot take may be found only
     when they are written, and then their source raises it. The sources call what was staged, so that must stay valid
@@ -46,11 +46,11 @@ def run_row_filters(
         check_named(filters, tables=[table.facts.name for table in tables], blocks=names)
     except UsageError as error:
         raise FilterError(str(error)) from error
-    run = _Run(tuple(filters), go_on)
+    run = _Run(tuple(filters), enter_state)
     facts: list[TableFacts] = []
     blocks: list[OutBlock] = []
     for table in tables:
-        go_on()
+        enter_state()
         chosen = keep_rows(table, row_rules(filters, table.facts.name))
         facts.append(_facts(chosen))
         for column in chosen.columns:
@@ -66,7 +66,7 @@ class _Run:
     """One run over one state."""
 
     filters: tuple[RowFilter, ...]
-    go_on: Callable[[], None]
+    enter_state: Callable[[], None]
 
     def column_blocks(self, table: StagedTable, column: StagedColumn) -> Iterator[OutBlock]:
         kept = table.kept
@@ -107,7 +107,7 @@ class _Run:
         return self._blocks(FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced))
 
     def _blocks(self, rows: FilteredRows) -> Iterator[OutBlock]:
-        return blocks_of(rows, go_on=self.go_on)
+        return blocks_of(rows, enter_state=self.enter_state)
 
     def _steps(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[EncodingStep, ...]:
         return steps_for(self.filters, spec.name, spec.role, dtype, spec.shape, error=FilterError)

@@ -18,7 +18,7 @@ from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.table import Role
-from asyncckpt.plan.joined_trees import joined_tree, joined_values, paths_by_part, tensor_paths
+from asyncckpt.plan.merge_rank_trees import joined_tree, joined_values, paths_by_part, tensor_paths
 from asyncckpt.plan.stored_tables import StoredTable, stored_tables
 
 

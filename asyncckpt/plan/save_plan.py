@@ -24,14 +24,14 @@ from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name
-from asyncckpt.model.abilities import can_stay_open
+from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, TableFacts
-from asyncckpt.model.table import OpenCut, OwnsIds, Table, TableCut, TableSchema
+from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema
+from asyncckpt.plan.deferred_tables import DeferredTables, can_be_exported, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf, is_plain
 from asyncckpt.plan.leaf_names import check_name, tensor_names
-from asyncckpt.plan.open_tables import OpenTables, can_be_exported, plan_open_tables
 from asyncckpt.plan.regions import column_row_bytes
 from asyncckpt.plan.state import FlatState
 
@@ -82,7 +82,7 @@ class SavePlan:
     foreign: tuple[int, ...]
     sources: Mapping[int, DenseSource]
     columns: Mapping[int, tuple[int, str]]
-    open: OpenTables
+    deferred: DeferredTables
 
     @cached_property
     def structure(self) -> str:
@@ -91,12 +91,12 @@ class SavePlan:
 
     @cached_property
     def logical_bytes(self) -> int:
-        return int(self.image.lengths.sum()) + sum(placed.spec.bytes for placed in self.open.blocks)
+        return int(self.image.lengths.sum()) + sum(placed.spec.bytes for placed in self.deferred.blocks)
 
     @property
     def arena_bytes(self) -> int:
         """What the arena must hold: the image, and the copies of the caches of open tables behind it."""
-        return self.image.bytes + self.open.cache_bytes
+        return self.image.bytes + self.deferred.cache_bytes
 
 
 class PlanCache:
@@ -125,23 +125,23 @@ class PlanCache:
         flat: FlatState,
         cuts: Sequence[CutTable],
         *,
-        left_open: Collection[str] = (),
+        deferred: Collection[str] = (),
         in_regions: Collection[str] = (),
-        elsewhere: frozenset[int] = frozenset(),
+        by_peers: frozenset[int] = frozenset(),
     ) -> SavePlan:
         """The plan for this state; the last one while its facts are the same.
 
-        left_open: names of tables to export. in_regions: names of tables that are not part of the plan. elsewhere:
+        deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
         leaves that other ranks write.
         """
-        choice = (frozenset(left_open), frozenset(in_regions), bool(elsewhere))
+        choice = (frozenset(deferred), frozenset(in_regions), bool(by_peers))
         planned = [item for item in cuts if item.name not in choice[1]]
         tables = [(item.name, item.schema, item.cut.rows_count, item.shard) for item in planned]
         others = [(item.name, item.schema) for item in cuts if item.name in choice[1]]
         devices = [str(item.cut.column(column.name).device) for item in planned for column in item.schema.columns]
         caches = [_cache_facts(item) for item in cuts if item.name in choice[0]]
         spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
-        key = (flat.tree, tables, others, devices, caches, spread, elsewhere)
+        key = (flat.tree, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
         if kept is None or key != kept.key or not kept.facts.hold(flat.held):
             facts = LeafFacts.of(flat.held)
@@ -150,9 +150,9 @@ class PlanCache:
             plan = _make_plan(
                 flat,
                 cuts,
-                left_open=choice[0],
+                deferred=choice[0],
                 in_regions=choice[1],
-                elsewhere=elsewhere,
+                by_peers=by_peers,
                 parallel=self._parallel,
                 rank=self._rank,
                 device_of=self._device_of,
@@ -179,7 +179,7 @@ def _row_bytes(schema: TableSchema) -> int:
 
 
 def _cache_facts(item: CutTable) -> object:
-    assert can_stay_open(item.cut)
+    assert can_be_deferred(item.cut)
     columns = [item.cut.cached_column(column.name) for column in item.schema.columns]
     return len(item.cut.cache_map), [None if cached is None else (cached.shape, cached.dtype) for cached in columns]
 
@@ -188,9 +188,9 @@ def _make_plan(
     flat: FlatState,
     cuts: Sequence[CutTable],
     *,
-    left_open: Collection[str],
+    deferred: Collection[str],
     in_regions: Collection[str],
-    elsewhere: Collection[int],
+    by_peers: Collection[int],
     parallel: int,
     rank: int,
     device_of: Callable[[torch.Tensor], int | None],
@@ -199,14 +199,14 @@ def _make_plan(
     names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
     specs: list[BlockSpec] = []
     columns: dict[int, tuple[int, str]] = {}
-    to_export: list[tuple[int, OpenCut, list[BlockSpec]]] = []
+    to_export: list[tuple[int, DeferredCut, list[BlockSpec]]] = []
     for number, item in enumerate(cuts):
         if item.name in in_regions:
             column_specs(item.name, item.schema, item.shard, rows_count=0)  # Refused here, before the capture.
             continue
         columns_of = column_specs(item.name, item.schema, item.shard, rows_count=item.cut.rows_count)
-        if item.name in left_open:
-            assert can_stay_open(item.cut)
+        if item.name in deferred:
+            assert can_be_deferred(item.cut)
             to_export.append((number, item.cut, columns_of))
             continue
         for spec in [part for column in columns_of for part in split_rows(column)]:
@@ -214,12 +214,12 @@ def _make_plan(
             specs.append(spec)
     sources: dict[int, DenseSource] = {}
     held = flat.held
-    for spec, number in _dense_specs(flat, names, elsewhere):
+    for spec, number in _dense_specs(flat, names, by_peers):
         for part in split_rows(spec):
             sources[len(specs)] = DenseSource(number, first_row=part.row_begin - spec.row_begin)
             specs.append(part)
     image = plan_image(specs, parallel=parallel, rank=rank, first_file=len(to_export), needs_file=not in_regions)
-    opened = plan_open_tables(to_export, first_byte=image.bytes, rank=rank)
+    opened = plan_deferred_tables(to_export, first_byte=image.bytes, rank=rank)
     facts = tuple(
         TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.shard) for t in cuts if t.name not in in_regions
     )
@@ -244,18 +244,18 @@ def _make_plan(
         foreign=tuple(block for block, source in sources.items() if source.tensor not in raw_numbers),
         sources=sources,
         columns=columns,
-        open=opened,
+        deferred=opened,
     )
 
 
-def _dense_specs(flat: FlatState, names: Sequence[str], elsewhere: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
+def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
     """What this rank writes of every leaf, and in which tensor of FlatState.held that is."""
     more = len(flat.tensors)
     for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
         sharded = flat.sharded.get(leaf)
         if sharded is None:
             check_leaf(tensor, name)
-            if leaf not in elsewhere:
+            if leaf not in by_peers:
                 shape = tuple(tensor.shape)
                 yield box_spec(name, tensor.dtype, begin=(), shape=shape, whole_shape=shape, leaf=leaf), leaf
             continue
@@ -263,7 +263,7 @@ def _dense_specs(flat: FlatState, names: Sequence[str], elsewhere: Collection[in
             check_leaf(piece.tensor, name)
             if (
                 sharded.is_writer
-                and leaf not in elsewhere
+                and leaf not in by_peers
                 and (piece.tensor.numel() or not math.prod(sharded.whole_shape))
             ):
                 spec = box_spec(

@@ -101,7 +101,7 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
         return Sharded(whole_shape=whole, dtype=leaf.dtype, pieces=())
     mesh_shape = tuple(mesh.shape)
     spec = getattr(leaf, "_spec", None)
-    order = _told_order(getattr(spec, "shard_order", None)) or _order(cuts, mesh_shape)
+    order = _announced_order(getattr(spec, "shard_order", None)) or _order(cuts, mesh_shape)
     layout = _layout(whole, mesh_shape, tuple(coordinate), cuts, order)
     if layout is None:
         raise UnsupportedError(
@@ -185,7 +185,7 @@ def _cuts(placements: tuple[Any, ...]) -> Cuts | None:
 
 
 @lru_cache(maxsize=_LAYOUTS_MAX)
-def _told_order(shard_order: tuple[Any, ...] | None) -> tuple[int, ...] | None:
+def _announced_order(shard_order: tuple[Any, ...] | None) -> tuple[int, ...] | None:
     """The mesh dimensions in the order in which they cut, as the spec tells it (dimensions do not mind one another)."""
     if not shard_order:
         return None

@@ -19,21 +19,21 @@ from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.native import DIGEST_BYTES, U8, Progress, core
 from asyncckpt.options import SaveOptions
-from asyncckpt.plan.open_tables import OpenTables, Window
+from asyncckpt.plan.deferred_tables import DeferredTables, Window
 from asyncckpt.shard.drain import end_file, file_facts, shard_files
 from asyncckpt.shard.stream import FileChunks
 from asyncckpt.storage.directory import Directory
 
 
 class WindowExporter(Protocol):
-    """What an export asks of a table's cut; see `asyncckpt.model.table.OpenCut`."""
+    """What an export asks of a table's cut; see `asyncckpt.model.table.DeferredCut`."""
 
     def most_urgent(self, left: Sequence[int]) -> int: ...
     def export(self, index: int, targets: Mapping[str, int]) -> None: ...
 
 
 def export_tables(
-    opened: OpenTables,
+    opened: DeferredTables,
     cuts: Sequence[WindowExporter],
     *,
     buffers: Sequence[int],

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.model.abilities import can_stay_open
+from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.table import CacheCopy, TableCut
 from asyncckpt.native import U8, core
+from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
-from asyncckpt.plan.open_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay
@@ -64,8 +64,8 @@ def capture(
         copies.on(device).add_later(found[stepped], held)
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, address=address, image=image))
-    caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.open.tables]
-    for item, cache in zip(plan.open.tables, caches, strict=True):
+    caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.deferred.tables]
+    for item, cache in zip(plan.deferred.tables, caches, strict=True):
         segments.append(_cache_segments(cuts[item.table].cut, cache, copies))
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
     for table in tables:
@@ -74,10 +74,10 @@ def capture(
     for number in plan.foreign:
         source = dense_rows(plan, flat, number).detach()
         copies.put(block_tensor(plan, number, image), source)
-    for item, cache in zip(plan.open.tables, caches, strict=True):
+    for item, cache in zip(plan.deferred.tables, caches, strict=True):
         cut = cuts[item.table].cut
-        assert can_stay_open(cut)
-        cut.stay_open(cache, window_rows=item.window_rows)
+        assert can_be_deferred(cut)
+        cut.be_deferred(cache, window_rows=item.window_rows)
 
 
 def check_storages(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
@@ -157,7 +157,7 @@ def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: HostC
 
 def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
     """The places of a cache level's arrays in the arena, as arrays."""
-    assert can_stay_open(item.cut)
+    assert can_be_deferred(item.cut)
     columns = {}
     for name, (begin, length) in area.columns.items():
         cached = item.cut.cached_column(name)
@@ -169,7 +169,7 @@ def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
 
 def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segments:
     """What one native copy brings over of a cache level; what lies on a device is added to its copies."""
-    assert can_stay_open(cut)
+    assert can_be_deferred(cut)
     segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
     for name, target in copy.columns.items():
         cached = cut.cached_column(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from asyncckpt.devices.chosen import device_of
+from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.model.abilities import is_overlaid
 from asyncckpt.plan.regions import Regions
 from asyncckpt.plan.save_plan import CutTable, SavePlan
@@ -30,7 +30,7 @@ def _extents(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions:
     for number in numbers:
         begin = regions.bytes + int(plan.image.offsets[number])
         yield begin, begin + int(plan.image.lengths[number])
-    for item in plan.open.tables:
+    for item in plan.deferred.tables:
         for name, (begin, length) in item.cache.columns.items():
             if _is_on_device(cuts[item.table], name):
                 yield regions.bytes + begin, regions.bytes + begin + length

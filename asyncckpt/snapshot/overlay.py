@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.abilities import is_overlaid

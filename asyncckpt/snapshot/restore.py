@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import CorruptError

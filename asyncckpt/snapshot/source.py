@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncckpt.devices.chosen import device_of
+from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.source import ByteSource, RowsSource, SpanSource, as_bytes

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.changed_rows import DeviceFingerprints
-from asyncckpt.devices.chosen import device_of
+from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.abilities import is_overlaid, tracks_ids, tracks_rows
 from asyncckpt.model.arena_contents import TableContents
@@ -94,8 +94,8 @@ class TableCapture:
         # Row i of the storage stands at place i, and nothing is laid over it.
         is_fixed = self.places is not None and not len(self.places.tails) and not is_overlaid(cut)
         self._compare = compare and is_fixed and self.version is None
-        self._prints_before: Mapping[int, object] = {} if held is None else held.prints
-        self.prints: dict[int, DeviceFingerprints] = {}
+        self._fingerprints_before: Mapping[int, object] = {} if held is None else held.fingerprints
+        self.fingerprints: dict[int, DeviceFingerprints] = {}
 
     def _is_plain(self, name: str, row_bytes: int) -> bool:
         rows = self._rows_of(name)
@@ -163,8 +163,8 @@ class TableCapture:
         """Copy the rows of columns on a device that differ from those in the arena."""
         columns = [self._column(name, self._columns[name]) for name in names]
         rows = np.array([(source.data_ptr(), target, size) for source, target, size in columns], dtype=np.uint64)
-        now = self.prints[device] = DeviceFingerprints(tuple(names), self._item.cut.rows_count)
-        copies.on(device).add_changed_rows(rows, self._prints_before.get(device), now, columns)
+        now = self.fingerprints[device] = DeviceFingerprints(tuple(names), self._item.cut.rows_count)
+        copies.on(device).add_changed_rows(rows, self._fingerprints_before.get(device), now, columns)
 
     def gather(self, copies: HostCopies) -> None:
         """Copy what is copied by index; after the plain copy. Rows on devices go to `copies`."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.chosen import device_of
+from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.native import I64, U64
 from asyncckpt.plan.dense_blocks import TensorPieces

@@ -23,10 +23,10 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.retention import keep_latest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.background import background, check_may_wait, rewriters
-from asyncckpt.engine.copy_blocks import BlockCopy, copy_blocks
-from asyncckpt.engine.held_directory import held_directory
-from asyncckpt.engine.save_steps import as_ours
+from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
+from asyncckpt.engine.process.background import background, check_may_wait, rewriters
+from asyncckpt.engine.process.held_directory import held_directory
+from asyncckpt.engine.save.save_steps import as_checkpoint_error
 from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import Manifest, render_body
@@ -132,7 +132,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
             keep_latest(root, commits.heads, count=1, protected=())
             return True
     except (OSError, MemoryError) as error:
-        raise as_ours(error, None) from error
+        raise as_checkpoint_error(error, None) from error
 
 
 def _write(

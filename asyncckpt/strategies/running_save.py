@@ -15,7 +15,7 @@ import tempfile
 import time
 from typing import Any
 
-from asyncckpt.engine.future import SaveFuture
+from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S

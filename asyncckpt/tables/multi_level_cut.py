@@ -1,8 +1,8 @@
-"""A multi-level table frozen for a save, whose export may be deferred behind its fence. Implements OpenCut.
+"""A multi-level table frozen for a save, whose export may be deferred behind its fence. Implements DeferredCut.
 
     from   to     done by                          the table
     free   held   MultiLevelTable.begin_cut        does not change; columns of both levels may be read
-    held   open   stay_open, then fence            may change; old values of host rows are kept (undo_log.py)
+    held   open   be_deferred, then fence            may change; old values of host rows are kept (undo_log.py)
     held   free   fence, or end                    may change, nothing is kept
     open   free   end, or rows could not be kept   as above; in the second case exports raise
 
@@ -41,7 +41,7 @@ class _OpenParts:
 
 
 class MultiLevelCut(HashTableCut):
-    """An OpenCut of a MultiLevelTable. The caller holds the lock, which `fence` releases from any thread.
+    """An DeferredCut of a MultiLevelTable. The caller holds the lock, which `fence` releases from any thread.
 
     `column`, `runs`, `rows_count` and marks are those of the host level: a row that was written in the cache is marked
     at its host row.
@@ -79,15 +79,15 @@ class MultiLevelCut(HashTableCut):
             raise UsageError("there is no such column", found=name, expected=[ID_COLUMN, *columns])
         return columns[name]
 
-    def stay_open(self, copy: CacheCopy, *, window_rows: int) -> None:
+    def be_deferred(self, copy: CacheCopy, *, window_rows: int) -> None:
         """Keep old values of host rows from now on, so that windows of them can be exported behind the fence.
 
         Exports read `copy`, which the caller owns. Copies the ids of the cache; the cost does not depend on the size of
         the host level. Raises UsageError.
         """
-        self._check_held("stay_open")
+        self._check_held("be_deferred")
         if self._open is not None:
-            raise UsageError(f"stay_open of a cut of table {self._table!r} was called before")
+            raise UsageError(f"be_deferred of a cut of table {self._table!r} was called before")
         if window_rows < 1:
             raise UsageError(f"window_rows of table {self._table!r} is wrong", found=window_rows, expected=">= 1")
         assert len(copy.map) == len(self._cache.host_rows)
@@ -140,5 +140,5 @@ class MultiLevelCut(HashTableCut):
 
     def _opened(self) -> _OpenParts:
         if self._open is None:
-            raise UsageError(f"export of a cut of table {self._table!r} was asked for without stay_open")
+            raise UsageError(f"export of a cut of table {self._table!r} was asked for without be_deferred")
         return self._open

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, OpenCut, OverlaidCut, TableCut, TableSchema
+from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, DeferredCut, OverlaidCut, TableCut, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.testing.image import Image, raw_rows
 
@@ -70,7 +70,7 @@ def cache_copy(cut: OverlaidCut, schema: TableSchema) -> CacheCopy:
 class Windows:
     """The windows of a deferred cut, exported one by one into their own memory."""
 
-    def __init__(self, cut: OpenCut, schema: TableSchema, *, window_rows: int) -> None:
+    def __init__(self, cut: DeferredCut, schema: TableSchema, *, window_rows: int) -> None:
         self._cut = cut
         self._window_rows = window_rows
         self._rows_count = cut.rows_count

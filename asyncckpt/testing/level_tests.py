@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import pytest
 import torch
 
-from asyncckpt.model.table import ID_COLUMN, OpenCut, OverlaidCut, Table
+from asyncckpt.model.table import ID_COLUMN, DeferredCut, OverlaidCut, Table
 from asyncckpt.testing.case import HELD_S, STEPS, THREAD_S_MAX, TableCase, shuffled, skip
 from asyncckpt.testing.cuts import Windows, cache_copy, cut_image, ended
 from asyncckpt.testing.image import Image
@@ -61,7 +61,7 @@ class LevelTests(TableCase):
         """Windows in any order, training steps between them."""
         table = self._trained(stays_open=True, seed=seed)
         expected = self.image(table)
-        with open_cut(table, window_rows=window_rows) as (cut, windows):
+        with deferred_cut(table, window_rows=window_rows) as (cut, windows):
             self._export_beside_training(table, cut, windows, seed=seed)
         difference = windows.image().difference(expected)
         assert difference is None, f"seed {seed}: {difference}"
@@ -69,7 +69,7 @@ class LevelTests(TableCase):
     def test_most_urgent_is_one_of_those_left(self) -> None:
         table = self._trained(stays_open=True)
         expected = self.image(table)
-        with open_cut(table, window_rows=2) as (cut, windows), training(self, table, seed=1):
+        with deferred_cut(table, window_rows=2) as (cut, windows), training(self, table, seed=1):
             while windows.left:
                 chosen = cut.most_urgent(list(windows.left))
                 assert chosen in windows.left
@@ -83,14 +83,14 @@ class LevelTests(TableCase):
         table = self._trained(stays_open=True)
         first_expected = self.image(table)
         with contextlib.ExitStack() as stack:
-            first, first_windows = stack.enter_context(open_cut(table, window_rows=2))
+            first, first_windows = stack.enter_context(deferred_cut(table, window_rows=2))
             step = stack.enter_context(worker()).submit(self.train, table, STEPS, 1)
             if not wait_a_little(step):  # The table may let the step wait for the end of the cut.
                 first_windows.export_all(shuffled(len(first_windows.left), 1))
                 first.end(True)
             step.result(THREAD_S_MAX)
             second_expected = self.image(table)
-            second, second_windows = stack.enter_context(open_cut(table, window_rows=3))
+            second, second_windows = stack.enter_context(deferred_cut(table, window_rows=3))
             with training(self, table, seed=2):
                 for cut, windows in ((first, first_windows), (second, second_windows)):
                     windows.export_all(shuffled(len(windows.left), 2))
@@ -102,7 +102,7 @@ class LevelTests(TableCase):
     @pytest.mark.parametrize("ok", [True, False])
     def test_a_cut_may_end_before_all_is_exported(self, ok: bool) -> None:
         table = self._trained(stays_open=True)
-        with open_cut(table, window_rows=2) as (cut, windows):
+        with deferred_cut(table, window_rows=2) as (cut, windows):
             windows.export(windows.left[-1])
             cut.end(ok)
             cut.end(ok)
@@ -113,7 +113,7 @@ class LevelTests(TableCase):
     def test_an_open_cut_changes_nothing(self) -> None:
         table = self._trained(stays_open=True)
         expected, inside = self.image(table), self.inside(table)
-        with open_cut(table, window_rows=2) as (_, windows):
+        with deferred_cut(table, window_rows=2) as (_, windows):
             windows.export_all(shuffled(len(windows.left), 0))
         self.assert_holds(table, expected, what="the table after an open cut")
         assert self.inside(table) == inside
@@ -122,15 +122,15 @@ class LevelTests(TableCase):
         """Return a trained table with a cache level; skip the test, before training, if there is none."""
         table = self.make_table()
         with ended(table.begin_cut()) as cut:
-            has_level, is_open = isinstance(cut, OverlaidCut), isinstance(cut, OpenCut)
+            has_level, is_open = isinstance(cut, OverlaidCut), isinstance(cut, DeferredCut)
         if not has_level:
             skip("the table has no cache level: its cuts are no OverlaidCut")
         if stays_open and not is_open:
-            skip("cuts of the table cannot stay open: they are no OpenCut")
+            skip("cuts of the table cannot stay open: they are no DeferredCut")
         self.train_steps(table, range(STEPS), seed)
         return table
 
-    def _export_beside_training(self, table: Table, cut: OpenCut, windows: Windows, *, seed: int) -> None:
+    def _export_beside_training(self, table: Table, cut: DeferredCut, windows: Windows, *, seed: int) -> None:
         """Train a step per window while that works: a table may let its growth wait for the end of the cut."""
         order = shuffled(len(windows.left), seed)
         with training(self, table, seed=seed) as steps:
@@ -156,12 +156,12 @@ def overlaid(table: Table) -> Iterator[OverlaidCut]:
 
 
 @contextlib.contextmanager
-def open_cut(table: Table, *, window_rows: int) -> Iterator[tuple[OpenCut, Windows]]:
+def deferred_cut(table: Table, *, window_rows: int) -> Iterator[tuple[DeferredCut, Windows]]:
     """Make a deferred cut and end it."""
     with ended(table.begin_cut()) as cut:
-        assert isinstance(cut, OpenCut), "cuts of the table are not always of one kind"
+        assert isinstance(cut, DeferredCut), "cuts of the table are not always of one kind"
         windows = Windows(cut, table.schema(), window_rows=window_rows)
-        cut.stay_open(cache_copy(cut, table.schema()), window_rows=window_rows)
+        cut.be_deferred(cache_copy(cut, table.schema()), window_rows=window_rows)
         cut.fence()
         yield cut, windows
 

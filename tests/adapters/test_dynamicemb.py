@@ -348,9 +348,9 @@ def test_an_unknown_storage_is_refused() -> None:
     module = new_module()
     known = module.tables
 
-    class Elsewhere:
+    class WrittenByPeers:
         tables = known.tables
 
-    module._storage = Elsewhere()
+    module._storage = WrittenByPeers()
     with pytest.raises(asyncckpt.UnsupportedError, match="storage of dynamicemb table 't0' is unknown"):
         dynamicemb_tables(module, "")

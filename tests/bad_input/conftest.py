@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import sentinels
 from crafted import Crafted
 
-from asyncckpt.engine.lock import save_lock
+from asyncckpt.engine.process.save_lock import save_lock
 
 
 @pytest.fixture(scope="session")

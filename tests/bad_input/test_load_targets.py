@@ -14,7 +14,7 @@ from crafted import Crafted, block, flip, picture
 from sentinels import STEP, Targets, hooked_targets, refused, save_small, small_tensors
 
 import asyncckpt
-from asyncckpt.engine.lock import save_lock
+from asyncckpt.engine.process.save_lock import save_lock
 
 CorruptError, NotFoundError = asyncckpt.CorruptError, asyncckpt.NotFoundError
 IncompatibleError, UnsupportedError = asyncckpt.IncompatibleError, asyncckpt.UnsupportedError

@@ -169,7 +169,7 @@ def test_compared_rows_of_a_fixed_table(
             hashtables={"rows": FixedTable("rows", lambda: live)},
             on_busy="queue",
             durability="none",
-            device=asyncckpt.DeviceOptions(prints=True, scratch_bytes=choices.choice([0, 1 << 20])),
+            device=asyncckpt.DeviceOptions(fingerprints=True, scratch_bytes=choices.choice([0, 1 << 20])),
         ) as saver:
             for step in range(6):
                 cuts.append({name: twin.clone() for name, twin in twins.items()})

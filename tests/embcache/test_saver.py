@@ -16,7 +16,7 @@ from torch import nn
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
-from asyncckpt.engine.lock import save_lock
+from asyncckpt.engine.process.save_lock import save_lock
 from tests.embcache.models import Net, config, image
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
@@ -270,7 +270,7 @@ class held_background:
     def __enter__(self) -> None:
         import threading
 
-        from asyncckpt.engine.background import Job, background
+        from asyncckpt.engine.process.background import Job, background
 
         self._open, reached = threading.Event(), threading.Event()
         gate = self._open
@@ -279,7 +279,7 @@ class held_background:
             reached.set()
             assert gate.wait(60)
 
-        background.submit(Job(run=wait, lose=lambda error: None))
+        background.submit(Job(run=wait, fail=lambda error: None))
         assert reached.wait(60)
 
     def __exit__(self, *_: object) -> None:

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine import write_files
-from asyncckpt.plan import open_tables
+from asyncckpt.engine.save.start_save import write_files
+from asyncckpt.plan import deferred_tables
 
 DIM = 2
 WINDOW_BYTES = 4096  # 128 rows of 32 bytes.
@@ -174,7 +174,7 @@ def paced_exports() -> Iterator[Pace]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_files, "export_tables", export_tables)
-        patch.setattr(open_tables, "CHUNK_BYTES", WINDOW_BYTES)
+        patch.setattr(deferred_tables, "CHUNK_BYTES", WINDOW_BYTES)
         yield pace
 
 

@@ -17,13 +17,13 @@ import safetensors
 import torch
 
 import asyncckpt
-import asyncckpt.engine.compact
+import asyncckpt.engine.compact.run_compaction
 import asyncckpt.shard.stored_rows
 from asyncckpt import filters
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.compact import run_compaction
-from asyncckpt.engine.held_directory import held_directory
+from asyncckpt.engine.compact.run_compaction import run_compaction
+from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
@@ -177,16 +177,16 @@ def test_retention_lets_what_was_folded_go(tmp_path: Path) -> None:
 
 
 def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, go_on = threading.Event(), threading.Event()
-    write = asyncckpt.engine.compact._write
+    writing, enter_state = threading.Event(), threading.Event()
+    write = asyncckpt.engine.compact.run_compaction._write
 
     def held_write(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
         writing.set()
-        assert go_on.wait(60)
+        assert enter_state.wait(60)
         return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact, "_write", held_write)
+    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", held_write)
     with TrainingRun(tmp_path, keep_latest=100) as run:
         for step in STEPS:
             run.save(step)
@@ -196,7 +196,7 @@ def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatc
         run.save(6, kind="full")
         with pytest.raises(asyncckpt.ConflictError, match="being compacted already"):
             run.saver.compact(4).result(60)
-        go_on.set()
+        enter_state.set()
         assert not compaction.result(60).skipped
         run.save(7)
     for step in range(1, 8):
@@ -207,14 +207,14 @@ def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatc
 def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, shards = asyncckpt.engine.compact._write, shards_of(chain.path, 4)
+    write, shards = asyncckpt.engine.compact.run_compaction._write, shards_of(chain.path, 4)
 
     def write_and_lose(*arguments: Any, **options: Any) -> Any:
         written = write(*arguments, **options)
         manifest(chain.path, 4).unlink()
         return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact, "_write", write_and_lose)
+    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
     with pytest.raises(asyncckpt.NotFoundError, match="no checkpoint of step 4"):
         asyncckpt.compact(chain.path, 4)
     assert asyncckpt.list_steps(chain.path) == [1, 2, 3]
@@ -222,7 +222,7 @@ def test_a_step_that_retention_takes_meanwhile_does_not_come_back(
 
 
 def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = asyncckpt.engine.compact._write
+    write = asyncckpt.engine.compact.run_compaction._write
     before = files_of(chain.path)
 
     def write_and_lose(*arguments: Any, **options: Any) -> Any:
@@ -230,7 +230,7 @@ def test_a_folder_that_is_taken_away_is_not_published(chain: Chain, monkeypatch:
         shutil.rmtree(next(path for path in arguments if isinstance(path, Transaction)).folder.path)
         return written
 
-    monkeypatch.setattr(asyncckpt.engine.compact, "_write", write_and_lose)
+    monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", write_and_lose)
     with pytest.raises(asyncckpt.ConflictError, match="was removed while step 4 was compacted"):
         asyncckpt.compact(chain.path, 4)
     assert files_of(chain.path) == before
@@ -314,7 +314,7 @@ def test_large_blocks_go_through_windows_and_chunks(
         for step in STEPS:
             run.save(step)
     monkeypatch.setattr(asyncckpt.shard.stored_rows, "WINDOW_BYTES", 1000 * parts)
-    for module in ("asyncckpt.shard.stream", "asyncckpt.engine.copy_blocks"):
+    for module in ("asyncckpt.shard.stream", "asyncckpt.engine.compact.copy_blocks"):
         monkeypatch.setattr(f"{module}.CHUNK_BYTES", 4096 * parts)
     asyncckpt.compact(tmp_path)
     keep_only(tmp_path, 4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import asyncckpt
-import asyncckpt.engine.update
+import asyncckpt.engine.follow.table_update
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.chain import Chain
 from tests.end_to_end.chains import ALWAYS_DELTAS, TrainingRun
@@ -211,7 +211,7 @@ async def test_steps_that_are_gone_are_passed_over(tmp_path: Path) -> None:
 async def test_a_step_that_goes_while_it_is_opened_is_passed_over(
     run: TrainingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chain = asyncckpt.engine.update.read_chain
+    read_chain = asyncckpt.engine.follow.table_update.read_chain
     read: list[int] = []
 
     def read_and_lose(root: CheckpointRoot, step: int) -> Chain:
@@ -222,7 +222,7 @@ async def test_a_step_that_goes_while_it_is_opened_is_passed_over(
             shutil.rmtree(run.path / "data" / f"{1:012d}-{chain.newest.head.attempt}")
         return chain
 
-    monkeypatch.setattr(asyncckpt.engine.update, "read_chain", read_and_lose)
+    monkeypatch.setattr(asyncckpt.engine.follow.table_update, "read_chain", read_and_lose)
     run.save(1)
     run.save(2, "full")
     async with follow(run) as follower:
@@ -233,7 +233,7 @@ async def test_a_step_that_goes_while_it_is_opened_is_passed_over(
 async def test_a_chain_that_is_compacted_while_it_is_opened_is_read_again(
     run: TrainingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_chain = asyncckpt.engine.update.read_chain
+    read_chain = asyncckpt.engine.follow.table_update.read_chain
     kinds: list[str] = []
 
     def read_and_compact(root: CheckpointRoot, step: int) -> Chain:
@@ -247,7 +247,7 @@ async def test_a_chain_that_is_compacted_while_it_is_opened_is_read_again(
         kinds.append(chain.newest.head.kind)
         return chain
 
-    monkeypatch.setattr(asyncckpt.engine.update, "read_chain", read_and_compact)
+    monkeypatch.setattr(asyncckpt.engine.follow.table_update, "read_chain", read_and_compact)
     run.save(1)
     served = State.empty()
     async with follow(run) as follower:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
-import asyncckpt.engine.save_job
+import asyncckpt.engine.save.run_save
 from asyncckpt.commit.retention import KnownHeads, keep_latest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import sweep
@@ -319,7 +319,7 @@ def test_a_save_whose_files_another_process_has_swept_is_not_acknowledged(
         subprocess.run([sys.executable, "-c", other], check=True, timeout=WAIT_S_MAX)
         return written
 
-    monkeypatch.setattr(asyncckpt.engine.save_job, "write_files", write_and_be_swept)
+    monkeypatch.setattr(asyncckpt.engine.save.run_save, "write_files", write_and_be_swept)
     refused = pytest.raises(asyncckpt.ConflictError, match="was removed while step 1 was saved")
     with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver, refused:
         saver.save_async(1).result(2 * WAIT_S_MAX)

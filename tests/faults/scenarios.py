@@ -19,7 +19,7 @@ from asyncckpt import DeltaPolicy, DeviceOptions, Saver, SaveResult, WriteBlock
 from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan import image, open_tables
+from asyncckpt.plan import deferred_tables, image
 from asyncckpt.shard import drain, stream
 from asyncckpt.storage import directory
 
@@ -40,7 +40,7 @@ Act = Literal["full", "delta", "compact"]
 @dataclass(frozen=True)
 class Scenario:
     """One kind of save. `before` are steps that are committed already, by another process; `base` is what the same
-    process does first; `leftovers`: a killed save lies there too; `linked`: the system has no renameat2; `left_open`:
+    process does first; `leftovers`: a killed save lies there too; `linked`: the system has no renameat2; `deferred`:
     multi-level tables are exported behind the fence."""
 
     name: str
@@ -53,7 +53,7 @@ class Scenario:
     before: tuple[int, ...] = (1,)
     leftovers: bool = False
     linked: bool = False
-    left_open: bool = False
+    deferred: bool = False
 
     @property
     def standing(self) -> set[int]:
@@ -74,7 +74,7 @@ class Scenario:
             directory._libc = without_renameat2
         return Saver(
             path=root,
-            hashtables=state.with_levels() if self.left_open else state.tables,
+            hashtables=state.with_levels() if self.deferred else state.tables,
             tensors=state.tensors,
             device=DeviceOptions(host_level="first_touch"),
             filter_func=rewrite_all if self.filtered else identity,
@@ -128,7 +128,7 @@ SCENARIOS = {
         Scenario("first", before=()),
         Scenario("after-crash", leftovers=True),
         Scenario("linked", linked=True),
-        Scenario("left-open", left_open=True),
+        Scenario("left-open", deferred=True),
         Scenario("delta", "delta", base=(("full", 3), ("delta", 4))),
         # Retention takes a whole chain, and leaves one.
         Scenario(
@@ -168,7 +168,7 @@ def make_saves_small() -> None:
     for module, name, small in (
         (image, "FILE_TARGET_BYTES", FILE_BYTES),
         (stream, "CHUNK_BYTES", WRITE_BYTES),
-        (open_tables, "CHUNK_BYTES", WRITE_BYTES),
+        (deferred_tables, "CHUNK_BYTES", WRITE_BYTES),
         (drain, "drain_options", in_small_writes),
     ):
         assert hasattr(module, name)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.native.cuda import DeviceFailure
 from tests.gpu import kernel_calls as calls
 from tests.gpu.device import DEVICE, is_busy, keep_busy, new_stream, on

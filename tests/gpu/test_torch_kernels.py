@@ -18,7 +18,7 @@ SAVE = f"""
 import sys, torch, asyncckpt
 with asyncckpt.Saver(path=sys.argv[1], tensors={{"x": torch.ones(1000, device={DEVICE!r})}}) as saver:
     saver.save_async(1).result(60)
-from asyncckpt.devices.chosen import runtime
+from asyncckpt.devices.current_runtime import runtime
 print(runtime().kernels(0).name)
 """
 

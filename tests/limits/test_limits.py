@@ -55,7 +55,7 @@ def tensors(count: int, name: str = "t") -> State:
 DCP = ("dcp", "dcp staged")
 IN_CALL = ("async", "first touch")
 STRATEGIES = ("strategies", "remove")
-NO_PIECES = (*DCP, *STRATEGIES, "filter_func")  # They take whole tensors, or pieces of another kind.
+NO_PIECES = (*DCP, *STRATEGIES)  # They take whole tensors, or pieces of another kind.
 CASES = [
     Case("dimensions", lambda n: {"wide": torch.ones([1] * n)}, range(62, 68), names="wide"),
     Case(

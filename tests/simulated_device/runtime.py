@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices import chosen
+from asyncckpt.devices import current_runtime as chosen
 from asyncckpt.devices.batch import failed
 from asyncckpt.devices.contract import Kernels
 from asyncckpt.devices.cuda_runtime import host_view

@@ -115,8 +115,8 @@ class TearsBehindTheFence(OpenTinyTable):
 
     def begin_cut(self) -> Any:
         class Cut(OpenTinyCut):
-            def stay_open(self, copy: CacheCopy, *, window_rows: int) -> None:
-                super().stay_open(copy, window_rows=window_rows)
+            def be_deferred(self, copy: CacheCopy, *, window_rows: int) -> None:
+                super().be_deferred(copy, window_rows=window_rows)
                 self.kept = self.table.stored
 
         self.hold()

@@ -150,9 +150,9 @@ class TinyCut(PlainTinyCut):
 
 
 class OpenTinyCut(TinyCut):
-    """Can stay open: an OpenCut by its members."""
+    """Can stay open: an DeferredCut by its members."""
 
-    def stay_open(self, copy: CacheCopy, *, window_rows: int) -> None:
+    def be_deferred(self, copy: CacheCopy, *, window_rows: int) -> None:
         self.window_rows = window_rows
         self.kept = {name: column.clone() for name, column in self.table.stored.items()}
         self.copy = copy

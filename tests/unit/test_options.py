@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.lock import Ticket, save_lock
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.options import SaveOptions
 
 RECORDS = (

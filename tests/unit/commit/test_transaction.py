@@ -14,8 +14,8 @@ from asyncckpt.commit.discover import is_committed, read_head
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.background import background
-from asyncckpt.engine.held_directory import held_directory
+from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.format.names import Attempt
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncckpt.devices import chosen
+from asyncckpt.devices import current_runtime as chosen
 from asyncckpt.devices.fetch import to_host, wait_for
 from asyncckpt.errors import DeviceError
 from tests.simulated_device import SimulatedRuntime

@@ -15,7 +15,7 @@ from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.source import ByteSource, RowsSource, as_bytes
 from asyncckpt.model.table import Role
-from asyncckpt.pipeline.staged_state import OutBlock, StagedBlock, StagedColumn, StagedTable
+from asyncckpt.pipeline.filter_types import OutBlock, StagedBlock, StagedColumn, StagedTable
 
 NO_IDS = np.empty(0, dtype=np.int64)
 _ROLES = {"id": Role.ID, "embedding": Role.WEIGHT}

@@ -13,9 +13,10 @@ from asyncckpt import filters
 from asyncckpt.errors import FilterError
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.source import SpanSource
-from asyncckpt.pipeline import kept_rows, row_blocks, staged_state
+from asyncckpt.pipeline import filter_types as staged_state
+from asyncckpt.pipeline import kept_rows, row_blocks
+from asyncckpt.pipeline.filter_types import FilteredState
 from asyncckpt.pipeline.row_filters import run_row_filters
-from asyncckpt.pipeline.staged_state import FilteredState
 from tests.unit.pipeline.staged import CountedRows, load_blocks, staged_dense, staged_table
 
 ROWS = 1000
@@ -314,13 +315,13 @@ def test_filters_that_do_not_fit_the_state_are_filter_errors(rules: list[filters
 def test_a_run_can_be_ended() -> None:
     calls: list[int] = []
 
-    def go_on() -> None:
+    def enter_state() -> None:
         calls.append(1)
         if len(calls) == 3:
             raise InterruptedError
 
     def run() -> FilteredState:
-        return run_row_filters([filters.compress()], [staged_table("user", columns_of())], [], go_on=go_on)
+        return run_row_filters([filters.compress()], [staged_table("user", columns_of())], [], enter_state=enter_state)
 
     with pytest.raises(InterruptedError):
         run()

@@ -29,9 +29,9 @@ from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Node
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Column, OwnsIds, Role, TableSchema
 from asyncckpt.plan.contents import contents_of
-from asyncckpt.plan.joined_trees import joined_tree
 from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets
+from asyncckpt.plan.merge_rank_trees import joined_tree
 from asyncckpt.plan.overlap import overlap
 
 pytestmark = pytest.mark.once

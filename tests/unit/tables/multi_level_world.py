@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from asyncckpt.model.table import CacheCopy, OpenCut
+from asyncckpt.model.table import CacheCopy, DeferredCut
 from asyncckpt.tables import MultiLevelTable, Slot, Uniform
 
 DIM = 3
@@ -146,7 +146,7 @@ class Saving:
 
     def __init__(self, world: World, *, window_rows: int) -> None:
         self.expected = dict(world.rows)
-        self.cut: OpenCut = world.table.begin_cut()
+        self.cut: DeferredCut = world.table.begin_cut()
         self.window_rows = window_rows
         rows_count = self.cut.rows_count
         self.left = list(range(-(-rows_count // window_rows)))
@@ -161,7 +161,7 @@ class Saving:
             assert cached is not None
             columns[name] = cached.clone()
         copy = CacheCopy(map=self.cut.cache_map.numpy().copy(), columns=columns)
-        self.cut.stay_open(copy, window_rows=window_rows)
+        self.cut.be_deferred(copy, window_rows=window_rows)
         self.cut.fence()
 
     def export(self, index: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import OpenCut, Table
+from asyncckpt.model.table import DeferredCut, Table
 from asyncckpt.tables import (
     HashEmbedding,
     HashEmbeddingBag,
@@ -90,7 +90,7 @@ def test_is_a_table() -> None:
     table = new_table(shard=(1, 2), dtype=torch.bfloat16)
     assert isinstance(table, Table)
     cut = table.begin_cut()
-    assert isinstance(cut, OpenCut)
+    assert isinstance(cut, DeferredCut)
     cut.end(True)
     assert (table.name, table.shard, table.dim, table.dtype) == ("user", (1, 2), DIM, torch.bfloat16)
     assert (table.device, table.cache_rows, table.capacity) == (torch.device("cpu"), 4, 1)

@@ -466,13 +466,13 @@ def test_cut_that_does_not_stay_open() -> None:
             column("age")
     for window_rows in (0, -1):
         with pytest.raises(UsageError, match="window_rows of table 'user' is wrong"):
-            cut.stay_open(CacheCopy(map=cut.cache_map.numpy(), columns={}), window_rows=window_rows)
+            cut.be_deferred(CacheCopy(map=cut.cache_map.numpy(), columns={}), window_rows=window_rows)
     cut.fence()
     for use in (lambda: cut.export(0, {}), lambda: cut.most_urgent([0])):
-        with pytest.raises(UsageError, match="without stay_open"):
+        with pytest.raises(UsageError, match="without be_deferred"):
             use()
-    with pytest.raises(UsageError, match="stay_open of a cut of table 'user' was asked for after its fence"):
-        cut.stay_open(CacheCopy(map=np.empty(0, dtype=np.int64), columns={}), window_rows=1)
+    with pytest.raises(UsageError, match="be_deferred of a cut of table 'user' was asked for after its fence"):
+        cut.be_deferred(CacheCopy(map=np.empty(0, dtype=np.int64), columns={}), window_rows=1)
     cut.end(True)
     # Without a fence the end gives the table back.
     world.table.begin_cut().end(False)
@@ -494,7 +494,7 @@ def test_second_stay_open_is_refused() -> None:
     cut = world.table.begin_cut()
     columns = {name: column.clone() for name, column in world.table._cache.columns().items()}
     copy = CacheCopy(map=cut.cache_map.numpy().copy(), columns=columns)
-    cut.stay_open(copy, window_rows=1)
-    with pytest.raises(UsageError, match="stay_open of a cut of table 'user' was called before"):
-        cut.stay_open(copy, window_rows=1)
+    cut.be_deferred(copy, window_rows=1)
+    with pytest.raises(UsageError, match="be_deferred of a cut of table 'user' was called before"):
+        cut.be_deferred(copy, window_rows=1)
     cut.end(False)

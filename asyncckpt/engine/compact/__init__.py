@@ -1,0 +1,1 @@
+"""Fold a chain of deltas into a full checkpoint, beside training."""

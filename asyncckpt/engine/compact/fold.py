@@ -1,0 +1,145 @@
+"""Fold the layers of a chain into one: which rows of which stored block a full checkpoint of the same step holds.
+
+A row counts when it is the newest of its id and no newer layer has removed the id. Rows stand in the new checkpoint as
+they stand in the layers, the newest layer first; each block of it comes from one stored block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from asyncckpt.engine.compact.copy_blocks import BlockCopy
+from asyncckpt.errors import SaveCancelledError, UnsupportedError
+from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import RankPart
+from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.native import I64, Progress
+from asyncckpt.plan.newest_rows import LayerIds, newest_rows
+from asyncckpt.plan.stored_tables import StoredShard, stored_tables
+from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.stored_rows import copied_spec
+from asyncckpt.snapshot.layer_rows import IdsReader
+
+
+@dataclass(frozen=True)
+class FoldedPart:
+    """What the part of one rank in the new checkpoint holds, in manifest order; `was` is that part of the old one."""
+
+    was: RankPart
+    tables: tuple[TableFacts, ...]
+    copies: tuple[BlockCopy, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(copy.spec.bytes for copy in self.copies)
+
+
+def fold_chain(chain: Chain, reader: ChainReader, progress: Progress) -> list[FoldedPart]:
+    """Choose tables, rows and blocks. Reads the ids of tables that have several layers, verified; nothing else."""
+    stored = {(shard.rank, shard.name): shard for table in stored_tables(chain).values() for shard in table.shards}
+    parts = []
+    first = 0
+    for part in chain.newest.parts:
+        copies: list[BlockCopy] = []
+        tables = []
+        for facts in part.tables:
+            if progress.cancelled:
+                raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
+            rows_count = 0
+            if (part.rank, facts.name) in stored:
+                found, rows_count = _copies_of_shard(stored[part.rank, facts.name], reader)
+                copies += found
+            tables.append(replace(facts, rows_count=rows_count, whole=True, removed_count=0))
+        copies += _dense_copies(part, first, chain.step)
+        first += len(part.blocks)
+        parts.append(FoldedPart(was=part, tables=tuple(tables), copies=tuple(copies)))
+    return parts
+
+
+def _dense_copies(part: RankPart, first: int, step: int) -> Iterator[BlockCopy]:
+    """The dense blocks of a part, whose first block has the number `first`."""
+    for number, block in enumerate(part.blocks, first):
+        spec = block.placed.spec
+        if not spec.is_known:
+            raise UnsupportedError(
+                f"tensor {spec.name!r} of step {step} has a dtype that this version cannot copy", found=spec.dtype
+            )
+        if spec.role is Role.DENSE:
+            yield BlockCopy(number=number, rows=None, spec=spec)
+
+
+def _copies_of_shard(stored: StoredShard, reader: ChainReader) -> tuple[list[BlockCopy], int]:
+    """The blocks of a shard, the newest layer's rows first, and how many rows it has."""
+    chosen = layers_that_count(stored, reader)
+    rows_count = sum(
+        layer.rows_count if rows is None else len(rows) for layer, rows in zip(stored.layers, chosen, strict=True)
+    )
+    copies: list[BlockCopy] = []
+    for column, numbers in stored.layers[0].columns.items():
+        parts: list[BlockCopy] = []
+        for layer, rows in zip(stored.layers, chosen, strict=True):
+            parts += _copies_of_column(layer.columns.get(column, ()), rows, reader)
+        copies += _placed(parts or [_no_rows(numbers[0], reader)], rows_count)
+    return copies, rows_count
+
+
+def _copies_of_column(numbers: Sequence[int], rows: I64 | None, reader: ChainReader) -> Iterator[BlockCopy]:
+    """What is needed of the blocks of one column of one layer; nothing of those without a chosen row."""
+    for number, spec in in_row_order(numbers, reader):
+        mine = None if rows is None else within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
+        if mine is not None and len(mine) == spec.shape[0]:
+            mine = None
+        if spec.shape[0] and (mine is None or len(mine)):
+            yield BlockCopy(number=number, rows=mine, spec=copied_spec(spec, mine))
+
+
+def _no_rows(number: int, reader: ChainReader) -> BlockCopy:
+    """The block of a column without rows."""
+    rows = np.empty(0, dtype=np.int64)
+    return BlockCopy(number=number, rows=rows, spec=copied_spec(reader.block(number).placed.spec, rows))
+
+
+def within(rows: I64, begin: int, end: int) -> I64:
+    """Those of ascending positions that lie in [begin, end), counted from begin."""
+    low, high = np.searchsorted(rows, [begin, end])
+    return rows[low:high] - begin
+
+
+def _placed(parts: Sequence[BlockCopy], rows_count: int) -> Iterator[BlockCopy]:
+    """The parts of a column, each with its place in the whole."""
+    begin = 0
+    for part in parts:
+        count, is_part = part.spec.shape[0], len(parts) > 1
+        whole = (rows_count, *part.spec.shape[1:]) if is_part else None
+        yield replace(part, spec=replace(part.spec, row_begin=begin if is_part else 0, whole_shape=whole))
+        begin += count
+    assert begin == rows_count
+
+
+def layers_that_count(stored: StoredShard, reader: ChainReader) -> list[I64 | None]:
+    """For every layer, newest first, the positions of its rows that count, ascending; None: all of them.
+
+    Takes 8 bytes for each id of all layers, and an id map over those of all layers but the oldest.
+    """
+    if len(stored.layers) == 1:
+        return [None]
+    ids = IdsReader(reader)
+    layers = [
+        LayerIds(
+            ids=ids.add(layer.columns.get(ID_COLUMN, ()), layer.rows_count),
+            removed=ids.add(layer.removed, layer.removed_count),
+        )
+        for layer in stored.layers
+    ]
+    ids.run()
+    return newest_rows(layers, owner=f"table {stored.name!r}")
+
+
+def in_row_order(numbers: Sequence[int], reader: ChainReader) -> list[tuple[int, BlockSpec]]:
+    """The blocks of a column, each with its number."""
+    specs = [(number, reader.block(number).placed.spec) for number in numbers]
+    return sorted(specs, key=lambda item: item[1].row_begin)

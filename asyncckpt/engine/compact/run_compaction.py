@@ -1,0 +1,138 @@
+"""Fold the chain of a delta checkpoint into a full one of the same step, beside training or without it.
+
+1. Read the chain of the step and open all of its files, so that retention cannot take them away.
+2. For each table of several layers read the ids and the removed ids, verified, and find the rows that count: the newest
+   of each id that no newer layer has removed.
+3. Give every block its place. A new block comes from one stored block: all of it as it is stored, or some of its rows.
+4. Write the shard files, of every rank its own, into a new attempt's folder; every stored block that is read is
+   verified on the way.
+5. Commit `manifests/<step>.full.json`, if the step is still there. The first manifest stays as it is.
+
+Nothing is changed before 5, so a crash leaves the chain as it was, and leftovers that the next save sweeps. A save of
+this process does not sweep the folder of a compaction that runs beside it: see commit/claims.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.commit.discover import newest_step
+from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.transaction import Commits, Transaction
+from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
+from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
+from asyncckpt.engine.process.background import background
+from asyncckpt.engine.save.save_steps import as_checkpoint_error
+from asyncckpt.errors import SaveCancelledError
+from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import BodyTemplate, encode_part, render_body
+from asyncckpt.model.result import SaveResult
+from asyncckpt.native import Progress
+from asyncckpt.options import SaveOptions
+from asyncckpt.shard.reader import ChainReader
+
+
+def run_compaction(
+    commits: Commits,
+    step: int | None = None,
+    *,
+    options: SaveOptions,
+    progress: Progress,
+    may_commit: Callable[[], bool] | None = None,
+) -> SaveResult:
+    """Compact a step (default: the newest) and return when that is durable. Needs no save lock.
+
+    Runs on a thread of `rewriters`, where no KeyboardInterrupt is raised. The caller holds the directory's LOCK. A step
+    that is full, or compacted already, is left as it is: the result says `skipped`. Of `options` the number of files
+    and the durability are used. Raises NotFoundError, also when retention has removed the step meanwhile, CorruptError,
+    IncompatibleError, UnsupportedError, ConflictError, IndeterminateError, IOFailedError, and SaveCancelledError after
+    `progress.cancel()`.
+
+    may_commit: asked once, right before the commit; False: it was cancelled. Afterwards a cancel comes too late.
+    """
+    begun = time.perf_counter()
+    root = commits.root
+    step = newest_step(root) if step is None else step
+    with claims.compaction(root, step) as claim:
+        chain = read_chain(root, step)
+        if chain.newest.head.kind == "full":
+            return SaveResult(step=step, kind="full", path=root.path, skipped=True, seconds=time.perf_counter() - begun)
+        try:
+            folded, bytes_written = _compact(
+                commits, chain, claim, options=options, progress=progress, may_commit=may_commit
+            )
+        except (OSError, MemoryError) as error:
+            raise as_checkpoint_error(error, step) from error
+    return SaveResult(
+        step=step,
+        kind="full",
+        path=root.path,
+        seconds=time.perf_counter() - begun,
+        bytes_logical=sum(part.bytes for part in folded),
+        bytes_written=bytes_written,
+    )
+
+
+def _compact(
+    commits: Commits,
+    chain: Chain,
+    claim: Claim,
+    *,
+    options: SaveOptions,
+    progress: Progress,
+    may_commit: Callable[[], bool] | None,
+) -> tuple[list[FoldedPart], int]:
+    with ChainReader(commits.root.data, chain, threads=1, verify=True, progress=Progress()) as reader:
+        folded = fold_chain(chain, reader, progress)
+        reader.verify = False  # From here blocks are read by windows, and their sources verify them.
+        with Transaction.begin(commits, claim) as transaction:
+            draft = _write(chain, folded, reader, transaction, options=options, progress=progress)
+            if progress.cancelled or (may_commit is not None and not may_commit()):
+                raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
+            published = background.run(lambda: transaction.commit(draft), "a compaction")
+    return folded, published.manifest_bytes + sum(file.bytes for file in draft.whole_head.files)
+
+
+def _write(
+    chain: Chain,
+    folded: Sequence[FoldedPart],
+    reader: ChainReader,
+    transaction: Transaction,
+    *,
+    options: SaveOptions,
+    progress: Progress,
+) -> Draft:
+    """Write the shard files of all ranks; returns what the manifest is made of."""
+    written = [
+        copy_blocks(part.copies, reader, transaction, rank=part.was.rank, options=options, progress=progress)
+        for part in folded
+    ]
+    bodies = [_body(part, own, reader) for part, own in zip(folded, written, strict=True)]
+    was = chain.newest.head
+    head = transaction.head(
+        created=was.created,
+        ranks_count=was.ranks_count,
+        files=written[0].files,
+        values=was.values,
+        metadata=was.metadata,
+        replaces=chain.newest.digest,
+    )
+    others = [
+        encode_part(own.files, part.was.values, body, own.digests)
+        for part, own, body in zip(folded[1:], written[1:], bodies[1:], strict=True)
+    ]
+    return Draft(
+        head=head,
+        body=bodies[0],
+        digests=written[0].digests,
+        others=others,
+        other_files=[file for own in written[1:] for file in own.files],
+    )
+
+
+def _body(part: FoldedPart, own: CopiedBlocks, reader: ChainReader) -> BodyTemplate:
+    filtered = [number for number, copy in enumerate(part.copies) if reader.block(copy.number).filtered]
+    return render_body(part.tables, part.was.tree, own.blocks, filtered=filtered)

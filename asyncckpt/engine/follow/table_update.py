@@ -1,0 +1,256 @@
+"""One update of a follower: a committed step, with its files open, as a change of the previous step.
+
+1. Find the oldest step after the last finished one; read its chain and open all files.
+2. It is a delta if its chain contains the last finished step, with one of that step's digests, and only deltas after
+   it. Then the layers after that step are the change.
+3. Load: tables that hold the last finished step get the change, others the whole chain.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import committed_steps, read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.compact.fold import in_row_order, layers_that_count, within
+from asyncckpt.engine.follow.cursor import SeenStep
+from asyncckpt.engine.follow.load_update import UpdateRequest, can_take, load_update, read_removed
+from asyncckpt.engine.load.run_load import metadata_of
+from asyncckpt.errors import CorruptError, NotFoundError, UsageError
+from asyncckpt.format.chain import Chain
+from asyncckpt.format.encodings import decode
+from asyncckpt.model.result import LoadReport
+from asyncckpt.model.table import Table
+from asyncckpt.native import I64, Progress
+from asyncckpt.plan.contents import contents_of
+from asyncckpt.plan.stored_tables import StoredShard, StoredTable
+from asyncckpt.shard.reader import ChainReader
+
+READ_THREADS = 4
+LOOKS_MAX = 8  # How often to look at a step again if manifests appear or disappear meanwhile.
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """What an update holds of a table: rows, and ids to remove first. whole: these are all rows of the table."""
+
+    rows_count: int
+    removed_count: int
+    whole: bool
+
+
+class HeldTables:
+    """Remembers which step each table of a follower holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Table, int]] = {}
+
+    def at(self, step: int | None, tables: Mapping[str, Table]) -> set[str]:
+        """Return the names of the tables that hold a step."""
+        held = {name: self._held.get(name, (None, None)) for name in tables}
+        return {name for name, (table, at) in held.items() if table is tables[name] and at == step}
+
+    def put(self, step: int, tables: Mapping[str, Table]) -> None:
+        self._held |= {name: (table, step) for name, table in tables.items()}
+
+    def forget(self, tables: Mapping[str, Table]) -> None:
+        """Note that the content of these tables is unknown."""
+        for name in tables:
+            self._held.pop(name, None)
+
+
+def seen_step(path: Path, step: int) -> SeenStep:
+    """Return a step that a consumer has finished, with its digests if it still exists."""
+    try:
+        with CheckpointRoot.for_reading(path) as root:
+            return SeenStep.of(read_manifest(root, step))
+    except (NotFoundError, CorruptError):
+        return SeenStep(step=step, digests=())
+
+
+def find_update(path: Path, seen: SeenStep | None) -> OpenUpdate | None:
+    """Open the oldest step after the last finished one; None while there is none.
+
+    Raises CorruptError if it is damaged, IncompatibleError, UnsupportedError, IOFailedError.
+    """
+    try:
+        root = CheckpointRoot.for_reading(path)
+    except NotFoundError:
+        return None
+    with root:
+        for looks_left in reversed(range(LOOKS_MAX)):
+            names = sorted(root.manifests.names())
+            step = next((step for step in committed_steps(root) if seen is None or step > seen.step), None)
+            if step is None:
+                return None
+            try:
+                return OpenUpdate(root, step, seen)
+            except (CorruptError, NotFoundError):
+                # A checkpoint that is taken away, or compacted, while it is opened is not damaged: look again.
+                if not looks_left or sorted(root.manifests.names()) == names:
+                    raise
+    raise AssertionError("the last look returns or raises")
+
+
+class OpenUpdate:
+    """A step, opened. Used by one thread at a time.
+
+    previous: the last finished step, if the update is a change of that. tables: what the change holds.
+    """
+
+    def __init__(self, root: CheckpointRoot, step: int, seen: SeenStep | None) -> None:
+        chain = read_chain(root, step)
+        self.path = root.path
+        self.step = step
+        self.seen = SeenStep.of(chain.newest)
+        self.previous = seen.step if seen is not None and _is_change_of(chain, seen) else None
+        self.metadata: Mapping[str, Any] = metadata_of(chain.newest)
+        self._chain = chain
+        self._contents = contents_of(chain)
+        self._changes = {name: self._change_of(table) for name, table in self._contents.tables.items()}
+        self.tables: Mapping[str, TableUpdate] = {name: self._table_update(name) for name in self._changes}
+        self._reader: ChainReader | None = self._open(root)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def load(
+        self,
+        tables: Mapping[str, Table],
+        state: Mapping[str, Any],
+        *,
+        held: HeldTables,
+        strict: bool,
+        progress: Progress,
+    ) -> LoadReport:
+        """Bring tables and state to this step, and record that in `held`."""
+        held_names = set() if self.previous is None else held.at(self.previous, tables)
+        changes = {
+            name: self._changes[name]
+            for name in held_names & self._changes.keys()
+            if not self._is_whole(name) and can_take(tables[name], self._changes[name])
+        }
+        held.forget(tables)
+        request = UpdateRequest(
+            path=self.path,
+            chain=self._chain,
+            contents=self._contents,
+            tables=tables,
+            state=state,
+            changes=changes,
+            strict=strict,
+        )
+        with self._reading(progress) as reader:
+            report = load_update(request, reader)
+        held.put(self.step, tables)
+        return report
+
+    def rows(self, table: str) -> dict[str, torch.Tensor]:
+        """Return the rows of the change, by column; each id once."""
+        change = self._change(table)
+        with self._reading() as reader:
+            chosen = [layers_that_count(shard, reader) for shard in change.shards]
+            return {column: _read_column(change, column, chosen, reader) for column in change.columns}
+
+    def removed(self, table: str) -> torch.Tensor:
+        """Return the ids to remove before the rows are inserted: distinct, int64 [n]."""
+        change = self._change(table)
+        with self._reading() as reader:
+            (ids,) = read_removed([change.shards], reader)
+        return torch.from_numpy(ids)
+
+    def _change(self, table: str) -> StoredTable:
+        if table not in self._changes:
+            raise UsageError(f"table {table!r} is not in step {self.step}", found=table, expected=sorted(self._changes))
+        return self._changes[table]
+
+    def _change_of(self, table: StoredTable) -> StoredTable:
+        """Return the layers of a table after the last finished step.
+
+        Returns all layers if the table was not in that step, or in other shards, or if a shard is whole here.
+        """
+        if self.previous is None:
+            return table
+        shards = [self._newer_layers(shard) for shard in table.shards]
+        is_whole = any(len(new.layers) == len(old.layers) for new, old in zip(shards, table.shards, strict=True))
+        before = next(manifest for manifest in self._chain.manifests if manifest.step == self.previous)
+        ranks_before = {part.rank for part in before.parts for facts in part.tables if facts.name == table.name}
+        if is_whole or ranks_before != {shard.rank for shard in shards}:
+            return table
+        return replace(table, shards=tuple(shards))
+
+    def _newer_layers(self, shard: StoredShard) -> StoredShard:
+        previous = self.previous
+        assert previous is not None
+        layers = itertools.takewhile(lambda layer: layer.step > previous, shard.layers)
+        return replace(shard, layers=tuple(layers))
+
+    def _is_whole(self, name: str) -> bool:
+        return self._changes[name] is self._contents.tables[name]
+
+    def _table_update(self, name: str) -> TableUpdate:
+        whole = self._is_whole(name)
+        layers = self._changes[name].layers
+        return TableUpdate(
+            rows_count=sum(layer.rows_count for layer in layers),
+            removed_count=0 if whole else sum(layer.removed_count for layer in layers),
+            whole=whole,
+        )
+
+    def _open(self, root: CheckpointRoot) -> ChainReader:
+        reader = ChainReader(root.data, self._chain, threads=READ_THREADS, verify=True, progress=Progress())
+        weakref.finalize(self, reader.close)  # A loop that is left with `break` closes nothing.
+        return reader
+
+    @contextmanager
+    def _reading(self, progress: Progress | None = None) -> Iterator[ChainReader]:
+        """Yield the reader. Close it after an error, when its queue may hold reads; the next use opens a new one."""
+        if self._reader is None:
+            with CheckpointRoot.for_reading(self.path) as root:
+                self._reader = self._open(root)
+        self._reader.progress = progress or Progress()
+        try:
+            yield self._reader
+        except BaseException:
+            self.close()
+            raise
+
+
+def _is_change_of(chain: Chain, seen: SeenStep) -> bool:
+    """Return whether a chain leads from the newest step over deltas alone to exactly the step that was seen."""
+    for number, parent in enumerate(chain.newest.head.parents):
+        if parent.step == seen.step:
+            deltas = all(manifest.head.kind == "delta" for manifest in chain.manifests[: number + 1])
+            return deltas and parent.digest in seen.digests
+    return False
+
+
+def _read_column(change: StoredTable, column: str, chosen: list[list[I64 | None]], reader: ChainReader) -> torch.Tensor:
+    parts = []
+    stacks = (
+        (layer, rows)
+        for shard, own in zip(change.shards, chosen, strict=True)
+        for layer, rows in zip(shard.layers, own, strict=True)
+    )
+    for layer, rows in stacks:
+        for number, spec in in_row_order(layer.columns.get(column, ()), reader):
+            mine = None if rows is None else within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
+            raw = np.empty(spec.bytes, dtype=np.uint8)
+            reader.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
+            reader.run()
+            values = decode(raw, spec)
+            parts.append(values if mine is None else values[torch.from_numpy(mine)])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,1 @@
+"""One load, and the proof that a checkpoint is sound."""

@@ -1,0 +1,199 @@
+"""The background: one asyncio loop in one named thread that works off saves in the order they came.
+
+Commits of other threads (compactions, DCP) run in the same loop, beside the saves: `run`.
+
+The thread is not a daemon and ends when it has nothing left to do, so the interpreter's exit joins a save in flight and
+never waits for an idle thread. What blocks runs on pools, for the same reason not on asyncio's own executor:
+
+    workers     filters and writes shard files of saves, reads those of loads
+    writers     single writes of what runs on a worker
+    committer   the steps of a commit, which wait for nothing but the disk
+    rewriters   compactions and removals, which wait for commits
+    retainer    retention
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from asyncckpt.errors import UsageError
+from asyncckpt.pipeline.threads import IdleEndingThreads, start_thread
+
+T = TypeVar("T")
+
+THREAD_NAME = "asyncckpt-background"
+WORKERS_MAX = 4
+COMMITTERS_MAX = 8
+# They read and write whole checkpoints; more of them at once would take the disk from saves and end no sooner.
+REWRITERS_MAX = 2
+
+workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
+writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
+committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)
+rewriters = IdleEndingThreads("asyncckpt-rewrite", REWRITERS_MAX)
+retainer = IdleEndingThreads("asyncckpt-retention", 1)
+
+
+@dataclass(eq=False)
+class Job:
+    """Work for the background. `fail` gets the reason when the thread could not even begin with it.
+
+    beside: it begins at once; the others run one after the other.
+    """
+
+    run: Callable[[], Coroutine[Any, Any, None]]
+    fail: Callable[[BaseException], None]
+    is_begun: bool = False
+    beside: bool = False
+
+
+class Background:
+    """Runs jobs. A job reports its own failure; what still escapes is a bug and is printed."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._jobs: list[Job] = []
+        self._thread: threading.Thread | None = None
+        self._wake: Callable[[], object] | None = None
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started."""
+        with self._guard:
+            if self._thread is None:
+                self._thread = start_thread(self._run, THREAD_NAME)
+            self._jobs.append(job)
+            if self._wake is not None:
+                self._wake()
+
+    def withdraw(self, job: Job) -> bool:
+        """After an interrupted or failed `submit`: False when the job has begun or has been told that it is lost."""
+        with self._guard:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            return not job.is_begun
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
+        """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait."""
+        check_may_wait(what)
+        future: Future[T] = Future()
+
+        async def run() -> None:
+            try:
+                future.set_result(await work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        job = Job(run=run, fail=future.set_exception, beside=True)
+        try:
+            self.submit(job)
+            return future.result()
+        except BaseException:
+            if not self.withdraw(job):
+                future.exception()
+            raise
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None
+
+    def _run(self) -> None:
+        work = self._work()
+        try:
+            asyncio.run(work)
+        except BaseException as error:  # A loop needs descriptors, and there may be none left.
+            work.close()
+            for job in self._take_all():
+                job.fail(error)
+
+    def _take_all(self) -> Collection[Job]:
+        """The jobs that this thread, which has failed, leaves undone."""
+        with self._guard:
+            if self._thread is not threading.current_thread():
+                return ()
+            taken, self._jobs, self._thread, self._wake = self._jobs, [], None, None
+            for job in taken:
+                job.is_begun = True
+            return taken
+
+    async def _work(self) -> None:
+        woken = asyncio.Event()
+        running: dict[asyncio.Task[None], Job] = {}
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del running[task]
+            woken.set()
+
+        while True:
+            woken.clear()
+            with self._guard:
+                if self._thread is not threading.current_thread():
+                    return  # Whoever started this thread was interrupted before he knew of it.
+                self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set)
+                begun = self._take_due(is_free=all(job.beside for job in running.values()))
+                if not begun and not running:
+                    self._thread = self._wake = None
+                    return
+            for job in begun:
+                task = asyncio.get_running_loop().create_task(_run_job(job))
+                running[task] = job
+                task.add_done_callback(ended)
+            await woken.wait()
+
+    def _take_due(self, *, is_free: bool) -> list[Job]:
+        """The jobs that begin now: all that run beside others, and the next one of the rest when none of it runs."""
+        due = [job for job in self._jobs if job.beside]
+        rest = [job for job in self._jobs if not job.beside]
+        if is_free and rest:
+            due.append(rest.pop(0))
+        self._jobs = rest
+        for job in due:
+            job.is_begun = True
+        return due
+
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self.__init__()  # type: ignore[misc]
+
+
+async def _run_job(job: Job) -> None:
+    try:
+        await job.run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+
+
+background = Background()
+
+
+def check_may_wait(what: str) -> None:
+    """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them."""
+    if background.is_current_thread() or workers.is_current_thread():
+        raise UsageError(
+            f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
+        )
+
+
+def _say_what_is_awaited() -> None:
+    if background.is_busy:
+        from asyncckpt.engine.process.save_lock import save_lock
+
+        waiting = ", ".join(str(ticket) for ticket in save_lock.in_flight())
+        print(f"asyncckpt: the interpreter ends after the {waiting}", file=sys.stderr)
+
+
+os.register_at_fork(after_in_child=background.forget)
+# Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_say_what_is_awaited)

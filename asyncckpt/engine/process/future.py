@@ -1,0 +1,236 @@
+"""The future of a save or a load: awaitable from any loop, usable from any thread.
+
+#   from        to          done by
+#   staged      filtering   the background, when the save's turn has come
+#   filtering   writing     the filter has returned
+#   writing     committing  all bytes are on disk; from here cancel() comes too late
+#   committing  committed   the manifest is durable
+#   any above   failed      an error; before committing also cancelled
+#   -           skipped     another save was in flight and on_busy="skip"
+
+An error is raised once: to whoever asks this future, else by the next call on its Saver, else it is printed at exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from asyncckpt.devices.host_copies import Pending
+from asyncckpt.engine.process.background import check_may_wait
+from asyncckpt.engine.process.log import log_exception
+from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.model.result import LoadReport, SaveResult
+from asyncckpt.native import Progress
+
+T = TypeVar("T")
+
+
+class FutureState(str, Enum):
+    STAGED = "staged"
+    FILTERING = "filtering"
+    WRITING = "writing"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """Bytes written so far, of how many."""
+
+    bytes_done: int
+    bytes_total: int
+
+
+class CheckpointFuture(Generic[T]):
+    """See the module. Made by save_async and load_async only."""
+
+    def __init__(self, *, step: int | None, path: Path, what: str) -> None:
+        self.step = step
+        self.path = path
+        self._what = what
+        self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
+        self._inner.set_running_or_notify_cancel()
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._state = FutureState.STAGED
+        self._waiters_count = 0
+        self._claimed = False
+        self.native_progress = Progress()
+        self._bytes_total = 0
+        self._staged = threading.Event()
+        self._staged.set()
+
+    @property
+    def state(self) -> FutureState:
+        return self._state
+
+    @property
+    def progress(self) -> SaveProgress:
+        return SaveProgress(bytes_done=self.native_progress.bytes_done, bytes_total=self._bytes_total)
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._inner.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait and return the error, None when there is none."""
+        self._check_can_end()
+        with self._waiting():
+            try:
+                error = self._inner.exception(timeout)
+            except concurrent.futures.TimeoutError:
+                raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value) from None
+            self._claimed = True
+            return error
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
+        after `timeout` seconds.
+
+        With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
+        be on their way then: the streams that save_async knows of wait for them, others can be told to by `fence`.
+        """
+        if not self._staged.is_set():
+            self._check_can_end()
+        if not self._staged.wait(timeout):
+            raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
+
+    def cancel(self) -> bool:
+        """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
+        with self._guard:
+            if self._state in (FutureState.STAGED, FutureState.FILTERING, FutureState.WRITING):
+                self.native_progress.cancel()
+            return self.native_progress.cancelled
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Call function(self) when done, on the background thread (now, when done). Its errors are only logged."""
+
+        def call(_: object) -> None:
+            try:
+                function(self)
+            except BaseException:
+                log_exception("a done callback of %s raised", self._what)
+
+        self._inner.add_done_callback(call)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        self._check_can_end()
+        with self._waiting():
+            try:
+                return await asyncio.wrap_future(self._inner)
+            finally:
+                if self._inner.done():
+                    self._claimed = True
+
+    def _waiting(self) -> _Waiting:
+        return _Waiting(self)
+
+    def _check_can_end(self) -> None:
+        """UsageError where a wait would have no end."""
+        if self.done():
+            return
+        check_may_wait(self._what)
+        if self._pid != os.getpid():
+            raise UsageError(f"{self._what} belongs to the parent process", hint="wait for it there")
+
+    # -- for the engine ------------------------------------------------------------------------------------------
+
+    def enter(self, state: FutureState) -> bool:
+        """Go to the next state; False when the save was cancelled instead."""
+        with self._guard:
+            if self.native_progress.cancelled:
+                return False
+            self._state = state
+            return True
+
+    def expect_bytes(self, total: int) -> None:
+        self._bytes_total = total
+
+    def resolve(self, result: T, state: FutureState) -> None:
+        self._state = state
+        self._staged.set()
+        self._inner.set_result(result)
+
+    def fail(self, error: BaseException, state: FutureState) -> None:
+        self._state = state
+        self._staged.set()
+        self._inner.set_exception(error)
+
+    def take_unclaimed_error(self) -> BaseException | None:
+        """The error nobody has been told of, once; None while somebody waits for it."""
+        with self._guard:
+            if not self._inner.done() or self._claimed or self._waiters_count:
+                return None
+            self._claimed = True
+            return self._inner.exception()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._what}: {self._state.value}>"
+
+
+class _Waiting:
+    """Counts who waits, so that an error on its way to a waiter is not raised elsewhere too."""
+
+    def __init__(self, future: CheckpointFuture[Any]) -> None:
+        self._future = future
+
+    def __enter__(self) -> None:
+        with self._future._guard:
+            self._future._waiters_count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._future._guard:
+            self._future._waiters_count -= 1
+
+
+class SaveFuture(CheckpointFuture[SaveResult]):
+    """The future of one save."""
+
+    _pending: Pending | None = None
+
+    def fence(self, stream: Any = None) -> None:
+        """Let a stream (None: the current ones of this thread) wait until the state on devices may be changed.
+
+        stream: a torch.cuda.Stream. The host does not wait. Needed for streams that change the state and that the Saver
+        has not been told of.
+        """
+        if self._pending is not None:
+            self._pending.fence(stream)
+
+    # -- for the engine ------------------------------------------------------------------------------------------
+
+    def expect_copies(self, pending: Pending) -> None:
+        """Devices still copy the state."""
+        self._pending = pending
+        if pending.devices:
+            self._staged.clear()
+
+    def mark_staged(self) -> None:
+        """They have done so."""
+        self._pending = None
+        self._staged.set()
+
+
+class LoadFuture(CheckpointFuture[LoadReport]):
+    """The future of one load."""

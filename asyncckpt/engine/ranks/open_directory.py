@@ -1,0 +1,171 @@
+"""Open a checkpoint directory for saving, alone or with other ranks: its folders, its lock, and the way to the others.
+
+Rank 0 makes the directory and holds its LOCK; the others wait until it has, or hear why it could not.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from asyncckpt.arguments import check_int
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.coordination.channel import Channel
+from asyncckpt.coordination.file_channel import open_file_channel
+from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.messages import cause_of
+from asyncckpt.coordination.store_channel import open_store_channel
+from asyncckpt.engine.ranks.announce_failure import announce_failed
+from asyncckpt.engine.ranks.replicas import Replicas
+from asyncckpt.engine.ranks.saver_ranks import Ranks
+from asyncckpt.errors import DeadlineError, NotFoundError, PeerError, UsageError
+from asyncckpt.format import limits
+from asyncckpt.format.names import LOCK_NAME
+from asyncckpt.model.own_rank import own_rank, rank_in_group
+from asyncckpt.options import RankOptions
+from asyncckpt.storage.owner_lock import OwnerLock
+
+SILENCE_S_MAX = 30.0
+POLL_S = 0.05
+# The call under which ranks talk before their first save.
+OPENING = 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open directory. lock: of the rank that holds it. ranks: None for a rank that saves alone."""
+
+    root: CheckpointRoot
+    lock: OwnerLock | None
+    ranks: Ranks | None = None
+
+
+def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
+    """Return (index, count) of this rank: as given, or those of the process group. UsageError when the two disagree."""
+    if process_group is None:
+        check_int("shard_num", shard_num, at_least=1, at_most=limits.RANKS_MAX)
+        check_int("shard_index", shard_index, at_least=0, at_most=shard_num - 1)
+        return shard_index, shard_num
+    if isinstance(process_group, Ranks):
+        return process_group.rank, process_group.ranks_count
+    index, count = (None, None) if (shard_index, shard_num) == (0, 1) else (shard_index, shard_num)
+    return own_rank(index, count, process_group, names=("shard_index", "shard_num"))
+
+
+def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
+    """Open a channel to the other ranks of a process group, over which they save to any number of directories.
+
+    To be passed as the process group of each Saver. PeerError when rank 0 is not there within the deadline.
+    """
+    channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
+    return _ranks_over(channel, peer_deadline_s)
+
+
+def announce_open(ranks: Ranks, error: BaseException | None = None) -> None:
+    """Of rank 0: the directory of the next call is open, or why it is not. A rank may open it later than rank 0 did."""
+    if ranks.is_coordinator:
+        _announce(ranks, ranks.calls.next_number, error)
+
+
+def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
+    """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
+    announce_open(ranks, error)
+    announce_failed(ranks, ranks.next_call(), error)
+
+
+def _announce(ranks: Ranks, call: int, error: BaseException | None) -> None:
+    ranks.channel.put(call, "opened", b"" if error is None else cause_of(error).encode("utf-8"))
+
+
+def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
+    waits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
+    return Ranks(channel=channel, limits=waits, replicas=Replicas(channel.rank, channel.ranks_count))
+
+
+def open_directory(path: Path, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
+    """Open it as rank `index` of `count`. Ranks wait for each other at most the peer_deadline: PeerError."""
+    if count == 1:
+        return _open_alone(path, exact_modes=exact_modes)
+    process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
+    if process_group is None and rank_in_group() != (index, count):
+        return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
+    if isinstance(process_group, Ranks):
+        call = process_group.calls.next_number
+        return _join_over_store(path, process_group.beside(), call, peer_deadline_s, exact_modes)
+    ranks = open_ranks(process_group, peer_deadline_s=peer_deadline_s)
+    return _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
+
+
+def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
+    root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
+    try:
+        return Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
+    except BaseException:
+        root.close()
+        raise
+
+
+def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
+    """call: under which rank 0 says that it has opened the directory."""
+    try:
+        if ranks.is_coordinator:
+            try:
+                opened = _open_alone(path, exact_modes=exact_modes)
+            except BaseException as error:
+                _announce(ranks, call, error)
+                raise
+            _announce(ranks, call, None)
+            return replace(opened, ranks=ranks)
+        try:
+            cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
+        except DeadlineError as error:
+            cause = str(error)
+        if cause:
+            raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
+        try:
+            return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), None, ranks)
+        except NotFoundError as error:
+            raise UsageError(
+                "the checkpoint directory that rank 0 has opened is not there on this rank",
+                found=str(path),
+                hint="all ranks need the same path, on a file system that they share",
+            ) from error
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> Opened:
+    until = time.monotonic() + deadline_s
+    lock = None
+    if index == 0:
+        alone = _open_alone(path, exact_modes=exact_modes)
+        root, lock = alone.root, alone.lock
+    else:
+        root = _await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes)
+    try:
+        left_s = max(0.0, until - time.monotonic())
+        channel = open_file_channel(root.root, rank=index, ranks_count=count, deadline_s=left_s)
+        return Opened(root, lock, _ranks_over(channel, deadline_s))
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        root.close()
+        raise
+
+
+def _await_root(path: Path, until: float, *, deadline_s: float, exact_modes: bool) -> CheckpointRoot:
+    while True:
+        try:
+            return CheckpointRoot.for_joining(path, exact_modes=exact_modes)
+        except NotFoundError as error:
+            if time.monotonic() >= until:
+                raise PeerError(
+                    "rank 0 has not opened the checkpoint directory",
+                    rank=0,
+                    cause=f"{str(path)!r} is not there after {deadline_s:g} s",
+                    hint="all ranks need the same path, on a file system that they share",
+                ) from error
+        time.sleep(POLL_S)

@@ -1,0 +1,299 @@
+"""A save of several ranks, in the background: what this rank does while it talks to the others.
+
+coordination.driver runs the protocol, and calls these effects:
+
+    make_folder   rank 0     sweep; who writes which replica; what a delta builds upon; the attempt's folder
+    write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
+    publish       rank 0     put the parts together, check them, publish: the commit
+    abandon       rank 0     remove what an aborted attempt left
+    look          all ranks  whether the manifest is there, when nobody tells
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from asyncckpt.commit.discover import check_listed
+from asyncckpt.commit.doubt import is_committed_whole
+from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.driver import run_call
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
+from asyncckpt.engine.process.background import committer, workers
+from asyncckpt.engine.process.future import FutureState
+from asyncckpt.engine.ranks.replicas import (
+    check_claims,
+    decode_list,
+    decode_owners,
+    different_owners,
+    encode_owners,
+    same_owners,
+    who_asks,
+)
+from asyncckpt.engine.ranks.saver_ranks import Ranks, talkers
+from asyncckpt.engine.save.filter_input import filter_blocks
+from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.engine.save.save_steps import Committed, enter_state, give_up, run_on, structure_of
+from asyncckpt.engine.save.write_files import Written, write_files
+from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
+from asyncckpt.format.fields import Fields
+from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
+from asyncckpt.format.names import STEP_MAX, Attempt
+from asyncckpt.format.strict_json import Json
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.storage.directory import Directory
+
+FACTS_MAX = 1_000_000
+
+
+async def save_with_ranks(job: SaveJob) -> Committed | Outcome:
+    """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
+    assert job.ranks is not None
+    assert job.call is not None
+    save = RankSave(job, job.ranks)
+    try:
+        await save.leave_list()
+        outcome = await run_call(job.ranks.channel, job.call, save.begin(), save, job.ranks.limits, threads=talkers)
+    except BaseException as error:
+        job.ranks.replicas.forget()
+        if isinstance(error, IndeterminateError):
+            job.target.chain.newest = None
+        raise
+    finally:
+        if save.transaction is not None:
+            await give_up(save.transaction)
+    if outcome.state != "committed":
+        job.ranks.replicas.forget()
+        return outcome
+    return save.committed(outcome)
+
+
+@dataclass
+class RankSave:
+    """The effects of one save on this rank. Used in the background's loop only."""
+
+    job: SaveJob
+    ranks: Ranks
+    written: Written | None = None
+    parents: tuple[ParentFacts, ...] = ()
+    transaction: Transaction | None = None
+    manifest_bytes: int = 0
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    async def leave_list(self) -> None:
+        """While it is not known who writes which replica: tell which there are here."""
+        if not self.job.is_share:
+            await self._put(f"list/{self.ranks.rank}", self.job.replicas.encoded())
+
+    def begin(self) -> Begin:
+        base = self.job.choice.base
+        kind: Kind = "full" if base is None else "delta"
+        listed, is_share = self.job.replicas, self.job.is_share
+        notes: dict[str, Json] = {"share": is_share}
+        if not is_share:
+            notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
+        if base is not None:
+            notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
+        facts = {"durability": self.job.target.options.durability}
+        return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
+
+    # -- effects ------------------------------------------------------------------------------------------------------
+
+    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+        job = self.job
+        told = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
+        notes: dict[str, Json] = {"parents": _common_parents(begins, told), "replicas": await self._who_writes(told)}
+        self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
+        return AttemptStart(attempt=self.transaction.attempt, notes=notes)
+
+    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
+        job, target = self.job, self.job.target
+        notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
+        self.parents = _parents(notes) if attempt.kind == "delta" else ()
+        await self._take_share(notes.text("replicas"))
+        if target.filter_func is not identity:
+            enter_state(job, FutureState.FILTERING)
+        filtered = await run_on(workers, filter_blocks, job)
+        enter_state(job, FutureState.WRITING)
+        if self.transaction is not None:
+            folder = self.transaction.folder
+            self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+        else:
+            with _attempt_folder(target.root, attempt.attempt) as folder:
+                self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+                await run_on(committer, self._check_own, folder)
+        enter_state(job, FutureState.COMMITTING)
+        if self.ranks.is_coordinator:
+            return {"structure": structure_of(written)}
+        part = encode_part(written.files, job.values, written.body, written.digests)
+        await self._put(f"part/{self.ranks.rank}", part.text)
+        return {
+            "structure": structure_of(written),
+            "digest": xxhash.xxh3_128_hexdigest(part.text),
+            "features": sorted(part.features),
+            "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
+        }
+
+    def _check_own(self, folder: Directory) -> None:
+        """The files of this rank are durable, and there by their names: so it may say that it is prepared."""
+        assert self.written is not None
+        if self.job.target.options.durability == "fsync":
+            folder.sync()
+        check_listed(folder, self.written.files, step=self.job.step)
+
+    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
+        job, own, transaction = self.job, self.written, self.transaction
+        assert own is not None
+        assert transaction is not None
+        told = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
+        count = self.ranks.ranks_count
+        head = transaction.head(
+            files=own.files, values=job.values, metadata=job.metadata, parents=self.parents, ranks_count=count
+        )
+        draft = Draft(
+            head=head,
+            body=own.body,
+            digests=own.digests,
+            others=[await self._part(rank, told[rank]) for rank in range(1, count)],
+            other_files=[file for rank in range(1, count) for file in _files(rank, told[rank])],
+            structures=tuple(told[rank].optional_text("structure") for rank in range(count)),
+        )
+        published = await transaction.commit(draft)
+        self.manifest_bytes = published.manifest_bytes
+        return {"digest": published.parent.digest}
+
+    async def abandon(self, attempt: Attempt) -> None:
+        if self.transaction is not None:
+            await give_up(self.transaction)
+
+    async def look(self, attempt: Attempt) -> bool:
+        return await run_on(committer, is_committed_whole, self.job.target.root.path, attempt)
+
+    def resolve(self, attempt: Attempt) -> bool:
+        return is_committed_whole(self.job.target.root.path, attempt)
+
+    def stop(self) -> None:
+        self.job.future.native_progress.cancel()
+
+    # -- after --------------------------------------------------------------------------------------------------------
+
+    def committed(self, outcome: Outcome) -> Committed:
+        """What this rank knows now. Who was not told but found the manifest begins its next delta's chain anew."""
+        assert self.written is not None
+        assert outcome.attempt is not None
+        if not self.job.is_share:
+            self.ranks.replicas.agree(self.job.replicas, self.job.by_peers)
+        digest = outcome.notes.get("digest")
+        parent = None
+        if isinstance(digest, str):
+            parent = ParentFacts(step=self.job.step, attempt=outcome.attempt.id, digest=digest)
+        return Committed(
+            written=self.written,
+            parent=parent,
+            parents=self.parents,
+            manifest_bytes=self.manifest_bytes,
+        )
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    async def _who_writes(self, told: Mapping[int, Fields]) -> str:
+        """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
+        if not who_asks({rank: notes.flag("share", default=False) for rank, notes in told.items()}):
+            return "share"
+        check_claims({rank: _claims(notes) for rank, notes in told.items()})
+        digests = {rank: notes.text("replicas") for rank, notes in told.items()}
+        ranks = {digest: rank for rank, digest in digests.items()}
+        if len(ranks) == 1:
+            return "same"
+        lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
+        owners = different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)])
+        await self._put("owners", encode_owners(owners))
+        return "owners"
+
+    async def _take_share(self, how: str) -> None:
+        """Note what other ranks write of all that was captured."""
+        job, replicas = self.job, self.ranks.replicas
+        if how == "same":
+            job.by_peers = replicas.written_by_peers(job.replicas, same_owners(job.replicas, self.ranks.ranks_count))
+        elif how == "owners":
+            job.by_peers = replicas.written_by_peers(job.replicas, decode_owners(await self._get("owners")))
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    async def _part(self, rank: int, notes: Fields) -> PartText:
+        text = await self._get(f"part/{rank}")
+        if xxhash.xxh3_128_digest(text) != notes.digest("digest"):
+            raise CorruptError(f"the part of rank {rank} was damaged on its way")
+        return PartText(text=text, features=frozenset(notes.texts("features", count_max=FACTS_MAX)))
+
+    # -- ways ---------------------------------------------------------------------------------------------------------
+
+    async def _put(self, name: str, data: bytes | bytearray) -> None:
+        assert self.job.call is not None
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(talkers, self.ranks.channel.put, self.job.call, name, bytes(data))
+
+    async def _get(self, name: str) -> bytes:
+        assert self.job.call is not None
+        loop, silence_s = asyncio.get_running_loop(), self.ranks.limits.silence_s
+        return await loop.run_in_executor(talkers, self.ranks.channel.get, self.job.call, name, silence_s)
+
+
+def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
+    try:
+        return root.data.child(attempt.directory)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",
+            hint="all ranks need the same checkpoint directory, on a file system that they share",
+        ) from error
+
+
+def _common_parents(begins: Mapping[int, Begin], told: Mapping[int, Fields]) -> Json:
+    """What the ranks with a delta build upon, which is the same; ConflictError otherwise."""
+    chains = {rank: told[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
+    if not chains:
+        return []
+    first = min(chains)
+    for rank, chain in chains.items():
+        if chain != chains[first]:
+            raise ConflictError(
+                f"ranks {first} and {rank} build their deltas upon different checkpoints",
+                hint="save a full checkpoint: kind='full'",
+            )
+    return chains[first]
+
+
+def _claims(notes: Fields) -> dict[str, str]:
+    claims = notes.value("claims")
+    if type(claims) is not dict or not all(type(claim) is str for claim in claims.values()):
+        raise CorruptError(f"{notes.owner} told of parts of tables that are none")
+    return claims
+
+
+def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
+    items = notes.items("parents", count_max=FACTS_MAX)
+    parents = []
+    for item in items:
+        if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
+            raise CorruptError("rank 0 told of parents that are none")
+        parents.append(ParentFacts(step=item[0], attempt=item[1], digest=item[2]))
+    return tuple(parents)
+
+
+def _files(rank: int, notes: Fields) -> list[FileFacts]:
+    """The files of another rank, as it has told them."""
+    files = []
+    for item in notes.items("files", count_max=FACTS_MAX):
+        if type(item) is not list or [type(part) for part in item] != [str, int, str, int]:
+            raise CorruptError(f"rank {rank} told of files that are none")
+        path, header_bytes, digest, size = item
+        files.append(FileFacts(path, rank, header_bytes, bytes.fromhex(digest), size))
+    return files

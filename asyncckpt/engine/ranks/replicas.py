@@ -1,0 +1,317 @@
+"""Which rank writes which of the tensors and tables that several ranks hold in full.
+
+Every plain tensor of the state is a replica: other ranks hold it too, or they do not, and no rank can know. So is a
+table that holds all ids, and so are the boxes of a tensor that is spread over some of the ranks only. So
+
+1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
+2. the coordinator tells whether all ranks have the same, and if not, which rank writes which; every rank writes its
+   share of what it has captured,
+3. from then on each captures only its share, for as long as it has the same ones and no save fails.
+
+The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
+sent for them. Buffers of modules, and small tensors, are written by the first rank that has them: between two forward
+passes, buffers differ from rank to rank, and DistributedDataParallel takes those of rank 0.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from asyncckpt.errors import ConflictError, CorruptError
+from asyncckpt.format.strict_json import Json, dumps, loads
+from asyncckpt.format.tree import VALUE, Node, Path, leaves
+from asyncckpt.model.sharded import Sharded
+from asyncckpt.model.table import HoldsRange, OwnsIds, Table
+from asyncckpt.plan.state import FlatState
+
+SMALL_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A tensor or table that a rank holds in full: its path as text, its size, what it is like; and where it is here.
+
+    leaf: number of the tensor among the leaves of the state; None for a table. by_first: the first rank that has it
+    writes it.
+    """
+
+    path: str
+    bytes: int
+    form: str
+    leaf: int | None = None
+    by_first: bool = False
+
+
+@dataclass(frozen=True)
+class ReplicaList:
+    """All of them on this rank, and which part of a table each other table is.
+
+    digest: the same on ranks that have the same replicas. claims: by name, of tables that hold a part of the ids.
+    """
+
+    items: tuple[Replica, ...] = ()
+    digest: str = ""
+    claims: Mapping[str, str] = field(default_factory=dict)
+
+    def encoded(self) -> bytes:
+        return dumps([[item.path, item.bytes, item.form, item.by_first] for item in self.items])
+
+
+@dataclass(frozen=True)
+class WrittenByPeers:
+    """What other ranks write: numbers of leaves, names of tables."""
+
+    leaves: frozenset[int] = frozenset()
+    tables: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves or self.tables)
+
+
+NO_REPLICAS = ReplicaList()
+NOTHING_BY_PEERS = WrittenByPeers()
+
+
+class Replicas:
+    """What this rank knows of the replicas of one Saver. Used by one save at a time."""
+
+    def __init__(self, rank: int, ranks_count: int) -> None:
+        self._rank = rank
+        self._ranks_count = ranks_count
+        self._key: object = None
+        self._list = NO_REPLICAS
+        self._agreed: ReplicaList | None = None
+        self._by_peers = NOTHING_BY_PEERS
+
+    def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
+        """The replicas of a state; the last answer while nothing changed its shape."""
+        tensors = [tensor for leaf, tensor in enumerate(flat.tensors) if leaf not in flat.sharded]
+        spread = [
+            (leaf, item.whole_shape, item.dtype, item.begins, item.is_writer, item.spread_over)
+            for leaf, item in flat.sharded.items()
+        ]
+        key = (
+            flat.tree,
+            [tensor.dtype for tensor in tensors],
+            list(map(torch.Tensor.size, tensors)),
+            spread,
+            [(name, table.shard, _range(table)) for name, table in tables.items()],
+        )
+        if key != self._key:
+            self._list, self._key = _list_of(flat, tables, self._ranks_count), key
+        return self._list
+
+    def by_peers(self, listed: ReplicaList) -> WrittenByPeers | None:
+        """What other ranks write, once that is agreed upon; None: capture all, and ask."""
+        return self._by_peers if listed is self._agreed else None
+
+    def agree(self, listed: ReplicaList, by_peers: WrittenByPeers) -> None:
+        """A save of all ranks has committed so: from now on this rank captures its share."""
+        self._agreed, self._by_peers = listed, by_peers
+
+    def forget(self) -> None:
+        """A save of all ranks has failed: ask again."""
+        self._agreed = None
+
+    def written_by_peers(self, listed: ReplicaList, owners: Mapping[str, int]) -> WrittenByPeers:
+        """What other ranks write. `owners`: by path."""
+        missing = [item.path for item in listed.items if item.path not in owners]
+        if missing:
+            raise CorruptError("no rank was named to write a tensor or table", found=missing[:5])
+        others = [item for item in listed.items if owners[item.path] != self._rank]
+        return WrittenByPeers(
+            leaves=frozenset(item.leaf for item in others if item.leaf is not None),
+            tables=frozenset(_table_name(item.path) for item in others if item.leaf is None),
+        )
+
+
+def is_whole(table: Table) -> bool:
+    """Whether a table holds all ids there are of it, so that one of the same name on another rank is its replica."""
+    if table.shard != (0, 1):
+        return False
+    if isinstance(table, HoldsRange):
+        first, end, whole = table.id_range()
+        return first == 0 and end == whole
+    return not isinstance(table, OwnsIds)
+
+
+def _range(table: Table) -> tuple[int, int, int] | None:
+    return table.id_range() if isinstance(table, HoldsRange) else None
+
+
+def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> ReplicaList:
+    paths = [path for path, node in leaves(flat.tree) if node is not VALUE]
+    buffers = _buffer_paths(flat)
+    items = []
+    for leaf, (path, tensor) in enumerate(zip(paths, flat.tensors, strict=True)):
+        spread = flat.sharded.get(leaf)
+        if spread is not None:
+            if spread.is_writer and spread.pieces and spread.spread_over not in (None, ranks_count):
+                items.append(_boxes(json.dumps(path), spread, leaf))
+        else:
+            form = f"{tensor.dtype} {list(tensor.shape)}"
+            by_first = path in buffers or tensor.nbytes <= SMALL_BYTES_MAX
+            items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf=leaf, by_first=by_first))
+    claims = {}
+    for name, table in tables.items():
+        if is_whole(table):
+            items.append(_table_replica(name, table))
+        else:
+            claims[name] = _claim(table)
+    digest = xxhash.xxh3_128()
+    for item in items:
+        digest.update(f"{item.path} {item.form} {item.by_first}\n".encode())
+    return ReplicaList(items=tuple(items), digest=digest.hexdigest(), claims=claims)
+
+
+def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
+    """The boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
+    boxes = [(list(piece.begin), list(piece.tensor.shape)) for piece in spread.pieces]
+    size = sum(piece.tensor.nbytes for piece in spread.pieces)
+    return Replica(f"{path} {boxes}", size, f"{spread.dtype} boxes of {list(spread.whole_shape)}", leaf=leaf)
+
+
+def _buffer_paths(flat: FlatState) -> set[Path]:
+    """The paths of all buffers of modules in a state."""
+    owners = iter(flat.stateful)
+    paths: set[Path] = set()
+    waiting: list[tuple[Path, Node]] = [((), flat.tree)]
+    while waiting:  # In depth-first order, as the owners were found.
+        path, node = waiting.pop()
+        if node[0] == "state":
+            owner = next(owners)
+            if isinstance(owner, torch.nn.Module):
+                paths |= {(*path, name) for name, _ in owner.named_buffers(remove_duplicate=False)}
+            waiting.append((path, node[1]))
+        elif node[0] == "dict":
+            waiting += [((*path, key), child) for key, child in reversed(list(zip(node[1], node[2], strict=True)))]
+        elif node[0] in ("list", "tuple"):
+            waiting += [((*path, ("int", index)), child) for index, child in reversed(list(enumerate(node[1])))]
+    return paths
+
+
+def _table_replica(name: str, table: Table) -> Replica:
+    schema = table.schema()
+    row_bytes = sum(column.dtype.itemsize * torch.Size(column.row_shape).numel() for column in schema.columns)
+    form = " ".join(f"{column.name} {column.dtype} {list(column.row_shape)}" for column in schema.columns)
+    rows = len(table) if isinstance(table, Sized) else 0
+    return Replica(path=_table_path(name), bytes=rows * row_bytes, form=form)
+
+
+def _claim(table: Table) -> str:
+    """Which part of the table this is; empty where only its ids could tell."""
+    if isinstance(table, HoldsRange):
+        first, end, _ = table.id_range()
+        return f"rows {first} to {end}" if first < end else ""
+    return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
+
+
+# JSON never begins so: no path of a tensor is that of a table.
+def _table_path(name: str) -> str:
+    return f"table {name}"
+
+
+def _table_name(path: str) -> str:
+    return path.removeprefix("table ")
+
+
+def check_claims(told: Mapping[int, Mapping[str, str]]) -> None:
+    """ConflictError when two ranks hold the same part of a table. told: the claims of every rank."""
+    holders: dict[tuple[str, str], int] = {}
+    for rank, claims in told.items():
+        for name, claim in claims.items():
+            first = holders.setdefault((name, claim), rank)
+            if claim and first != rank:
+                raise ConflictError(
+                    f"table {name!r}: ranks {first} and {rank} hold the same part of it",
+                    found=claim,
+                    hint="give every rank a shard of its own, or save from ranks that hold each part once",
+                )
+
+
+def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
+    """Who writes what when all ranks hold the same replicas."""
+    owners = {item.path: 0 for item in listed.items if item.by_first}
+    heap = [(0, rank) for rank in range(1, ranks_count)]
+    heapq.heappush(heap, (sum(item.bytes for item in listed.items if item.by_first), 0))
+    for item in sorted((item for item in listed.items if not item.by_first), key=_largest_first):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + item.bytes, rank))
+        owners[item.path] = rank
+    return owners
+
+
+def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
+    """Who writes what when ranks hold others: the largest first, to the rank among its holders with least so far.
+
+    held: of every rank. ConflictError when a tensor is not the same on all ranks that have it.
+    """
+    holders: dict[str, list[int]] = defaultdict(list)
+    items: dict[str, Replica] = {}
+    for rank, replicas in enumerate(held):
+        for item in replicas:
+            first = items.setdefault(item.path, item)
+            if (first.form, first.by_first) != (item.form, item.by_first):
+                raise ConflictError(
+                    f"{item.path} is not the same on ranks {holders[item.path][0]} and {rank}",
+                    found=item.form,
+                    expected=first.form,
+                    hint="what belongs to one rank alone is a plain value, or an asyncckpt.Sharded of the whole",
+                )
+            holders[item.path].append(rank)
+    loads_of = [0] * len(held)
+    owners = {}
+    for item in sorted(items.values(), key=lambda item: (not item.by_first, *_largest_first(item))):
+        ranks = holders[item.path]
+        rank = ranks[0] if item.by_first else min(ranks, key=lambda rank: (loads_of[rank], rank))
+        loads_of[rank] += item.bytes
+        owners[item.path] = rank
+    return owners
+
+
+def _largest_first(item: Replica) -> tuple[int, str]:
+    return -item.bytes, item.path
+
+
+def who_asks(told: Mapping[int, bool]) -> bool:
+    """Whether the ranks ask who writes what. told: of every rank whether it captured its share only.
+
+    ConflictError when only some do: what the others left out nobody may have captured.
+    """
+    asking = sorted(rank for rank, is_share in told.items() if not is_share)
+    if asking and len(asking) < len(told):
+        raise ConflictError(
+            f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
+            hint="this save is lost; the next one captures everything on all ranks",
+        )
+    return bool(asking)
+
+
+def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
+    """The replicas of another rank; CorruptError for anything else."""
+    owner = f"the list of tensors of rank {rank}"
+    value: Json = loads(raw, owner=owner)
+    if type(value) is not list or not all(
+        type(item) is list and [type(part) for part in item] == [str, int, str, bool] for item in value
+    ):
+        raise CorruptError(f"{owner} is none")
+    return [Replica(path=path, bytes=size, form=form, by_first=by_first) for path, size, form, by_first in value]
+
+
+def encode_owners(owners: Mapping[str, int]) -> bytes:
+    return dumps(dict(owners))
+
+
+def decode_owners(raw: bytes) -> dict[str, int]:
+    """Who writes what, as the coordinator has told it; CorruptError for anything else."""
+    value: Json = loads(raw, owner="the list of writers")
+    if type(value) is not dict or not all(type(rank) is int for rank in value.values()):
+        raise CorruptError("the list of writers is none")
+    return {path: rank for path, rank in value.items() if type(rank) is int}

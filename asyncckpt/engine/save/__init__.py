@@ -1,0 +1,1 @@
+"""One save, from the call to the files."""

@@ -1,0 +1,234 @@
+"""Write tensors, or boxes of them, that somebody else has planned: no state to take apart, no tables, no filters.
+
+    plan_boxes     gives every box its place in this rank's shard files, and renders what the manifest says of it
+    write_boxes    copies all of them into an arena, by one native copy and one launch for each device, and drains it;
+                   where none is to be had, they are streamed through chunk buffers. What was staged in place already
+                   (staged_tensors.py) is drained from there
+
+A plan is good for every save of boxes of the same names, dtypes and places.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncckpt.devices.caller_streams import check_not_capturing
+from asyncckpt.devices.current_runtime import device_of
+from asyncckpt.devices.fetch import wait_for
+from asyncckpt.devices.host_copies import Pending
+from asyncckpt.engine.process.background import writers
+from asyncckpt.engine.save.staged_tensors import LentArena, copy_pieces, free_arena, lent_arena, remember_places
+from asyncckpt.errors import DeadlineError, DeviceError, UsageError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
+from asyncckpt.format.names import Attempt
+from asyncckpt.format.tree import Node
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.source import ByteSource
+from asyncckpt.native import I64, U64, Progress
+from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.plan.dense_blocks import TensorPieces
+from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
+from asyncckpt.plan.leaf_facts import addresses, check_leaf
+from asyncckpt.shard.drain import ArenaImage, drain_image
+from asyncckpt.shard.stream import stream_sources
+from asyncckpt.snapshot.source import tensor_source
+from asyncckpt.snapshot.tensor_copies import copied_by_address
+from asyncckpt.staging.arena import Arena
+from asyncckpt.staging.chunks import chunk_buffers
+from asyncckpt.staging.pool import pool
+from asyncckpt.storage.directory import Directory
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class BoxPlan:
+    """Boxes in the order given, and the blocks that they are written as: more than one for a box over the limit.
+
+    pieces: of every block, which bytes of its box it is, and its place in the image.
+    """
+
+    boxes: tuple[BlockSpec, ...]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    bytes: I64
+    pieces: TensorPieces
+    image: ImagePlan
+    body: BodyTemplate
+
+
+@dataclass(frozen=True)
+class WrittenBoxes:
+    """Shard files on disk; digests of the blocks, uint8 [blocks, 16]."""
+
+    files: tuple[FileFacts, ...]
+    digests: NDArray[np.uint8]
+
+
+def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: int) -> BoxPlan:
+    """Place the boxes of one rank; `leaf` of a box counts within the tree."""
+    specs, tensor, offset = [], [], []
+    for number, box in enumerate(boxes):
+        for spec in split_rows(box):
+            specs.append(spec)
+            tensor.append(number)
+            offset.append((spec.row_begin - box.row_begin) * (box.bytes // box.shape[0]) if spec is not box else 0)
+    image = plan_image(specs, parallel=parallel, rank=rank)
+    return BoxPlan(
+        boxes=tuple(boxes),
+        dtypes=[dtype_by_name(box.dtype, owner=box.name).dtype for box in boxes],
+        shapes=[torch.Size(box.shape) for box in boxes],
+        bytes=np.array([box.bytes for box in boxes], dtype=np.int64),
+        pieces=TensorPieces(
+            tensor=np.array(tensor, dtype=np.int64),
+            source_offset=np.array(offset, dtype=np.int64),
+            place=image.offsets,
+            bytes=image.lengths,
+        ),
+        image=image,
+        body=render_body((), tree, image.blocks),
+    )
+
+
+def write_boxes(
+    plan: BoxPlan,
+    tensors: Sequence[torch.Tensor],
+    *,
+    folder: Directory,
+    attempt: Attempt,
+    options: SaveOptions,
+    progress: Progress,
+) -> WrittenBoxes:
+    """Write the shard files; tensors are those of the boxes, in their order, on any device and with any strides.
+
+    On the calling thread; returns when the files are synced. What this thread has queued on devices is waited for.
+    UsageError, UnsupportedError before a file is made; IOFailedError, DeviceError.
+    """
+    check_not_capturing("a save")
+    raw = _check(plan, tensors)
+    begins = np.zeros(len(tensors), dtype=np.uint64)
+    begins[raw] = addresses([tensors[number] for number in np.flatnonzero(raw).tolist()])
+    pieces = plan.pieces
+
+    def copy(wanted: TensorPieces, arena: Arena) -> Pending:
+        # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
+        threads = 0 if threading.current_thread() is threading.main_thread() else 1
+        memory = torch.from_numpy(arena.view())
+        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=options, threads=threads)
+
+    lent, is_left = _staged_in_place(plan, tensors, begins)
+    if lent is not None:
+        if is_left.any():
+            copy(pieces.only(is_left), lent.arena).settle()
+        return _drain(plan, lent.arena, folder=folder, attempt=attempt, options=options, progress=progress)
+    remember_places(plan.image, pieces, begins, plan.bytes)
+    arena = free_arena(plan.image.bytes, limit_bytes=options.host_memory_limit)
+    if arena is None:
+        wait_for(tensors)
+        sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
+        return stream_boxes(plan, sources, folder=folder, attempt=attempt, options=options, progress=progress)
+    try:
+        copy(pieces, arena).settle()
+        arena.seal()
+    except (DeviceError, DeadlineError):
+        pool.discard(arena)
+        raise
+    except BaseException:
+        pool.release(arena)
+        raise
+    try:
+        return _drain(plan, arena, folder=folder, attempt=attempt, options=options, progress=progress)
+    finally:
+        pool.release(arena)
+
+
+def _staged_in_place(
+    plan: BoxPlan, tensors: Sequence[torch.Tensor], begins: U64
+) -> tuple[LentArena | None, NDArray[np.bool_]]:
+    """The arena that tensors at these addresses were staged in for this plan, and the blocks that are not in place.
+
+    None when one of those cannot be copied to its place by the host, or another tensor is there.
+    """
+    pieces = plan.pieces
+    lent = lent_arena(begins)
+    if lent is None or lent.places.image is not plan.image:
+        return None, np.zeros(0, dtype=np.bool_)
+    at = begins[pieces.tensor].astype(np.int64) + pieces.source_offset
+    is_left = (at != pieces.place + lent.arena.address) & (pieces.bytes > 0)
+    taken = np.isin(pieces.place[is_left], lent.places.begins[lent.places.sizes > 0])
+    on_devices = any(device_of(tensors[number]) is not None for number in set(pieces.tensor[is_left].tolist()))
+    return (None if taken.any() or on_devices else lent), is_left
+
+
+def _drain(
+    plan: BoxPlan,
+    arena: Arena,
+    *,
+    folder: Directory,
+    attempt: Attempt,
+    options: SaveOptions,
+    progress: Progress,
+) -> WrittenBoxes:
+    """Write an arena that holds the image. The caller releases it."""
+    image = ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view())
+    files, digests = drain_image(image, folder=folder, attempt=attempt, options=options, progress=progress)
+    return WrittenBoxes(files=files, digests=digests)
+
+
+def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
+    """Which tensors can be copied by their addresses; errors for those that are not what was planned."""
+    for tensor, box in zip(tensors, plan.boxes, strict=True):
+        if type(tensor) not in _PLAIN_TENSORS:
+            check_leaf(tensor, box.name)
+    if [tensor.shape for tensor in tensors] != plan.shapes or [tensor.dtype for tensor in tensors] != plan.dtypes:
+        for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
+            if tuple(tensor.shape) != box.shape or tensor.dtype is not dtype:
+                found, expected = (tuple(tensor.shape), tensor.dtype), (box.shape, dtype)
+                raise UsageError(f"tensor {box.name!r} is not what was planned", found=found, expected=expected)
+    for tensor, box in zip(tensors, plan.boxes, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            check_leaf(tensor, box.name)
+    raw = copied_by_address(tensors, bytes=plan.bytes, name=lambda number: plan.boxes[number].name)
+    for number in np.flatnonzero(~raw).tolist():
+        check_leaf(tensors[number], plan.boxes[number].name)
+    return raw
+
+
+def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The rows of every block."""
+    for placed, number in zip(plan.image.blocks, plan.pieces.tensor.tolist(), strict=True):
+        tensor, box, spec = tensors[number].detach(), plan.boxes[number], placed.spec
+        first = spec.row_begin - box.row_begin
+        yield tensor if spec.shape == box.shape else tensor[first : first + spec.shape[0]]
+
+
+def stream_boxes(
+    plan: BoxPlan,
+    sources: Sequence[ByteSource],
+    *,
+    folder: Directory,
+    attempt: Attempt,
+    options: SaveOptions,
+    progress: Progress,
+) -> WrittenBoxes:
+    """Write the shard files from a source per block, without an arena."""
+    largest = min(CHUNK_BYTES, max(file.bytes for file in plan.image.files))
+    with chunk_buffers.borrow(largest) as buffers:
+        files, digests = stream_sources(
+            plan.image,
+            sources,
+            buffers=buffers,
+            writer=writers,
+            folder=folder,
+            attempt=attempt,
+            options=options,
+            progress=progress,
+        )
+    return WrittenBoxes(files=files, digests=digests)

@@ -1,0 +1,152 @@
+"""What the next delta of a Saver builds upon: the newest checkpoint that it has committed, and which rows it needs.
+
+A link is set when a save has committed, never before: so a save that fails, is cancelled or skipped leaves the one
+before, with the versions of its cuts, and the next delta holds all rows written since then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.errors import UsageError
+from asyncckpt.format import limits
+from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.model.abilities import tracks_rows
+from asyncckpt.model.table import CutVersion, TableSchema
+from asyncckpt.options import DeltaPolicy, SaveKind
+from asyncckpt.pipeline.fingerprints import RowFingerprints
+from asyncckpt.plan.regions import column_row_bytes
+from asyncckpt.plan.save_plan import CutTable
+from asyncckpt.plan.table_rows import TableRows
+
+
+@dataclass(frozen=True)
+class TableLink:
+    """A table as it is in a committed checkpoint. `fingerprints` where it has no marks and deltas are wanted."""
+
+    schema: TableSchema
+    shard: tuple[int, int]
+    version: CutVersion | None
+    fingerprints: RowFingerprints | None
+
+
+@dataclass(frozen=True)
+class ChainLink:
+    """A committed checkpoint: itself as a parent, its own parents, and its tables.
+
+    full_bytes, full_time: of the full checkpoint at the end; deltas_bytes: of the deltas_count deltas on top of it.
+    """
+
+    parent: ParentFacts
+    parents: tuple[ParentFacts, ...]
+    tables: Mapping[str, TableLink]
+    full_bytes: int
+    full_time: float
+    deltas_count: int = 0
+    deltas_bytes: int = 0
+
+    @property
+    def chain(self) -> tuple[ParentFacts, ...]:
+        """The parents of a delta on top of it, newest first."""
+        return (self.parent, *self.parents)
+
+
+@dataclass
+class SaverChain:
+    """The newest link of one Saver; None until it has committed a checkpoint."""
+
+    newest: ChainLink | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What kind of checkpoint a save makes: on top of `base`, or (None) a full one; and the rows of every table.
+
+    newest: the newest committed checkpoint at the call, which rows are compared with.
+    """
+
+    base: ChainLink | None
+    newest: ChainLink | None = None
+    tables: tuple[TableRows, ...] = field(default=())
+
+    @property
+    def kind(self) -> str:
+        return "full" if self.base is None else "delta"
+
+
+def choose_kind(
+    cut: Cut, base: ChainLink | None, *, kind: SaveKind, policy: DeltaPolicy | None, audit: bool = False
+) -> Choice:
+    """Decide for a save. UsageError for a delta without a committed checkpoint to build upon."""
+    choice = _choose(cut, base, kind, policy)
+    if not audit or base is None:
+        return choice
+    tables = tuple(_audited(chosen, cut.tables[chosen.table], base) for chosen in choice.tables)
+    return replace(choice, tables=tables)
+
+
+def _choose(cut: Cut, base: ChainLink | None, kind: SaveKind, policy: DeltaPolicy | None) -> Choice:
+    every = tuple(TableRows(number) for number in range(len(cut.tables)))
+    full = Choice(base=None, newest=base, tables=every)
+    if kind == "full" or (kind == "auto" and (policy is None or base is None or _is_due(base, policy))):
+        return full
+    if base is None:
+        raise UsageError(
+            "a delta has nothing to build upon: this Saver has not committed a checkpoint yet",
+            hint="the first save of a Saver is a full one; kind='auto' sees to that",
+        )
+    limits.check_chain_length(len(base.chain))
+    rows = tuple(_rows_of(number, item, base) for number, item in enumerate(cut.tables))
+    delta = Choice(base=base, newest=base, tables=rows)
+    if kind == "auto" and policy is not None:
+        bytes_share = (base.deltas_bytes + _bytes_of(delta, cut)) / max(1, base.full_bytes)
+        if bytes_share > policy.bytes_share_max:
+            return full
+    return delta
+
+
+def _is_due(base: ChainLink, policy: DeltaPolicy) -> bool:
+    age_s = time.monotonic() - base.full_time
+    if len(base.chain) > limits.CHAIN_STEPS_MAX:
+        return True
+    return base.deltas_count >= policy.deltas_max or (policy.seconds_max is not None and age_s > policy.seconds_max)
+
+
+def _rows_of(number: int, item: CutTable, base: ChainLink) -> TableRows:
+    """The rows of a table that a delta needs: all of them where it is not known which were written."""
+    link = base.tables.get(item.name)
+    cut = item.cut
+    if link is not None and link.version is not None and is_same_table(item, link) and tracks_rows(cut):
+        rows, removed = cut.touched_since(link.version), cut.removed_since(link.version)
+        if rows is not None and removed is not None and len(rows) < cut.rows_count:
+            return TableRows(number, rows=rows, removed=removed)
+    return TableRows(number)
+
+
+def _audited(chosen: TableRows, item: CutTable, newest: ChainLink) -> TableRows:
+    """All rows of a table with marks, to be compared with those that are marked."""
+    link = newest.tables.get(item.name)
+    if link is None or link.version is None or not is_same_table(item, link) or not tracks_rows(item.cut):
+        return chosen
+    return TableRows(chosen.table, marked=item.cut.touched_since(link.version))
+
+
+def is_same_table(item: CutTable, link: TableLink) -> bool:
+    """Whether a delta of this table can be laid over that one."""
+    return link.schema == item.schema and link.shard == item.shard
+
+
+def _bytes_of(delta: Choice, cut: Cut) -> int:
+    """About what a delta will write; of a table that is compared row by row nobody knows it yet."""
+    assert delta.base is not None
+    total = sum(tensor.nbytes for tensor in cut.flat.held)
+    for chosen, item in zip(delta.tables, cut.tables, strict=True):
+        link = delta.base.tables.get(item.name)
+        if chosen.is_whole and link is not None and link.fingerprints is not None:
+            continue
+        row_bytes = sum(column_row_bytes(item.schema).values())
+        total += chosen.count(item.cut.rows_count) * row_bytes + chosen.removed.nbytes
+    return total

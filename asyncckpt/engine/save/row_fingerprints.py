@@ -1,0 +1,107 @@
+"""Rows compared with those of the last committed checkpoint, by a print of each; in the background, on the snapshot.
+
+    the table        the Saver          what for
+    without marks    makes deltas       a delta writes the rows that have changed, and removes the ids that are gone
+    with marks       audits its tables  rows that have changed without a mark are reported, and written in a delta too
+
+Prints of all rows are taken at every staged save and kept when it commits; of tables in regions only, whose rows lie in
+plain memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.native import I64
+from asyncckpt.pipeline.fingerprints import RowFingerprints, changed_since, take_fingerprints
+from asyncckpt.plan.table_rows import CapturedTable
+
+MISSED_IDS_MAX = 100
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows that a delta writes of a table in a region: their positions, ascending, and the ids that it removes."""
+
+    positions: I64
+    removed: I64
+
+
+@dataclass(frozen=True)
+class Selections:
+    """What a delta writes of each table, by its number; its fingerprints now, and ids whose mark was missing, by name."""
+
+    rows: Mapping[int, Selection] = field(default_factory=dict)
+    fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
+    missed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def select_rows(job: SaveJob) -> Selections:
+    """Print the tables that are to be compared, compare them, and choose the rows that a delta writes of them."""
+    rows: dict[int, Selection] = {}
+    fingerprints: dict[str, RowFingerprints] = {}
+    missed: dict[str, tuple[int, ...]] = {}
+    for table in job.staged.tables if job.staged is not None else ():
+        if not _is_compared(job, table):
+            continue
+        name, number = table.facts.name, table.region.table
+        fingerprints[name] = now = _fingerprints(job, table)
+        before = _comparable(job, table)
+        if before is None:
+            continue
+        positions, removed = changed_since(now, before)
+        marked = job.choice.tables[number].marked
+        if marked is not None:
+            assert table.places is not None
+            marked_positions = table.places.of_rows(marked)
+            unmarked = np.setdiff1d(positions, marked_positions)
+            if len(unmarked):
+                missed[name] = _missed(now.ids[unmarked], name)
+            positions = np.union1d(positions, marked_positions)
+        if job.choice.base is not None and name in job.choice.base.tables:
+            rows[number] = Selection(positions=positions, removed=removed)
+    return Selections(rows=rows, fingerprints=fingerprints, missed=missed)
+
+
+def _is_compared(job: SaveJob, table: CapturedTable) -> bool:
+    if not table.facts.whole:
+        return False
+    options = job.target.options
+    return options.debug.audit if table.version is not None else options.deltas is not None
+
+
+def _missed(ids: I64, table: str) -> tuple[int, ...]:
+    log_warning(
+        "%d rows of table %r were changed without a mark, the first one of id %d: call touch(rows) for rows that are "
+        "written after a cut or after lookup(insert=False)",
+        len(ids),
+        table,
+        int(ids[0]),
+    )
+    return tuple(int(id) for id in ids[:MISSED_IDS_MAX])
+
+
+def _fingerprints(job: SaveJob, table: CapturedTable) -> RowFingerprints:
+    assert job.staged is not None
+    arena, regions = job.staged.arena, table.region.columns
+    begin, count = regions[ID_COLUMN].offset, table.facts.rows_count
+    ids = arena.view()[begin : begin + 8 * count].view(np.int64)
+    columns = [
+        (arena.address + region.offset, region.row_bytes) for name, region in regions.items() if name != ID_COLUMN
+    ]
+    return take_fingerprints(ids, columns)
+
+
+def _comparable(job: SaveJob, table: CapturedTable) -> RowFingerprints | None:
+    """Return those of the table in the last committed checkpoint; None if there is none, or it was another table."""
+    newest = job.choice.newest
+    link = None if newest is None else newest.tables.get(table.facts.name)
+    if link is None or link.schema != table.schema or link.shard != table.facts.shard:
+        return None
+    return link.fingerprints

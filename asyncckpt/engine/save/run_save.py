@@ -1,0 +1,215 @@
+"""The background half of a save: filter, write, commit, retention.
+
+1. Wait for the devices that still copy into the arena.
+2. Filter the staged blocks; without changes the arena is drained as it is, else a new image is streamed.
+3. Write the shard files into a new attempt's folder.
+4. Publish the manifest; the save is acknowledged.
+5. Begin to let old checkpoints go, on another thread. A failure there is a warning: the new checkpoint stands.
+6. Give back arena, step and lock, then resolve the future.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.coordination.messages import Outcome
+from asyncckpt.engine.process.background import committer, retainer, workers
+from asyncckpt.engine.process.future import FutureState
+from asyncckpt.engine.process.gil_switch_interval import short_handovers
+from asyncckpt.engine.process.log import log_exception, log_warning
+from asyncckpt.engine.process.save_lock import save_lock
+from asyncckpt.engine.ranks.rank_save import save_with_ranks
+from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
+from asyncckpt.engine.save.filter_input import filter_blocks
+from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.engine.save.save_steps import Committed, as_checkpoint_error, enter_state, give_up, run_on, structure_of
+from asyncckpt.engine.save.save_target import SaveTarget
+from asyncckpt.engine.save.write_files import write_files
+from asyncckpt.errors import SaveCancelledError
+from asyncckpt.model.result import SaveResult
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.staging.pool import pool
+
+
+async def run_save(job: SaveJob) -> None:
+    """Take one save to its end and tell its future. Never raises."""
+    try:
+        with short_handovers():
+            result = await _save(job)
+    except BaseException as error:
+        fail_save(job, error)
+    else:
+        is_skipped = isinstance(result, Outcome)
+        try:
+            _touch_ahead(job)
+            end_save(job, ok=not is_skipped)
+        finally:
+            if isinstance(result, Outcome):
+                job.future.resolve(_skipped_by(job, result), FutureState.SKIPPED)
+            else:
+                job.future.resolve(result, FutureState.COMMITTED)
+
+
+def _skipped_by(job: SaveJob, outcome: Outcome) -> SaveResult:
+    """All ranks skip a save that one of them skips."""
+    log_warning("save of step %d was skipped, as rank %s did: %s", job.step, outcome.rank, outcome.cause)
+    seconds = time.perf_counter() - job.begun
+    return SaveResult(
+        step=job.step,
+        kind="full",
+        path=job.target.root.path,
+        skipped=True,
+        seconds=seconds,
+        stall_seconds=job.stall_seconds,
+    )
+
+
+def _touch_ahead(job: SaveJob) -> None:
+    """Tables grow: let the next save find its memory touched, rather than pay for that in its stall."""
+    staged = job.staged
+    if staged is None or not job.target.tables:
+        return
+    try:
+        limit_bytes = job.target.options.host_memory_limit
+        pool.touch_ahead(staged.arena, staged.base + job.plan.arena_bytes, limit_bytes=limit_bytes)
+    except (MemoryError, OSError) as error:
+        log_warning("memory for growing tables was not made ready: %s", error)
+
+
+def fail_save(job: SaveJob, error: BaseException) -> None:
+    """End a save that has failed, and tell its future."""
+    try:
+        end_save(job, ok=False)
+    finally:
+        cancelled = isinstance(error, SaveCancelledError)
+        job.future.fail(
+            as_checkpoint_error(error, job.step), FutureState.CANCELLED if cancelled else FutureState.FAILED
+        )
+
+
+def end_save(job: SaveJob, *, ok: bool) -> None:
+    """Give back everything the save holds; afterwards the next save may begin."""
+    try:
+        job.cut.fence()
+        job.cut.end(ok=ok)
+    except Exception:
+        log_exception("a table did not end its cut of step %d", job.step)
+    if job.staged is not None:
+        job.staged.give_back()
+        job.staged = None
+    if job.choice.base is not None:
+        job.target.parent_steps.remove(job.choice.base.parent.step)
+    job.claim.release()
+    save_lock.release(job.ticket)
+
+
+async def _save(job: SaveJob) -> SaveResult | Outcome:
+    if job.staged is not None:
+        await run_on(workers, job.staged.pending.settle)
+        job.future.mark_staged()
+    committed = await (_save_alone(job) if job.ranks is None else save_with_ranks(job))
+    if isinstance(committed, Outcome):
+        return committed
+    seconds = time.perf_counter() - job.begun
+    written = committed.written
+    job.target.chain.newest = _link(job, committed)
+    if committed.manifest_bytes:
+        start_retention(job.target, job.step)
+    return SaveResult(
+        step=job.step,
+        kind="delta" if committed.parents else "full",
+        path=job.target.root.path,
+        fallback=job.fallback,
+        stall_seconds=job.stall_seconds if job.staged is not None else seconds,
+        seconds=seconds,
+        bytes_logical=_logical_bytes(job),
+        bytes_written=committed.bytes_written,
+        rows_count=sum(facts.rows_count for facts in written.tables),
+        rows_copied=_rows_copied(job),
+        missed_ids=written.missed,
+    )
+
+
+async def _save_alone(job: SaveJob) -> Committed:
+    if job.target.filter_func is not identity:
+        enter_state(job, FutureState.FILTERING)
+    filtered = await run_on(workers, filter_blocks, job)
+    enter_state(job, FutureState.WRITING)
+    transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
+    parents = () if job.choice.base is None else job.choice.base.chain
+    try:
+        written = await run_on(workers, write_files, job, filtered, transaction.folder, transaction.attempt)
+        enter_state(job, FutureState.COMMITTING)
+        head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
+        structures = (structure_of(written),)
+        published = await transaction.commit(Draft(head, written.body, written.digests, structures=structures))
+    except BaseException:
+        await give_up(transaction)
+        raise
+    return Committed(written, published.parent, parents, published.manifest_bytes)
+
+
+def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
+    """What the next delta builds upon, now that this save has committed; None: the next save is a full one."""
+    if committed.parent is None:
+        return None
+    written = committed.written
+    names = {facts.name for facts in written.tables}
+    tables = {
+        item.name: TableLink(
+            schema=item.schema,
+            shard=item.shard,
+            version=job.versions.get(item.name),
+            fingerprints=written.fingerprints.get(item.name),
+        )
+        for item in job.cut.tables
+        if item.name in names
+    }
+    base = job.choice.base
+    if base is None:
+        # With parents: this rank has written all of its tables into the delta of others.
+        return ChainLink(
+            committed.parent,
+            committed.parents,
+            tables,
+            full_bytes=committed.bytes_written,
+            full_time=time.monotonic(),
+            deltas_count=len(committed.parents),
+        )
+    return replace(
+        base,
+        parent=committed.parent,
+        parents=base.chain,
+        tables=tables,
+        deltas_count=base.deltas_count + 1,
+        deltas_bytes=base.deltas_bytes + committed.bytes_written,
+    )
+
+
+def _logical_bytes(job: SaveJob) -> int:
+    """Bytes of the tensors and rows that were captured."""
+    tables = job.staged.tables if job.staged is not None else ()
+    return job.plan.logical_bytes + sum(table.payload_bytes for table in tables)
+
+
+def _rows_copied(job: SaveJob) -> int:
+    tables = job.staged.tables if job.staged is not None else ()
+    return sum(facts.rows_count for facts in job.plan.tables) + sum(table.copied_count for table in tables)
+
+
+def start_retention(target: SaveTarget, step: int) -> None:
+    """Let old checkpoints go, on a thread of its own: it delays no save."""
+    if target.options.keep_latest is not None:
+        try:
+            target.retaining[:] = [retainer.submit(_retain, target, step)]
+        except Exception as error:  # No thread can be started.
+            log_warning("old checkpoints in %s were kept: %s", target.root.path, error)
+
+
+def _retain(target: SaveTarget, step: int) -> None:
+    newest = target.chain.newest  # The next delta may build upon it.
+    parents = [*target.parent_steps, *([] if newest is None else [newest.parent.step])]
+    target.commits.retain(target.options.keep_latest, protected={*target.protected(), *parents, step})

@@ -1,0 +1,116 @@
+"""How a save is staged: all of it in an arena, or with tables left open, or not at all.
+
+    what fits the memory limit               host_level="auto"   "copy"    "first_touch"
+    everything                               arena               arena     arena, tables left open
+    the caches, but not the host levels      left open           blocking  left open
+    not even that                            blocking            blocking  blocking
+
+A table that is left open has only its cache level copied while training waits; its host level is exported behind the
+fence. A filter needs whole blocks, so with one no table is left open; a table of which a delta writes some rows is
+not left open either.
+
+Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
+the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with
+one there are no regions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from asyncckpt.devices.current_runtime import device_of
+from asyncckpt.engine.ranks.replicas import is_whole
+from asyncckpt.engine.save.delta_chain import Choice
+from asyncckpt.engine.save.save_target import SaveTarget, Share
+from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.pipeline.filters import identity
+from asyncckpt.plan.regions import Regions, RegionWish, plan_regions
+from asyncckpt.plan.save_plan import CutTable, SavePlan, exportable
+from asyncckpt.staging.pool import pool
+
+NO_REGIONS = Regions(tables=(), bytes=0)
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The plan of a save and its regions, which lie before it in the arena.
+
+    `fallback` says why it cannot be staged, None when it can.
+    """
+
+    plan: SavePlan
+    regions: Regions = NO_REGIONS
+    fallback: str | None = None
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.regions.bytes + self.plan.arena_bytes
+
+
+def choose_stage(target: SaveTarget, cut: Cut, choice: Choice, share: Share) -> StageChoice:
+    """Choose for a save that would rather not block."""
+    host_level = target.options.device.host_level
+    some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
+    deferred: list[str] = []
+    if host_level != "copy" and target.filter_func is identity and not target.filters:
+        deferred = [name for name in exportable(cut.tables) if name not in some_rows]
+    if not share.is_known:  # Whether a table that holds all ids is written here, is known too late for its cut.
+        deferred = [item.name for item in cut.tables if item.name in deferred and not is_whole(item.table)]
+    ways: list[list[str]] = [deferred] if host_level == "first_touch" else [[], deferred] if deferred else [[]]
+    last: StageChoice | None = None
+    for names in ways:
+        last = _stage(target, cut, choice, deferred=names, by_peers=share.leaves_by_peers)
+        if pool.fits(last.arena_bytes, limit_bytes=target.options.host_memory_limit):
+            return last
+    assert last is not None
+    plan = target.plans.plan(cut.flat, cut.tables, by_peers=share.leaves_by_peers)
+    return StageChoice(plan, fallback=_why_not(target, last))
+
+
+def _stage(
+    target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection[str], by_peers: frozenset[int]
+) -> StageChoice:
+    in_regions = [
+        (number, item)
+        for number, item in enumerate(cut.tables)
+        if target.filter_func is identity and item.name not in deferred and _is_plain(item)
+    ]
+    names = [item.name for _, item in in_regions]
+    plan = target.plans.plan(cut.flat, cut.tables, deferred=deferred, in_regions=names, by_peers=by_peers)
+    return StageChoice(plan, _regions(target, in_regions, choice))
+
+
+def _regions(target: SaveTarget, tables: Sequence[tuple[int, CutTable]], choice: Choice) -> Regions:
+    wishes = [
+        RegionWish(
+            table=number,
+            name=item.name,
+            schema=item.schema,
+            rows_count=choice.tables[number].count(item.cut.rows_count),
+            removed_count=len(choice.tables[number].removed),
+        )
+        for number, item in tables
+    ]
+    if not wishes:
+        return NO_REGIONS
+    return target.regions.regions(wishes) if choice.base is None else plan_regions(wishes)
+
+
+def _is_plain(item: CutTable) -> bool:
+    columns = (item.cut.column(column.name) for column in item.schema.columns)
+    return all(column.is_contiguous() and (column.is_cpu or device_of(column) is not None) for column in columns)
+
+
+def warn_of_fallback(reason: str, *, stacklevel: int) -> None:
+    """Tell the user that his save blocks."""
+    warnings.warn(
+        f"asyncckpt: {reason}; this save blocks until it is written", RuntimeWarning, stacklevel=stacklevel + 1
+    )
+
+
+def _why_not(target: SaveTarget, choice: StageChoice) -> str:
+    limit = target.options.host_memory_limit
+    shown = "a share of what is available" if limit is None else f"{limit} bytes"
+    return f"a snapshot of {choice.arena_bytes} bytes does not fit the host memory limit ({shown})"

@@ -1,0 +1,246 @@
+"""The caller's half of a save: lock, plan, cut, capture, fence. The other half is save_job, in the background."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.devices.caller_streams import check_not_capturing
+from asyncckpt.devices.fetch import wait_for
+from asyncckpt.devices.host_copies import Pending
+from asyncckpt.engine.process.background import Job, background, check_may_wait
+from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
+from asyncckpt.engine.ranks.announce_failure import announce_skipped
+from asyncckpt.engine.save.delta_chain import Choice, choose_kind
+from asyncckpt.engine.save.device_stage import host_copies, launch
+from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
+from asyncckpt.engine.save.save_job import SaveJob, Staged
+from asyncckpt.engine.save.save_steps import as_checkpoint_error
+from asyncckpt.engine.save.save_target import SaveTarget, begin_cut
+from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage, warn_of_fallback
+from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.errors import DeviceError, UsageError
+from asyncckpt.format import limits
+from asyncckpt.format.strict_json import Json, dumps
+from asyncckpt.format.values import encode_value
+from asyncckpt.model.arena_contents import ArenaContents, TableContents
+from asyncckpt.model.result import SaveResult
+from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
+from asyncckpt.snapshot.capture import capture
+from asyncckpt.snapshot.table_capture import TableCapture
+from asyncckpt.staging.pool import pool
+
+
+def start_save(
+    target: SaveTarget,
+    *,
+    step: int | None,
+    kind: SaveKind,
+    metadata: Mapping[str, Any] | None,
+    busy: BusyPolicy,
+    staged: bool,
+    call: int | None = None,
+) -> SaveFuture:
+    """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended.
+
+    call: its number, when several ranks save. They have to be told when it fails here (ranks_told.py).
+    """
+    begun = time.perf_counter()
+    target.commits.check_not_in_doubt()
+    check_not_capturing("a save")
+    if not staged:
+        check_may_wait("a blocking save")
+    encoded = _encode_metadata(metadata)
+    ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
+    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline):
+        if call is not None:
+            assert target.ranks is not None
+            announce_skipped(target.ranks, call)
+        return _skipped(target, step, begun)
+    claim: Claim | None = None
+    try:
+        claim = claims.save(target.root, step)
+        ticket.step = step = claim.step
+        job = _begin(
+            target, ticket, claim, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
+        )
+    except BaseException as error:
+        if claim is not None:
+            claim.release()
+        save_lock.release(ticket)
+        ours = as_checkpoint_error(error, step)
+        if ours is not error:
+            raise ours from error
+        raise
+    _hand_over(job, begun)
+    return job.future
+
+
+def _hand_over(job: SaveJob, begun: float) -> None:
+    """Give the job to the background; with live state, wait for its end: the background reads what the caller owns.
+
+    Interrupted, the save is ended first, for then the caller may change its state; a second interruption does not wait.
+    """
+    work = Job(run=lambda: run_save(job), fail=lambda error: fail_save(job, error))
+    is_live = job.staged is None
+    try:
+        job.stall_seconds = time.perf_counter() - begun
+        background.submit(work)
+        job.ticket.thread = None
+        if is_live:
+            job.future._inner.exception(SAVE_DEADLINE_S)
+    except BaseException:
+        job.ticket.thread = None
+        if background.withdraw(work):
+            end_save(job, ok=False)
+        elif is_live:
+            job.future.cancel()
+            job.future._inner.exception(SAVE_DEADLINE_S)
+        raise
+
+
+def _begin(
+    target: SaveTarget,
+    ticket: Ticket,
+    claim: Claim,
+    kind: SaveKind,
+    metadata: Json,
+    *,
+    staged: bool,
+    deadline_s: float,
+    begun: float,
+    call: int | None,
+) -> SaveJob:
+    options = target.options
+    cut, share = begin_cut(target)
+    tree = cut.flat.tree
+    snapshot: Staged | None = None
+    try:
+        choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
+        if staged:
+            stage = choose_stage(target, cut, choice, share)
+        else:
+            stage = StageChoice(target.plans.plan(cut.flat, cut.tables, by_peers=share.leaves_by_peers))
+        values, versions = cut.values(), cut.versions()
+        if stage.fallback is not None:
+            check_may_wait("a save that does not fit the memory limit")
+            warn_of_fallback(stage.fallback, stacklevel=5)
+        if staged and stage.fallback is None:
+            snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
+            cut.fence()
+        else:  # The background reads what this thread has queued for its devices.
+            wait_for(cut.tensors(), streams=options.device.streams)
+    except BaseException:
+        if snapshot is not None:
+            snapshot.give_back()
+        cut.fence()
+        cut.end(ok=False)
+        raise
+    if choice.base is not None:
+        target.parent_steps.append(choice.base.parent.step)
+    future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
+    if snapshot is not None:
+        future.expect_copies(snapshot.pending)
+    return SaveJob(
+        target=target,
+        ticket=ticket,
+        claim=claim,
+        future=future,
+        plan=stage.plan,
+        choice=choice,
+        tree=tree,
+        values=values,
+        metadata=metadata,
+        cut=cut,
+        versions=versions,
+        staged=snapshot,
+        fallback=stage.fallback,
+        ranks=target.ranks,
+        call=call,
+        replicas=share.replicas,
+        is_share=share.is_known,
+        begun=begun,
+    )
+
+
+def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:
+    options = target.options
+    layout = stage.regions if choice.base is None and options.refreshes and stage.regions.bytes else None
+    arena = pool.acquire(
+        stage.arena_bytes,
+        deadline_s=deadline_s,
+        limit_bytes=options.host_memory_limit,
+        layout=layout,
+        before_wait=lambda: check_may_wait("a staging arena"),
+    )
+    pending = Pending()
+    try:
+        held = {} if arena.contents is None else arena.contents.tables
+        arena.contents = None  # Until all of it is there.
+        image = arena.view()
+        tables = [
+            TableCapture(
+                cut.tables[region.table],
+                region,
+                choice.tables[region.table],
+                held=held.get(region.name),
+                address=arena.address,
+                image=image,
+                compare=options.device.fingerprints and layout is not None,
+            )
+            for region in stage.regions.tables
+        ]
+        base = stage.regions.bytes
+        address = arena.address + base
+        copies = host_copies(options, target.step_fences)
+        capture(stage.plan, cut.flat, cut.tables, address=address, image=image[base:], copies=copies, tables=tables)
+        pending = launch(copies, arena, options)
+        target.step_fences.expect(pending)
+        if layout is not None:
+            arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
+        arena.seal()
+    except DeviceError:
+        pool.discard(arena)
+        raise
+    except BaseException:  # An interrupt may come when devices write to the arena already.
+        Staged(arena=arena, base=0, tables=(), pending=pending).give_back()
+        raise
+    return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
+
+
+def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
+    """What a later save can bring up to date."""
+    return {
+        table.name: TableContents(version=table.version, places=table.places, fingerprints=table.fingerprints)
+        for table in tables
+        if table.places is not None and (table.version is not None or table.fingerprints)
+    }
+
+
+def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)
+    items = metadata.items()
+    found = {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
+    limits.check_manifest_bytes(len(dumps(found)), last="the metadata")
+    return found
+
+
+def _skipped(target: SaveTarget, step: int | None, begun: float) -> SaveFuture:
+    future = SaveFuture(step=step, path=target.root.path, what="skipped save")
+    seconds = time.perf_counter() - begun
+    result = SaveResult(
+        step=-1 if step is None else step,
+        kind="full",
+        path=target.root.path,
+        skipped=True,
+        seconds=seconds,
+        stall_seconds=seconds,
+    )
+    future.resolve(result, FutureState.SKIPPED)
+    return future

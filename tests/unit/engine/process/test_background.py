@@ -1,0 +1,57 @@
+"""The threads of the background: who may wait where."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from asyncckpt.engine.process.background import WORKERS_MAX, Job, background, check_may_wait, workers, writers
+from asyncckpt.errors import UsageError
+from asyncckpt.options import CHUNK_BYTES
+from asyncckpt.staging.chunks import chunk_buffers
+
+DEADLINE_S = 20
+
+
+def check() -> BaseException | None:
+    try:
+        check_may_wait("a save")
+    except UsageError as error:
+        return error
+    return None
+
+
+def test_a_wait_is_refused_on_the_background_thread_and_on_workers() -> None:
+    found: Future[BaseException | None] = Future()
+
+    async def work() -> None:
+        found.set_result(check())
+
+    background.submit(Job(run=work, fail=found.set_exception))
+    for error in (found.result(DEADLINE_S), workers.submit(check).result(DEADLINE_S)):
+        assert "waiting for a save on the background thread would wait for ever" in str(error)
+
+
+def test_a_wait_is_allowed_elsewhere() -> None:
+    assert check() is None
+    assert writers.submit(check).result(DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("tasks_count", [1, WORKERS_MAX, 2 * WORKERS_MAX])
+def test_workers_that_all_write_through_the_chunk_buffers_end(tasks_count: int) -> None:
+    """Each waits for its writes while the others wait for the buffers."""
+    wrote: list[int] = []
+    all_here = threading.Barrier(min(tasks_count, WORKERS_MAX))
+
+    def task(index: int) -> None:
+        if index < all_here.parties:
+            all_here.wait(DEADLINE_S)
+        with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
+            for address in buffers:
+                writers.submit(wrote.append, address).result(DEADLINE_S)
+
+    for future in [workers.submit(task, index) for index in range(tasks_count)]:
+        future.result(DEADLINE_S)
+    assert len(wrote) == 2 * tasks_count
