@@ -35,7 +35,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Selections:
-    """What a delta writes of each table, by its number; its fingerprints now, and ids whose mark was missing, by name."""
+    """What a delta writes of each table, by number; by name its fingerprints now, and ids whose mark was missing."""
 
     rows: Mapping[int, Selection] = field(default_factory=dict)
     fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
