@@ -129,10 +129,14 @@ def test_path_bench_counts_files_on_all_threads(tmp_path: Path) -> None:
     cases = run_bench("path", tmp_path / "path", "--list")["cases"]
     assert cases.keys() == {"save", "chain"}
     save, chain = set(cases["save"]), set(cases["chain"])
-    assert {"saver.py", "pipeline/threads.py", "commit/publish.py"} < save  # The caller's thread, and those behind it.
+    assert {
+        "saver.py",
+        "pipeline/threads.py",
+        "commit/transaction.py",
+    } < save  # The caller's thread, and those behind it.
     assert {"loader.py", "tables/hash_table.py"} < chain - save
     assert not any(name.startswith("<module>") for functions in cases["save"].values() for name in functions)
-    assert "commit/publish.py" in (tmp_path / "path.txt").read_text()
+    assert "commit/transaction.py" in (tmp_path / "path.txt").read_text()
 
 
 @pytest.mark.slow
