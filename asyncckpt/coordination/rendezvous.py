@@ -22,7 +22,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 
-from asyncckpt.coordination.file_names import (
+from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.session_files import (
     GONE_DIR,
     PUT_DIR,
     RANKS_DIR,
@@ -32,9 +33,9 @@ from asyncckpt.coordination.file_names import (
     inbox_dir,
     is_session,
     new_session_name,
+    read_whole,
+    write_whole,
 )
-from asyncckpt.coordination.pauses import Pauses
-from asyncckpt.coordination.whole_files import read_whole, write_whole
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError, PeerError
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.storage.directory import Directory

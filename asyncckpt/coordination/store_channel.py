@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
-from asyncckpt.coordination.open_channels import close_at_exit
+from asyncckpt.coordination.channel import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
 from asyncckpt.coordination.store_address import announce_address, await_address, connect, draw_number, serve
-from asyncckpt.coordination.store_inbox import Inbox, log_entry
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
+    Inbox,
     delete_value,
     find_value,
+    log_entry,
     log_key,
     message_key,
     pieces_count,

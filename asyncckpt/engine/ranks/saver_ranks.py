@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.messages import Limits
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.pipeline.threads import IdleEndingThreads
 
