@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -118,26 +119,24 @@ async def run_call(
 _unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
 
 
+@dataclass
 class _Call:
-    def __init__(
-        self,
-        channel: Channel,
-        call: int,
-        begin: Begin | Skipped | Failed,
-        effects: Effects | None,
-        limits: Limits,
-        threads: Executor,
-        clock: Callable[[], float],
-    ) -> None:
-        self._channel, self._call, self._given_effects, self._limits = channel, call, effects, limits
-        self._threads, self._clock = threads, clock
-        self._begin = begin
-        self._machine = RankMachine(channel.rank, channel.ranks_count, begin, limits)
+    _channel: Channel
+    _call: int
+    _begin: Begin | Skipped | Failed
+    _given_effects: Effects | None
+    _limits: Limits
+    _threads: Executor
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        channel, limits = self._channel, self._limits
+        self._machine = RankMachine(channel.rank, channel.ranks_count, self._begin, limits)
         self._own_error: BaseException | None = None
         self._outbox: deque[Callable[[], None]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Future[list[tuple[int, bytes]]] | None = None
-        self._asked = clock()
+        self._asked = self._clock()
         self._was_stopped = False
         self._is_lost = False
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], list[Action]]] = {}

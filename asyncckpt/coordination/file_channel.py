@@ -118,8 +118,7 @@ class FileChannel:
         while True:
             with self._opened(PUT_DIR) as folder, contextlib.suppress(NotFoundError):
                 return read_whole(folder, put_name(call, name), bytes_max=DATA_BYTES_MAX)
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
     def forget(self, call: int) -> None:
@@ -188,8 +187,7 @@ class FileChannel:
             with self._opened(GONE_DIR) as folder:
                 if expected <= set(folder.names()):
                     return
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 return
 
     @contextlib.contextmanager

@@ -168,8 +168,7 @@ class StoreChannel:
             keys[key] = pieces_count(data or b"")
             if data is not None:
                 return data
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 break
         raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
@@ -212,8 +211,7 @@ class StoreChannel:
             asked = self._line.ask(gone_count)
             if not asked.wait(until - time.monotonic()) or asked.result() >= self.ranks_count - 1:
                 return
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 return
 
     def _call(self, call: int) -> _Call:

@@ -4,8 +4,8 @@ Every plain tensor of the state is a replica: other ranks hold it too, or they d
 table that holds all ids, and so are the boxes of a tensor that is spread over some of the ranks only. So
 
 1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
-2. the coordinator tells whether all ranks have the same, and if not, which rank writes which; every rank writes its
-   share of what it has captured,
+2. the coordinator announces whether all ranks have the same, and if not, which rank writes which; every rank writes
+   its share of what it has captured,
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
 The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
@@ -206,7 +206,7 @@ def _table_replica(name: str, table: Table) -> Replica:
 
 
 def _claim(table: Table) -> str:
-    """Which part of the table this is; empty where only its ids could tell."""
+    """Which part of the table this is; empty where only its ids could show it."""
     if isinstance(table, HoldsRange):
         first, end, _ = table.id_range()
         return f"rows {first} to {end}" if first < end else ""
@@ -222,10 +222,10 @@ def _table_name(path: str) -> str:
     return path.removeprefix("table ")
 
 
-def check_claims(told: Mapping[int, Mapping[str, str]]) -> None:
-    """ConflictError when two ranks hold the same part of a table. told: the claims of every rank."""
+def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise ConflictError when two ranks hold the same part of a table."""
     holders: dict[tuple[str, str], int] = {}
-    for rank, claims in told.items():
+    for rank, claims in by_rank.items():
         for name, claim in claims.items():
             first = holders.setdefault((name, claim), rank)
             if claim and first != rank:
@@ -280,13 +280,13 @@ def _largest_first(item: Replica) -> tuple[int, str]:
     return -item.bytes, item.path
 
 
-def who_asks(told: Mapping[int, bool]) -> bool:
-    """Whether the ranks ask who writes what. told: of every rank whether it captured its share only.
+def who_asks(is_share_of: Mapping[int, bool]) -> bool:
+    """Whether the ranks ask who writes what. is_share_of: of every rank whether it captured its share only.
 
     ConflictError when only some do: what the others left out nobody may have captured.
     """
-    asking = sorted(rank for rank, is_share in told.items() if not is_share)
-    if asking and len(asking) < len(told):
+    asking = sorted(rank for rank, is_share in is_share_of.items() if not is_share)
+    if asking and len(asking) < len(is_share_of):
         raise ConflictError(
             f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
             hint="this save is lost; the next one captures everything on all ranks",
@@ -310,7 +310,7 @@ def encode_owners(owners: Mapping[str, int]) -> bytes:
 
 
 def decode_owners(raw: bytes) -> dict[str, int]:
-    """Who writes what, as the coordinator has told it; CorruptError for anything else."""
+    """Return who writes what, as the coordinator has sent it; CorruptError for anything else."""
     value: Json = loads(raw, owner="the list of writers")
     if type(value) is not dict or not all(type(rank) is int for rank in value.values()):
         raise CorruptError("the list of writers is none")
