@@ -31,7 +31,6 @@ from asyncckpt.engine.ranks.replicas import (
     decode_list,
     decode_owners,
     different_owners,
-    encode_owners,
     same_owners,
     who_asks,
 )
@@ -44,7 +43,7 @@ from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, No
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import STEP_MAX, Attempt
-from asyncckpt.format.strict_json import Json
+from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.storage.directory import Directory
 
@@ -206,7 +205,7 @@ class RankSave:
             return "same"
         lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
         owners = different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)])
-        await self._put("owners", encode_owners(owners))
+        await self._put("owners", dumps(dict(owners)))
         return "owners"
 
     async def _take_share(self, how: str) -> None:

@@ -32,6 +32,7 @@ from asyncckpt.model.table import HoldsRange, OwnsIds, Table
 from asyncckpt.plan.state import FlatState
 
 SMALL_BYTES_MAX = 4096
+TABLE_PREFIX = "table "  # JSON never begins so: no path of a tensor is that of a table.
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Replicas:
         others = [item for item in listed.items if owners[item.path] != self._rank]
         return WrittenByPeers(
             leaves=frozenset(item.leaf for item in others if item.leaf is not None),
-            tables=frozenset(_table_name(item.path) for item in others if item.leaf is None),
+            tables=frozenset(item.path.removeprefix(TABLE_PREFIX) for item in others if item.leaf is None),
         )
 
 
@@ -202,7 +203,7 @@ def _table_replica(name: str, table: Table) -> Replica:
     row_bytes = sum(column.dtype.itemsize * torch.Size(column.row_shape).numel() for column in schema.columns)
     form = " ".join(f"{column.name} {column.dtype} {list(column.row_shape)}" for column in schema.columns)
     rows = len(table) if isinstance(table, Sized) else 0
-    return Replica(path=_table_path(name), bytes=rows * row_bytes, form=form)
+    return Replica(path=TABLE_PREFIX + name, bytes=rows * row_bytes, form=form)
 
 
 def _claim(table: Table) -> str:
@@ -211,15 +212,6 @@ def _claim(table: Table) -> str:
         first, end, _ = table.id_range()
         return f"rows {first} to {end}" if first < end else ""
     return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
-
-
-# JSON never begins so: no path of a tensor is that of a table.
-def _table_path(name: str) -> str:
-    return f"table {name}"
-
-
-def _table_name(path: str) -> str:
-    return path.removeprefix("table ")
 
 
 def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
@@ -303,10 +295,6 @@ def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
     ):
         raise CorruptError(f"{owner} is none")
     return [Replica(path=path, bytes=size, form=form, by_first=by_first) for path, size, form, by_first in value]
-
-
-def encode_owners(owners: Mapping[str, int]) -> bytes:
-    return dumps(dict(owners))
 
 
 def decode_owners(raw: bytes) -> dict[str, int]:
