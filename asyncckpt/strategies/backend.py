@@ -63,10 +63,7 @@ def reading_root(checkpoint_dir: str | os.PathLike[str], name: str) -> Checkpoin
 class LoadsOwnCheckpoints(LoadStrategyBase):
     """A load strategy for checkpoints of our backend, up to this version."""
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """It loads ShardedObjects."""
-        return True
+    can_handle_sharded_objects = True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleError for a checkpoint of another backend."""

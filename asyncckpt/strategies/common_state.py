@@ -38,6 +38,8 @@ class CommonSave(SaveCommonStrategy):
     peer_deadline  seconds that ranks wait for each other to come to a save
     """
 
+    can_handle_sharded_objects = True
+
     def __init__(
         self,
         backend: str = BACKEND,
@@ -51,11 +53,6 @@ class CommonSave(SaveCommonStrategy):
         self._process_group = process_group
         self._peer_deadline_s = peer_deadline
         self._durability: Durability = durability
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """It saves ShardedObjects."""
-        return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Save the common state and return when it is durable. Rank 0 writes; the others do nothing, and do not wait.

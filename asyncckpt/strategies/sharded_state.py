@@ -14,7 +14,7 @@ from asyncckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrat
 from asyncckpt.strategies.load_state import load_sharded, objects_metadata, tensors_metadata
 from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from asyncckpt.strategies.remove_tensors import remove_tensors
-from asyncckpt.strategies.running_save import RunningSave, begin_save
+from asyncckpt.strategies.running_save import begin_save
 from asyncckpt.strategies.save_state import state_to_save
 
 
@@ -28,6 +28,8 @@ class ShardedSave(AsyncSaveShardedStrategy):
     request_type   (name of Megatron's async strategy or None) -> the class of the requests that async_save returns,
                    for queues that take only their own; other processes may then wait for the save, too
     """
+
+    can_handle_sharded_objects = True
 
     def __init__(
         self,
@@ -52,11 +54,6 @@ class ShardedSave(AsyncSaveShardedStrategy):
         )
         self._request_type = request_type
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """It saves ShardedObjects."""
-        return True
-
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, async_strategy: str | None = None
     ) -> AsyncRequest:
@@ -66,20 +63,16 @@ class ShardedSave(AsyncSaveShardedStrategy):
         scheduled or not; the request's finalize function raises what failed: PeerError when another rank did. Raises
         UsageError naming what cannot be stored, PeerError, SaveInProgressError, DeadlineError, IOFailedError.
         """
-        running = self._begin(sharded_state_dict, checkpoint_dir, other_processes=self._request_type is not None)
+        make_state = partial(state_to_save, sharded_state_dict)
+        foreign = self._request_type is not None
+        running = self._begin_save(checkpoint_dir, SHARDED_DIR, make_state, other_processes=foreign)
         kind = AsyncRequest if self._request_type is None else self._request_type(async_strategy)
         request: AsyncRequest = kind(async_fn=running, async_fn_args=(), finalize_fns=[running.result])
         return request
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save and return when the checkpoint of all ranks is durable. To be called on all ranks; raises the same."""
-        self._begin(sharded_state_dict, checkpoint_dir, other_processes=False).result()
-
-    def _begin(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, *, other_processes: bool
-    ) -> RunningSave:
-        make_state = partial(state_to_save, sharded_state_dict)
-        return self._begin_save(checkpoint_dir, SHARDED_DIR, make_state, other_processes=other_processes)
+        self._begin_save(checkpoint_dir, SHARDED_DIR, partial(state_to_save, sharded_state_dict)).result()
 
 
 class ShardedLoad(LoadsOwnCheckpoints, LoadShardedStrategy):
