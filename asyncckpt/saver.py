@@ -20,8 +20,8 @@ from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.process.unclaimed_errors import OpenErrors
-from asyncckpt.engine.ranks.announce_failure import announce_failed
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
+from asyncckpt.engine.ranks.saver_ranks import announce_failed
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_target import SaveTarget

@@ -25,8 +25,7 @@ from rich.table import Table
 from asyncckpt.coordination.actions import MakeFolder
 from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.limits import Limits
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Outcome, Prepared, decode, encode
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Limits, Outcome, Prepared, decode, encode
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json

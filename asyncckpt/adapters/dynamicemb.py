@@ -69,7 +69,9 @@ class DynamicEmbTable(ExportOnlyTable):
         state = self._tiers[-1]
         self._score_columns = _score_columns(self._tiers, module.cache, name)
         self._dim = int(state.table_emb_dims_cpu[table_id])
-        super().__init__(name, self._make_schema(state), shard=shard, device=_device_of(self._tiers))
+        device = getattr(self._tiers[0], "device", None)
+        schema = self._make_schema(state)
+        super().__init__(name, schema, shard=shard, device=None if device is None else torch.device(device))
 
     def owned(self, ids: I64) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) this rank holds: by the signed remainder, dynamicemb's own rule."""
@@ -271,11 +273,6 @@ def _tiers(storage: Any, table: str) -> list[Any]:
         return [storage._state]
     what = f"storage of dynamicemb table {table!r} is unknown"
     raise UnsupportedError(what, found=type(storage).__name__, expected="DynamicEmbStorage or HybridStorage")
-
-
-def _device_of(tiers: list[Any]) -> torch.device | None:
-    found = getattr(tiers[0], "device", None)
-    return None if found is None else torch.device(found)
 
 
 def _score_columns(tiers: list[Any], cache: Any, table: str) -> tuple[str, ...]:

@@ -112,11 +112,9 @@ class _TbeViews:
 
 
 def _table(tbe: Any, views: _TbeViews, cache: TbeCache, index: int, place: TablePlace) -> Table:
+    kind = partial(CachedTable, cache=cache, index=index) if cache.holds(index) else FixedTable
     live, marks = partial(views.columns, index), partial(marks_of_table, tbe, index)
-    first_id, ids_end = place.first_id, place.ids_end
-    if cache.holds(index):
-        return CachedTable(place.name, live, first_id=first_id, ids_end=ids_end, marks=marks, cache=cache, index=index)
-    return FixedTable(place.name, live, first_id=first_id, ids_end=ids_end, marks=marks)
+    return kind(place.name, live, first_id=place.first_id, ids_end=place.ids_end, marks=marks)
 
 
 def _states_by_table(tbe: Any, *, tables_count: int) -> list[dict[str, torch.Tensor]]:

@@ -29,11 +29,10 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters.fixed_marks import TracksFixedRows
-from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns, LiveMarks
+from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns
 from asyncckpt.adapters.prefetch_stream import follow_prefetch, hold_prefetch_back
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
-from asyncckpt.tables.table_lock import TableLock
 
 
 class TbeCache:
@@ -107,18 +106,8 @@ class TbeCache:
 class CachedTable(FixedTable):
     """A table of a TBE behind its cache. Its cut is an OverlaidCut."""
 
-    def __init__(
-        self,
-        name: str,
-        live: LiveColumns,
-        *,
-        first_id: int,
-        ids_end: int | None,
-        marks: LiveMarks | None = None,
-        cache: TbeCache,
-        index: int,
-    ) -> None:
-        super().__init__(name, live, first_id=first_id, ids_end=ids_end, marks=marks)
+    def __init__(self, name: str, live: LiveColumns, *, cache: TbeCache, index: int, **of_fixed: Any) -> None:
+        super().__init__(name, live, **of_fixed)
         self._cache = cache
         self._index = index
 
@@ -147,16 +136,9 @@ class CachedCut(FixedCut):
     """An OverlaidCut of a CachedTable."""
 
     def __init__(
-        self,
-        table: FixedTable,
-        *,
-        columns: dict[str, torch.Tensor],
-        lock: TableLock,
-        cache: TbeCache,
-        rows: torch.Tensor,
-        values: torch.Tensor,
+        self, table: FixedTable, *, cache: TbeCache, rows: torch.Tensor, values: torch.Tensor, **of_fixed: Any
     ) -> None:
-        super().__init__(table, columns=columns, lock=lock)
+        super().__init__(table, **of_fixed)
         self._cache = cache
         self._rows = rows
         self._values: torch.Tensor | None = values
@@ -173,7 +155,7 @@ class CachedCut(FixedCut):
 
     def fence(self) -> None:
         """Release the table and drop the copy of the cached rows. Idempotent."""
-        if not self._fenced.done:
+        if not self._released.done:
             self._cache.hold_prefetch_back()
         self._values = None
         super().fence()
@@ -186,14 +168,12 @@ class TrackedCachedCut(CachedCut, TracksFixedRows):
 class CachedLoad(FixedLoad):
     """A TableLoad of a CachedTable."""
 
-    def __init__(
-        self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock, cache: TbeCache
-    ) -> None:
-        super().__init__(table, columns=columns, lock=lock)
+    def __init__(self, table: FixedTable, *, cache: TbeCache, **of_fixed: Any) -> None:
+        super().__init__(table, **of_fixed)
         self._cache = cache
 
     def end(self, ok: bool) -> None:
         """Release the table with an empty cache, so that no stale row is read. Idempotent."""
-        if not self._ended.done:
+        if not self._released.done:
             self._cache.reset()
         super().end(ok)

@@ -202,49 +202,65 @@ class FixedTable:
         return live
 
 
-class FixedCut:
-    """A TableCut of a FixedTable. The caller holds the lock, which `fence` releases from any thread."""
+class _Held:
+    """The live columns of a FixedTable, held for a cut or a load. The caller took the lock; any thread releases it."""
+
+    what = ""
 
     def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
         self._table = table
         self._columns = columns
         self._lock = lock
-        self._fenced = FirstCaller()
-        self.rows_count = len(table)
-        self.runs = one_run(self.rows_count)
+        self._released = FirstCaller()
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live memory of a column, on the module's device. Raises UsageError."""
         self._check_open(f"column {name!r}")
-        return _named_column(self._table, self._columns, name)
+        if name == ID_COLUMN:
+            return self._table.ids()
+        if name not in self._columns:
+            what = f"table {self._table.name!r} has no such column"
+            raise UsageError(what, found=name, expected=[ID_COLUMN, *self._columns])
+        return self._columns[name]
+
+    def _release(self) -> None:
+        if self._released.first():
+            self._columns = {}
+            self._lock.release()
+
+    def _check_open(self, use: str) -> None:
+        if self._released.done:
+            ends = "fence" if self.what == "cut" else "end"
+            raise UsageError(f"{use} of a {self.what} of table {self._table.name!r} was asked for after its {ends}")
+
+
+class FixedCut(_Held):
+    """A TableCut of a FixedTable."""
+
+    what = "cut"
+
+    def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
+        super().__init__(table, columns=columns, lock=lock)
+        self.rows_count = len(table)
+        self.runs = one_run(self.rows_count)
 
     def fence(self) -> None:
         """Release the table. Idempotent."""
-        if self._fenced.first():
-            self._columns = {}
-            self._lock.release()
+        self._release()
 
     def end(self, ok: bool) -> None:
         """Note that the save has committed or failed, and make up for a fence that was never called."""
         self.fence()
-
-    def _check_open(self, use: str) -> None:
-        if self._fenced.done:
-            raise UsageError(f"{use} of a cut of table {self._table.name!r} was asked for after its fence")
 
 
 class TrackedFixedCut(FixedCut, TracksFixedRows):
     """A FixedCut that is a TracksRows too."""
 
 
-class FixedLoad:
-    """A TableLoad of a FixedTable. The caller holds the lock, which `end` releases from any thread."""
+class FixedLoad(_Held):
+    """A TableLoad of a FixedTable."""
 
-    def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
-        self._table = table
-        self._columns = columns
-        self._lock = lock
-        self._ended = FirstCaller()
+    what = "load"
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""
@@ -253,28 +269,9 @@ class FixedLoad:
         self._table._check_owned(flat)
         return torch.from_numpy(flat - self._table.first_id)
 
-    def column(self, name: str) -> torch.Tensor:
-        """Return the live memory of a column. Raises UsageError."""
-        self._check_open(f"column {name!r}")
-        return _named_column(self._table, self._columns, name)
-
     def end(self, ok: bool) -> None:
         """Release the table, as far as it was filled. Idempotent."""
-        if self._ended.first():
-            self._columns = {}
-            self._lock.release()
-
-    def _check_open(self, use: str) -> None:
-        if self._ended.done:
-            raise UsageError(f"{use} of a load of table {self._table.name!r} was asked for after its end")
-
-
-def _named_column(table: FixedTable, columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name == ID_COLUMN:
-        return table.ids()
-    if name not in columns:
-        raise UsageError(f"table {table.name!r} has no such column", found=name, expected=[ID_COLUMN, *columns])
-    return columns[name]
+        self._release()
 
 
 def _checked_columns(name: str, live: LiveColumns) -> Mapping[str, torch.Tensor]:

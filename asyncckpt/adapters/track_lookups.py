@@ -24,20 +24,10 @@ from asyncckpt.adapters.walk import Claim, walk
 from asyncckpt.errors import UsageError
 
 # Values of OptimType: fused optimizers that write only the rows of a batch.
-ROW_OPTIMIZERS = frozenset(
-    (
-        "sgd",
-        "exact_sgd",
-        "exact_adagrad",
-        "row_wise_adagrad",
-        "exact_row_wise_adagrad",
-        "adam",
-        "partial_row_wise_adam",
-        "lamb",
-        "partial_row_wise_lamb",
-        "lars_sgd",
-    )
-)
+ROW_OPTIMIZERS = frozenset((
+    "sgd", "exact_sgd", "exact_adagrad", "row_wise_adagrad", "exact_row_wise_adagrad", "adam", "partial_row_wise_adam",
+    "lamb", "partial_row_wise_lamb", "lars_sgd",
+))  # fmt: skip
 MANAGED_COLLISIONS = frozenset(
     ("torchrec.distributed.mc_embedding_modules.BaseShardedManagedCollisionEmbeddingCollection",)
 )

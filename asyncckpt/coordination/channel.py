@@ -6,6 +6,9 @@ never shows up under another. A call is the number of a save, alike on all ranks
 
 from __future__ import annotations
 
+import atexit
+import os
+import weakref
 from typing import Protocol
 
 
@@ -47,3 +50,26 @@ class Channel(Protocol):
     def close(self) -> None:
         """End this rank's side; never raises over another error."""
         ...
+
+
+_open: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def close_at_exit(channel: Channel) -> None:
+    """Close a channel at the end of the interpreter, after all threads of saves were joined, unless it is gone by then.
+
+    A training script may end right after its last save has committed, without closing anything. The other ranks would
+    then see their channel break instead of the last message.
+    """
+    _open.add(channel)
+
+
+def _close_all() -> None:
+    for channel in list(_open):
+        channel.close()
+
+
+atexit.register(_close_all)
+# A forked child shares the parent's connections; what it says on them would be nonsense.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open.clear)

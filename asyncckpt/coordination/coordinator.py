@@ -24,13 +24,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, MakeFolder, Publish, Send
-from asyncckpt.coordination.limits import Limits
 from asyncckpt.coordination.messages import (
     Alive,
     AttemptMessage,
     Begin,
     Failed,
     Kind,
+    Limits,
     Message,
     Outcome,
     Prepared,

@@ -12,20 +12,23 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.effects import Effects
-from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.messages import (
+    AttemptMessage,
     Begin,
     Failed,
+    Limits,
     Outcome,
+    Prepared,
     Skipped,
     State,
     cause_of,
@@ -36,12 +39,54 @@ from asyncckpt.coordination.participant import COORDINATOR
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.errors import ConflictError, IndeterminateError, PeerError, PeerInDoubtError
 from asyncckpt.format.names import Attempt
+from asyncckpt.format.strict_json import Json
 
 SLICE_S = 0.05
 # The shortest receive, which is enough for one look.
 LOOK_S = 0.02
 # All ranks together end this many receives a second, when nothing happens, at most.
 SLICES_PER_S = 1000
+
+
+class Effects(Protocol):
+    """Given by the engine. The coroutines run in the loop of `run_call`.
+
+    While one of them keeps the loop, this rank cannot say that it is alive: what blocks for long belongs on a thread.
+    """
+
+    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+        """Rank 0: draw the attempt, make its folder, durably. May raise: the call is aborted."""
+        ...
+
+    async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
+        """Write and sync the files of this rank, put its part on the channel; return notes for PREPARED. May raise."""
+        ...
+
+    async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
+        """Rank 0: assemble the manifest and publish it; return notes for the outcome.
+
+        IndeterminateError when it may be there; whatever else is raised means that it is not there and never will be.
+        """
+        ...
+
+    async def abandon(self, attempt: Attempt) -> None:
+        """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
+        ...
+
+    async def look(self, attempt: Attempt) -> bool:
+        """Whether the manifest of this attempt is there; if so, make that durable (sync its folder) before."""
+        ...
+
+    def stop(self) -> None:
+        """The call has ended without `write`, which still runs: let it end soon, if that is possible.
+
+        It is waited for, and never cancelled, for it reads memory that is given back afterwards.
+        """
+        ...
+
+    def resolve(self, attempt: Attempt) -> bool:
+        """As `look`, but any time after the call, from any thread, without anything that the save held open."""
+        ...
 
 
 async def run_call(
@@ -74,26 +119,24 @@ async def run_call(
 _unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
 
 
+@dataclass
 class _Call:
-    def __init__(
-        self,
-        channel: Channel,
-        call: int,
-        begin: Begin | Skipped | Failed,
-        effects: Effects | None,
-        limits: Limits,
-        threads: Executor,
-        clock: Callable[[], float],
-    ) -> None:
-        self._channel, self._call, self._given_effects, self._limits = channel, call, effects, limits
-        self._threads, self._clock = threads, clock
-        self._begin = begin
-        self._machine = RankMachine(channel.rank, channel.ranks_count, begin, limits)
+    _channel: Channel
+    _call: int
+    _begin: Begin | Skipped | Failed
+    _given_effects: Effects | None
+    _limits: Limits
+    _threads: Executor
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        channel, limits = self._channel, self._limits
+        self._machine = RankMachine(channel.rank, channel.ranks_count, self._begin, limits)
         self._own_error: BaseException | None = None
         self._outbox: deque[Callable[[], None]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Future[list[tuple[int, bytes]]] | None = None
-        self._asked = clock()
+        self._asked = self._clock()
         self._was_stopped = False
         self._is_lost = False
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], list[Action]]] = {}

@@ -1,6 +1,6 @@
 """A channel over files below the checkpoint directory, for ranks that share nothing else.
 
-One file a message, in the folder of its reader (file_names.py), also for what goes to all; readers look again and
+One file a message, in the folder of its reader (session_files.py), also for what goes to all; readers look again and
 again, with pauses that grow to PAUSE_S_MAX. Folders are opened anew for every look, for that is what makes NFS show
 what others have written. How the ranks find each other: rendezvous.py.
 """
@@ -14,7 +14,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from asyncckpt.coordination.file_names import (
+from asyncckpt.coordination.channel import close_at_exit
+from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.rendezvous import join_session, make_session, remove_session
+from asyncckpt.coordination.session_files import (
     GONE_DIR,
     PUT_DIR,
     RANKS_DIR,
@@ -24,11 +27,9 @@ from asyncckpt.coordination.file_names import (
     inbox_dir,
     message_of,
     put_name,
+    read_whole,
+    write_whole,
 )
-from asyncckpt.coordination.open_channels import close_at_exit
-from asyncckpt.coordination.pauses import Pauses
-from asyncckpt.coordination.rendezvous import join_session, make_session, remove_session
-from asyncckpt.coordination.whole_files import read_whole, write_whole
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, NotFoundError, PeerError
 from asyncckpt.storage.directory import Directory
 
@@ -117,8 +118,7 @@ class FileChannel:
         while True:
             with self._opened(PUT_DIR) as folder, contextlib.suppress(NotFoundError):
                 return read_whole(folder, put_name(call, name), bytes_max=DATA_BYTES_MAX)
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
     def forget(self, call: int) -> None:
@@ -187,8 +187,7 @@ class FileChannel:
             with self._opened(GONE_DIR) as folder:
                 if expected <= set(folder.names()):
                     return
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 return
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the ranks of a save say to each other, and its form on the wire: strict JSON, one object a message.
+"""What the ranks of a save say to each other, how long they wait for it, and its form: strict JSON, one object each.
 
     begin      rank -> coordinator   I have captured step N and am ready to write
     skipped    rank -> coordinator   I skip this call
@@ -14,11 +14,12 @@ another version of it an IncompatibleError.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, get_args
 
-from asyncckpt.errors import CorruptError, IncompatibleError
+from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.limits import RANKS_MAX
 from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory
@@ -26,6 +27,7 @@ from asyncckpt.format.strict_json import Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1
 CAUSE_CHARACTERS_MAX = 2000
+ALIVE_PER_SILENCE = 4
 
 Kind: TypeAlias = Literal["full", "delta"]
 State: TypeAlias = Literal["committed", "aborted", "skipped", "in_doubt"]
@@ -93,6 +95,33 @@ class Alive:
     """Nothing new."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines of one call, in seconds.
+
+    begin_s: from the coordinator's own call until every rank has called; and from a rank's call until the coordinator
+        says its first word.
+    silence_s: how long a rank in the middle of a save, or the coordinator, may say nothing before it counts as dead.
+        Everybody says that he is alive every `alive_s`, a quarter of this.
+    save_s: from the coordinator's call until all ranks have written. Other ranks give up begin_s + save_s after their
+        own call, for the coordinator may have called that much later.
+    """
+
+    begin_s: float = 300.0
+    silence_s: float = 30.0
+    save_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            seconds = getattr(self, item.name)
+            if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
+                raise UsageError(f"{item.name} of Limits is wrong", found=seconds, expected="seconds, more than 0")
+
+    @property
+    def alive_s(self) -> float:
+        return self.silence_s / ALIVE_PER_SILENCE
+
+
 Message: TypeAlias = Begin | Skipped | Failed | AttemptMessage | Prepared | Outcome | Alive
 
 
@@ -103,17 +132,17 @@ def cause_of(error: BaseException) -> str:
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message; the caller guarantees that notes hold JSON only."""
-    kind, members = _members(message)
-    return dumps({"asyncckpt": PROTOCOL_VERSION, "message": kind, **members})
+    """Return the bytes of a message; the caller guarantees that notes hold JSON only."""
+    members = {name: _plain(getattr(message, name)) for name in _names(type(message))}
+    return dumps({"asyncckpt": PROTOCOL_VERSION, "message": _KINDS[type(message)], **members})
 
 
 def decode(raw: bytes, *, sender: int) -> Message:
-    """A message from its bytes; CorruptError or IncompatibleError, naming the sender, for anything else."""
+    """Return a message from its bytes; CorruptError or IncompatibleError, naming the sender, for anything else."""
     owner = f"message from rank {sender}"
     value = loads(raw, owner=owner)
-    fields = Fields(value, owner=owner, where="the message")
-    version = fields.integer("asyncckpt")
+    found = Fields(value, owner=owner, where="the message")
+    version = found.integer("asyncckpt")
     if version != PROTOCOL_VERSION:
         raise IncompatibleError(
             f"{owner} is of another version of the protocol between ranks",
@@ -121,107 +150,78 @@ def decode(raw: bytes, *, sender: int) -> Message:
             expected=PROTOCOL_VERSION,
             hint="all ranks of a job need the same version of asyncckpt",
         )
-    kind = fields.text("message")
-    if kind not in _DECODERS:
-        raise CorruptError(f"{owner} is of no known kind", found=shown(kind), expected=sorted(_DECODERS))
-    names, decoder = _DECODERS[kind]
-    if value.keys() != names:
-        raise CorruptError(
-            f"{owner}: members of {kind!r} are wrong", found=shown(sorted(value)), expected=sorted(names)
-        )
-    return decoder(fields)
+    kind = found.text("message")
+    message_type = next((known for known, name in _KINDS.items() if name == kind), None)
+    if message_type is None:
+        raise CorruptError(f"{owner} is of no known kind", found=shown(kind), expected=sorted(_KINDS.values()))
+    names = _names(message_type)
+    expected = {"asyncckpt", "message", *names}
+    if value.keys() != expected:
+        what = f"{owner}: members of {kind!r} are wrong"
+        raise CorruptError(what, found=shown(sorted(value)), expected=sorted(expected))
+    if message_type is Outcome and found.optional_text("attempt") is None:
+        if found.text("state") in ("committed", "in_doubt"):
+            raise CorruptError(f"{owner}: an outcome {found.text('state')!r} names no attempt")
+        names.remove("attempt")
+    message: Message = message_type(**{name: _READERS[name](found) for name in names})
+    return message
 
 
-def _members(message: Message) -> tuple[str, dict[str, Json]]:
-    match message:
-        case Begin(step, kind, facts, notes):
-            return "begin", {"step": step, "kind": kind, "facts": dict(facts), "notes": dict(notes)}
-        case Skipped(cause):
-            return "skipped", {"cause": cause}
-        case Failed(cause):
-            return "failed", {"cause": cause}
-        case AttemptMessage(attempt, kind, notes):
-            return "attempt", {"attempt": attempt.directory, "kind": kind, "notes": dict(notes)}
-        case Prepared(attempt, notes):
-            return "prepared", {"attempt": attempt.directory, "notes": dict(notes)}
-        case Outcome(state, attempt, rank, cause, notes):
-            directory = None if attempt is None else attempt.directory
-            members = {"state": state, "attempt": directory, "rank": rank, "cause": cause, "notes": dict(notes)}
-            return "outcome", members
-        case Alive():
-            return "alive", {}
+def _names(message_type: type[Message]) -> list[str]:
+    return [item.name for item in fields(message_type)]
 
 
-def _begin(fields: Fields) -> Begin:
-    return Begin(
-        step=fields.integer("step", at_most=STEP_MAX),
-        kind=_kind(fields),
-        facts=_facts(fields),
-        notes=_object(fields, "notes"),
-    )
+def _plain(value: Any) -> Json:
+    if isinstance(value, Attempt):
+        return value.directory
+    plain: Json = dict(value) if isinstance(value, Mapping) else value
+    return plain
 
 
-def _attempt_message(fields: Fields) -> AttemptMessage:
-    return AttemptMessage(attempt=_attempt(fields), kind=_kind(fields), notes=_object(fields, "notes"))
+def _one_of(found: Fields, key: str, known: tuple[str, ...]) -> str:
+    if found.text(key) not in known:
+        raise CorruptError(f"{found.owner}: {key} is unknown", found=shown(found.text(key)), expected=sorted(known))
+    return found.text(key)
 
 
-def _outcome(fields: Fields) -> Outcome:
-    state = fields.text("state")
-    if state not in ("committed", "aborted", "skipped", "in_doubt"):
-        raise CorruptError(f"{fields.owner}: no outcome has this state", found=shown(state))
-    attempt = None if fields.optional_text("attempt") is None else _attempt(fields)
-    if attempt is None and state in ("committed", "in_doubt"):
-        raise CorruptError(f"{fields.owner}: an outcome {state!r} names no attempt")
-    return Outcome(
-        state=state,  # type: ignore[arg-type]  # Just checked.
-        attempt=attempt,
-        rank=fields.optional_integer("rank", at_most=RANKS_MAX - 1),
-        cause=fields.text("cause"),
-        notes=_object(fields, "notes"),
-    )
-
-
-def _kind(fields: Fields) -> Kind:
-    kind = fields.text("kind")
-    if kind == "full":
-        return "full"
-    if kind == "delta":
-        return "delta"
-    raise CorruptError(f"{fields.owner}: no save has this kind", found=shown(kind), expected=["delta", "full"])
-
-
-def _attempt(fields: Fields) -> Attempt:
-    attempt = attempt_of_directory(fields.text("attempt"))
+def _attempt(found: Fields) -> Attempt:
+    attempt = attempt_of_directory(found.text("attempt"))
     if attempt is None:
-        raise CorruptError(f"{fields.owner}: the attempt has no valid name", found=shown(fields.text("attempt")))
+        raise CorruptError(f"{found.owner}: the attempt has no valid name", found=shown(found.text("attempt")))
     return attempt
 
 
-def _facts(fields: Fields) -> dict[str, str]:
-    facts = _object(fields, "facts")
+def _facts(found: Fields) -> dict[str, Json]:
+    facts = _object(found, "facts")
     if not all(type(fact) is str for fact in facts.values()):
-        raise CorruptError(f"{fields.owner}: facts are not all strings", found=shown(facts))
+        raise CorruptError(f"{found.owner}: facts are not all strings", found=shown(facts))
     return facts
 
 
-def _object(fields: Fields, key: str) -> dict[str, Json]:
-    value = fields.value(key)
+def _object(found: Fields, key: str) -> dict[str, Json]:
+    value = found.value(key)
     if type(value) is not dict:
-        raise CorruptError(f"{fields.owner}: {key} is not an object", found=shown(value))
+        raise CorruptError(f"{found.owner}: {key} is not an object", found=shown(value))
     return value
 
 
-_ENVELOPE = frozenset({"asyncckpt", "message"})
-# Of every kind of message: its members, and what makes it from them.
-_DECODERS: dict[str, tuple[frozenset[str], Callable[[Fields], Message]]] = {
-    "begin": (_ENVELOPE | {"step", "kind", "facts", "notes"}, _begin),
-    "skipped": (_ENVELOPE | {"cause"}, lambda fields: Skipped(fields.text("cause"))),
-    "failed": (_ENVELOPE | {"cause"}, lambda fields: Failed(fields.text("cause"))),
-    "attempt": (_ENVELOPE | {"attempt", "kind", "notes"}, _attempt_message),
-    "prepared": (
-        _ENVELOPE | {"attempt", "notes"},
-        lambda fields: Prepared(_attempt(fields), _object(fields, "notes")),
-    ),
-    "outcome": (_ENVELOPE | {"state", "attempt", "rank", "cause", "notes"}, _outcome),
-    "alive": (_ENVELOPE, lambda fields: Alive()),
+_KINDS: dict[type[Message], str] = {
+    Begin: "begin",
+    Skipped: "skipped",
+    Failed: "failed",
+    AttemptMessage: "attempt",
+    Prepared: "prepared",
+    Outcome: "outcome",
+    Alive: "alive",
+}
+# By the name of a member, which means the same in every message.
+_READERS: dict[str, Callable[[Fields], Any]] = {
+    "step": lambda found: found.integer("step", at_most=STEP_MAX),
+    "kind": lambda found: _one_of(found, "kind", get_args(Kind)),
+    "facts": _facts,
+    "notes": lambda found: _object(found, "notes"),
+    "cause": lambda found: found.text("cause"),
+    "attempt": _attempt,
+    "state": lambda found: _one_of(found, "state", get_args(State)),
+    "rank": lambda found: found.optional_integer("rank", at_most=RANKS_MAX - 1),
 }

@@ -23,8 +23,17 @@ import math
 from collections.abc import Mapping
 
 from asyncckpt.coordination.actions import Action, Finish, Look, Send, Write
-from asyncckpt.coordination.limits import Limits
-from asyncckpt.coordination.messages import Alive, AttemptMessage, Begin, Failed, Message, Outcome, Prepared, Skipped
+from asyncckpt.coordination.messages import (
+    Alive,
+    AttemptMessage,
+    Begin,
+    Failed,
+    Limits,
+    Message,
+    Outcome,
+    Prepared,
+    Skipped,
+)
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 

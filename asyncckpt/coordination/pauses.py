@@ -35,6 +35,11 @@ class Pauses:
         self._next = time.monotonic()
         self._pause_s = self._first_s
 
+    def pause(self, until: float) -> bool:
+        """Nothing came: sleep to the next look; False when `until` is reached first."""
+        self.nothing_came()
+        return self.wait_until(until)
+
     def wait_until(self, until: float) -> bool:
         """Sleep to the next look, but not past `until` (time.monotonic); False when that is reached first."""
         now = time.monotonic()

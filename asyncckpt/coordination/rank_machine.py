@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 from asyncckpt.coordination.actions import Action, Send
 from asyncckpt.coordination.coordinator import AttemptStart, Coordinator
-from asyncckpt.coordination.limits import Limits
-from asyncckpt.coordination.messages import Begin, Failed, Message, Outcome, Skipped
+from asyncckpt.coordination.messages import Begin, Failed, Limits, Message, Outcome, Skipped
 from asyncckpt.coordination.participant import COORDINATOR, Participant
 from asyncckpt.format.strict_json import Json
 

@@ -22,7 +22,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 
-from asyncckpt.coordination.file_names import (
+from asyncckpt.coordination.pauses import Pauses
+from asyncckpt.coordination.session_files import (
     GONE_DIR,
     PUT_DIR,
     RANKS_DIR,
@@ -32,9 +33,9 @@ from asyncckpt.coordination.file_names import (
     inbox_dir,
     is_session,
     new_session_name,
+    read_whole,
+    write_whole,
 )
-from asyncckpt.coordination.pauses import Pauses
-from asyncckpt.coordination.whole_files import read_whole, write_whole
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError, PeerError
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.storage.directory import Directory
@@ -101,8 +102,7 @@ def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: fl
                     return session
                 if not ranks.exists(hello.name):
                     os.close(ranks.create_file(hello.name)[0])  # The name says all.
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 cause = f"it has made no session for this rank in {str(root.path)!r} within {deadline_s} s"
                 raise PeerError("no channel to rank 0", rank=0, cause=cause)
     finally:
@@ -165,8 +165,7 @@ def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: floa
             twice = sorted(rank for rank, found in tokens.items() if len(found) > 1)
             if len(tokens) == ranks_count - 1 and not twice:
                 return {rank: found[0] for rank, found in tokens.items()}
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 missing = [rank for rank in range(1, ranks_count) if rank not in tokens]
                 where = f"in {str(root.path)!r} within {deadline_s} s"
                 if contested and contested.issuperset(missing):

@@ -72,8 +72,7 @@ def await_address(place: Any, number: int, *, until: float) -> StoreAddress:
     pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
     # Every kind of store, in every version of torch, adds without waiting for a key.
     while not place.add(f"announced/{number}", 0):
-        pauses.nothing_came()
-        if not pauses.wait_until(until):
+        if not pauses.pause(until):
             cause = "it has not announced its address within the deadline"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)
     return StoreAddress.decode(bytes(place.get(f"address/{number}")))
@@ -104,8 +103,7 @@ def connect(address: StoreAddress, *, until: float) -> Any:
                 store = _try(host, address, timeout_s=min(ANSWER_S_MAX, left_s))
                 if store is not None:
                     return store
-        pauses.nothing_came()
-        if not pauses.wait_until(until):
+        if not pauses.pause(until):
             cause = f"its store is at none of {list(address.hosts)}, port {address.port}"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)
 

@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, TypeVar
 
-from asyncckpt.coordination.open_channels import close_at_exit
+from asyncckpt.coordination.channel import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
 from asyncckpt.coordination.store_address import announce_address, await_address, connect, draw_number, serve
-from asyncckpt.coordination.store_inbox import Inbox, log_entry
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
+    Inbox,
     delete_value,
     find_value,
+    log_entry,
     log_key,
     message_key,
     pieces_count,
@@ -167,8 +168,7 @@ class StoreChannel:
             keys[key] = pieces_count(data or b"")
             if data is not None:
                 return data
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 break
         raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
@@ -211,8 +211,7 @@ class StoreChannel:
             asked = self._line.ask(gone_count)
             if not asked.wait(until - time.monotonic()) or asked.result() >= self.ranks_count - 1:
                 return
-            pauses.nothing_came()
-            if not pauses.wait_until(until):
+            if not pauses.pause(until):
                 return
 
     def _call(self, call: int) -> _Call:

@@ -56,10 +56,8 @@ class StoreLine:
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
-        self._asked: SimpleQueue[tuple[Callable[[Any], Any], Answer[Any]] | None] = SimpleQueue()
-        self._state = _State()
-        work = _Work(connect, self._asked, self._state)
-        thread = threading.Thread(target=work, name="asyncckpt-store-line", daemon=True)
+        self._work = _Work(connect)
+        thread = threading.Thread(target=self._work, name="asyncckpt-store-line", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -67,24 +65,26 @@ class StoreLine:
 
     def ask(self, call: Callable[[Any], T]) -> Answer[T]:
         """Have `call(store)` made; LineBroken when the line is known to be broken."""
-        self._state.check()
+        self._work.check()
         answer: Answer[T] = Answer()
-        self._asked.put((call, answer))
+        self._work.asked.put((call, answer))
         return answer
 
     def hang_up(self) -> None:
         """Let the thread end, and the connection with it, when all that was asked for is done. Waits for nothing."""
-        self._asked.put(None)
+        self._work.asked.put(None)
 
     def __del__(self) -> None:
         self.hang_up()
 
 
-class _State:
-    """Whether the line is broken, and why. Set once, by the thread."""
+class _Work:
+    """What the thread does. It does not hold the line, so a line that is dropped ends its thread."""
 
-    def __init__(self) -> None:
-        self._broken: tuple[str, Exception | None] | None = None
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self.asked: SimpleQueue[tuple[Callable[[Any], Any], Answer[Any]] | None] = SimpleQueue()
+        self._connect = connect
+        self._broken: tuple[str, Exception | None] | None = None  # Why it is; set once, by the thread.
 
     def check(self) -> None:
         """Raise LineBroken, a new one each time, when the line is broken."""
@@ -92,38 +92,22 @@ class _State:
             text, cause = self._broken
             raise LineBroken(text) from cause
 
-    def set_broken(self, text: str, cause: Exception | None = None) -> None:
-        if self._broken is None:
-            self._broken = text, cause
-
-
-class _Work:
-    """What the thread does. It does not hold the line, so a line that is dropped ends its thread."""
-
-    def __init__(
-        self,
-        connect: Callable[[], Any],
-        asked: SimpleQueue[tuple[Callable[[Any], Any], Answer[Any]] | None],
-        state: _State,
-    ) -> None:
-        self._connect, self._asked, self._state = connect, asked, state
-
     def __call__(self) -> None:
         store = None
         try:
             store = self._connect()
         except Exception as error:
             self._break(error)
-        while (asked := self._asked.get()) is not None:
+        while (asked := self.asked.get()) is not None:
             self._answer(store, *asked)
-        self._state.set_broken("it was closed")
-        while not self._asked.empty():
-            if (left := self._asked.get()) is not None:
+        self._broken = self._broken or ("it was closed", None)
+        while not self.asked.empty():
+            if (left := self.asked.get()) is not None:
                 self._answer(store, *left)
 
     def _answer(self, store: Any, call: Callable[[Any], Any], answer: Answer[Any]) -> None:
         try:
-            self._state.check()
+            self.check()
             answer._set(call(store), None)
         except (CheckpointError, LineBroken) as error:
             answer._set(None, error)
@@ -134,4 +118,4 @@ class _Work:
     def _break(self, error: Exception) -> None:
         # torch puts the C++ stack below the first line.
         text = (str(error).splitlines() or [""])[0]
-        self._state.set_broken(text or type(error).__name__, error)
+        self._broken = self._broken or (text or type(error).__name__, error)

@@ -1,8 +1,9 @@
-"""Keys and values in the store of a channel.
+"""Keys and values in the store of a channel, and what has come for a rank there.
 
 All keys are below the number of a call:
 
-    log/<rank>, log/all               an entry for every message, in the order of arrival (store_inbox.py)
+    log/<rank>, log/all               an entry for every message, in the order of arrival: its sender, its number among
+                                      all that he sent in the call, and of how many further pieces it is
     message/<rank>|all/<from>/<n>     a message; it is there before the log names it
     put/<name>                        what was put
 
@@ -18,6 +19,7 @@ from typing import Any
 PIECE_BYTES = 4 << 20  # The server takes at most 8 MiB.
 VALUES_AT_ONCE = 512
 _PIECES = struct.Struct(">I")
+_ENTRY = struct.Struct(">III")
 
 
 def log_key(call: int, to: int | None) -> str:
@@ -74,3 +76,49 @@ def delete_value(store: Any, key: str, *, pieces: int) -> None:
     """Delete a value that has as many further pieces. Nothing is there to be deleted twice."""
     for name in (key, *(_piece_key(key, index) for index in range(1, pieces + 1))):
         store.delete_key(name)
+
+
+def log_entry(*, sender: int, number: int, pieces: int) -> bytes:
+    return _ENTRY.pack(sender, number, pieces)
+
+
+class Inbox:
+    """What has come for this rank in one call. Only the line's thread uses it."""
+
+    def __init__(self, call: int, rank: int) -> None:
+        self._call = call
+        self._readers: list[int | None] = [rank] if rank == 0 else [rank, None]  # None: what is for all.
+        self._taken_bytes = [0] * len(self._readers)
+
+    def look(self, store: Any) -> list[tuple[int, bytes]]:
+        """Messages that came since the last look, as (sender, message); each sender's in their order."""
+        keys = [log_key(self._call, to) for to in self._readers]
+        for key in keys:
+            store.append(key, b"")  # To ask for a key that is not there would wait for it.
+        logs = [bytes(log) for log in store.multi_get(keys)]
+        new = [
+            (number, sender, to, pieces)
+            for to, taken_bytes, log in zip(self._readers, self._taken_bytes, logs, strict=True)
+            for sender, number, pieces in _ENTRY.iter_unpack(log[taken_bytes:])
+        ]
+        if not new:
+            return []
+        self._taken_bytes = [len(log) for log in logs]
+        new.sort(key=lambda entry: entry[0])  # Rank 0 speaks to one and to all, and counts both in one.
+        found = [message_key(self._call, to, sender=sender, number=number) for number, sender, to, _ in new]
+        messages = read_values(store, found)
+        for key, (_, _, to, pieces) in zip(found, new, strict=True):
+            if to is not None:
+                delete_value(store, key, pieces=pieces)
+        # The own log is emptied, unless more has come meanwhile; in a long call it would become large.
+        if store.compare_set(keys[0], logs[0], b"") == b"":
+            self._taken_bytes[0] = 0
+        return [(sender, message) for (_, sender, _, _), message in zip(new, messages, strict=True)]
+
+    def drop(self, store: Any) -> None:
+        """Delete the log of this rank, and the messages in it that were not read."""
+        rank, key = self._readers[0], log_key(self._call, self._readers[0])
+        store.append(key, b"")
+        for sender, number, pieces in _ENTRY.iter_unpack(bytes(store.get(key))[self._taken_bytes[0] :]):
+            delete_value(store, message_key(self._call, rank, sender=sender, number=number), pieces=pieces)
+        store.delete_key(key)

@@ -7,8 +7,8 @@ saver.save(model, "save_dir/sparse")         # or save_async: training goes on a
 saver.load(model, "save_dir/sparse")         # also what RecSDK wrote
 """
 
+from asyncckpt.embcache.load_ranks import SparseLoadReport
 from asyncckpt.embcache.path_rules import PathRules
-from asyncckpt.embcache.report import SparseLoadReport
 from asyncckpt.embcache.saver import Saver
 from asyncckpt.embcache.sharded import EmbCacheShardedEmbeddingBagCollection, EmbCacheShardedEmbeddingCollection
 from asyncckpt.tables.emb_cache_modules import (

@@ -13,15 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import check_files
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
 from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
-from asyncckpt.embcache.report import SparseLoadReport
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from asyncckpt.model.table import Table
@@ -32,7 +32,34 @@ from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets
 
 READ_THREADS = 4
+Layout = Literal["asyncckpt", "recsdk ranks", "recsdk merged"]
 _NO_DENSE = DenseTargets(in_place=(), rebuilt=(), values=())
+
+
+@dataclass(frozen=True)
+class SparseLoadReport:
+    """What `asyncckpt.embcache.Saver.load` did.
+
+    path         the folder that was read; of RecSDK's timestamp folders, the newest
+    layout       who wrote it: "asyncckpt", or RecSDK with one folder per rank, or with its ranks merged
+    step         the step that was loaded; None where RecSDK wrote it
+    world_size   how many ranks wrote it; None where RecSDK has merged them
+    save_id      the random id that all ranks of the save share; None where RecSDK wrote it
+    rows         rows that this rank's tables took, per table
+    passed_over  newer steps that not all ranks have
+    ignored      parts of the checkpoint that the module has no place for, for example counts of candidates
+    """
+
+    path: Path
+    layout: Layout
+    step: int | None = None
+    world_size: int | None = None
+    save_id: str | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    passed_over: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
+    bytes_read: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

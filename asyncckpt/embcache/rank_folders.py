@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncckpt.commit.discover import committed_steps, read_head
 from asyncckpt.commit.root import CheckpointRoot
@@ -23,7 +22,7 @@ from asyncckpt.errors import ConflictError, CorruptError, NotFoundError
 from asyncckpt.format.values import decode_value
 from asyncckpt.storage.directory import Directory
 
-METADATA_KEY = "embcache"
+METADATA_KEY = "embcache"  # In the metadata of a manifest.
 FOLDERS_SHOWN_MAX = 16
 STEPS_SHOWN_MAX = 8
 _FOLDER = re.compile(r"rank([0-9]{5})-of-([0-9]{5})")
@@ -57,11 +56,6 @@ def steps_of(folder: Path) -> set[int]:
             return set(committed_steps(root))
     except NotFoundError:
         return set()
-
-
-def save_metadata(companions: list[str]) -> dict[str, Any]:
-    """Return what a manifest says beside the tables: which of them are companions of others."""
-    return {METADATA_KEY: {"companions": companions}}
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,8 @@ META_FILE = "meta.ini"
 META_BYTES_MAX = 4096
 ATTRIBUTE_FILE, DATA_FILE = "slice.attribute", "slice.data"
 EVICT_KEY_FILE, EVICT_TIME_FILE = "slice_evict_key.data", "slice_evict_ts.data"
-KEY, EMBEDDING, MOMENTUM, ADMIT_COUNT, EVICT_TIMESTAMP = (
-    "key",
-    "embedding",
-    "momentum",
-    "admit_count",
-    "evict_timestamp",
-)
+KEY, EMBEDDING, MOMENTUM = "key", "embedding", "momentum"
+ADMIT_COUNT, EVICT_TIMESTAMP = "admit_count", "evict_timestamp"
 KEYS_MAX = 1_000_000_000
 INT64, FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
 _TIMESTAMP = re.compile(r"[0-9]{14}")

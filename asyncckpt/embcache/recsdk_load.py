@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
-from asyncckpt.embcache.load_ranks import check_names, emptied_on_error
+from asyncckpt.embcache.load_ranks import SparseLoadReport, check_names, emptied_on_error
 from asyncckpt.embcache.recsdk_files import (
     ADMIT_COUNT,
     EVICT_TIMESTAMP,
@@ -28,7 +28,6 @@ from asyncckpt.embcache.recsdk_files import (
     StoredPart,
     read_recsdk_checkpoint,
 )
-from asyncckpt.embcache.report import SparseLoadReport
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.model.table import Column, Role, Table, TableLoad, TableSchema
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN

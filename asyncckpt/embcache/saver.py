@@ -20,12 +20,11 @@ from torch import nn
 
 from asyncckpt.arguments import check_seconds
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
-from asyncckpt.embcache.load_ranks import RanksLoad, prepare_ranks_load
+from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
-from asyncckpt.embcache.rank_folders import earlier_steps, rank_folders, save_metadata, steps_of
+from asyncckpt.embcache.rank_folders import METADATA_KEY, earlier_steps, rank_folders, steps_of
 from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
-from asyncckpt.embcache.report import SparseLoadReport
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
@@ -51,6 +50,11 @@ class _OpenFolder:
     saved: SavedTables
     ranks: Ranks | None
     earlier: frozenset[int]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the manifest says beside the tables: which of them are companions of others."""
+        return {METADATA_KEY: {"companions": list(self.saved.companions)}}
 
     def next_step(self, step: int | None) -> int | None:
         """Return the step to save; None: one more than the newest one in the directory. Raises ConflictError."""
@@ -146,8 +150,7 @@ class Saver:
         Raises UsageError, ConflictError, SaveInProgressError, PeerError (another rank failed), IOFailedError, ...
         """
         folder, step = self._begin(module, path, step)
-        metadata = save_metadata(list(folder.saved.companions))
-        return folder.saver.save(step, kind=kind, metadata=metadata, on_busy=self._busy)
+        return folder.saver.save(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
     def save_async(
         self,
@@ -164,8 +167,7 @@ class Saver:
         another rank, or later, the future raises.
         """
         folder, step = self._begin(module, path, step)
-        metadata = save_metadata(list(folder.saved.companions))
-        return folder.saver.save_async(step, kind=kind, metadata=metadata, on_busy=self._busy)
+        return folder.saver.save_async(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
     def load(
         self,
@@ -197,14 +199,24 @@ class Saver:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
                 check_step(step)
-                ticket = self._acquire(source, step)
+                wanted = Ticket(kind="load", path=source, step=step)  # For the folders of all ranks.
+                on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
+                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
+                ticket = wanted
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
             except Exception as failure:
                 error = failure
             found = "" if prepared is None or prepared.step is None else f"step {prepared.step}"
             self._peers.agree_on_load("the load", error, result=found)
             assert prepared is not None
-            return self._run(prepared)
+            report: SparseLoadReport | None = None
+            try:
+                report = prepared.run()
+            except Exception as failure:
+                error = failure
+            self._peers.agree_on_load("filling the tables (those of this rank are filled)", error)
+            assert report is not None
+            return report
         finally:
             if ticket is not None:
                 save_lock.release(ticket)
@@ -304,13 +316,6 @@ class Saver:
             hint = "await it, or give the Saver on_busy='wait' or 'queue'"
             raise SaveInProgressError(f"a {in_flight[0]} is in flight", hint=hint)
 
-    def _acquire(self, source: Path, step: int | None) -> Ticket:
-        """Take the process's save lock for a whole load, over the folders of all ranks."""
-        ticket = Ticket(kind="load", path=source, step=step)
-        on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
-        save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
-        return ticket
-
     def _prepare(
         self,
         source: Path,
@@ -328,17 +333,6 @@ class Saver:
         if incremental or momentum_slots is not None:
             raise UsageError("incremental and momentum_slots are for files of RecSDK", found=str(source))
         return prepare_ranks_load(source, saved, step=step)
-
-    def _run(self, prepared: RanksLoad | RecsdkLoad) -> SparseLoadReport:
-        error: Exception | None = None
-        report: SparseLoadReport | None = None
-        try:
-            report = prepared.run()
-        except Exception as failure:
-            error = failure
-        self._peers.agree_on_load("filling the tables (those of this rank are filled)", error)
-        assert report is not None
-        return report
 
     def _check_open(self) -> None:
         if self._closed:

@@ -122,7 +122,6 @@ class ThreadAsyncCaller(AsyncCaller):
         self._calls.append((async_req, future))
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """See AsyncCaller."""
         if not self._calls:
             return True
         request, future = self._calls[0]

@@ -1,21 +1,69 @@
-"""The name and version of our backend, and which checkpoints its strategies can read."""
+"""Our backend: its name and version, which checkpoints its strategies can read, and where the parts of one are.
+
+    iter_0000100/
+      common/     what save_common has saved
+      objects/    what save_sharded_objects has saved
+      sharded/    what the sharded save has saved: tensors, and objects too
+
+Each of them is a checkpoint directory of ours (docs/format.md), so each of Megatron's calls is atomic by itself. A
+checkpoint in it is numbered 0; saving again to the same folder commits the next number and then removes the one before.
+What else is in the folder (Megatron's metadata.json) is not ours.
+
+The state of a checkpoint:
+
+    {"tensors": {key: tensor}, "objects": {unique key: packed object}}      sharded/, objects/
+    {"common": packed object}                                               common/
+"""
 
 from __future__ import annotations
 
-from asyncckpt.errors import IncompatibleError
+import os
+from pathlib import Path
+
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import IncompatibleError, NotFoundError
+from asyncckpt.storage.directory import Directory, check_path, io_failed
 from asyncckpt.strategies.base import LoadStrategyBase
 
 BACKEND = "asyncckpt"
 VERSION = 1
 
+COMMON_DIR = "common"
+OBJECTS_DIR = "objects"
+SHARDED_DIR = "sharded"
+
+COMMON = "common"
+OBJECTS = "objects"
+TENSORS = "tensors"
+
+
+def writing_path(checkpoint_dir: str | os.PathLike[str], name: str) -> Path:
+    """The path of a part, in a folder that is made when it is missing (but not its parents). IOFailedError."""
+    folder = check_path(checkpoint_dir)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return folder / name
+    except OSError as error:
+        raise io_failed(f"folder {str(folder)!r} cannot be made", error) from error
+    with Directory.open(folder.parent) as parent:
+        parent.sync()
+    return folder / name
+
+
+def reading_root(checkpoint_dir: str | os.PathLike[str], name: str) -> CheckpointRoot:
+    """A part, open for reading; NotFoundError when the checkpoint has none."""
+    folder = check_path(checkpoint_dir)
+    try:
+        return CheckpointRoot.for_reading(folder / name)
+    except NotFoundError as error:
+        raise NotFoundError(f"checkpoint {str(folder)!r} has no {name!r} state: {error.what}") from error
+
 
 class LoadsOwnCheckpoints(LoadStrategyBase):
     """A load strategy for checkpoints of our backend, up to this version."""
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """It loads ShardedObjects."""
-        return True
+    can_handle_sharded_objects = True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleError for a checkpoint of another backend."""

@@ -9,18 +9,26 @@ from asyncckpt.errors import NotFoundError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.options import PEER_DEADLINE_S, Durability
 from asyncckpt.saver import Saver
-from asyncckpt.strategies.backend import BACKEND, VERSION, LoadsOwnCheckpoints
+from asyncckpt.strategies.backend import (
+    BACKEND,
+    COMMON,
+    COMMON_DIR,
+    OBJECTS_DIR,
+    SHARDED_DIR,
+    VERSION,
+    LoadsOwnCheckpoints,
+    writing_path,
+)
 from asyncckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from asyncckpt.strategies.layout import COMMON, COMMON_DIR, OBJECTS_DIR, SHARDED_DIR, writing_path
-from asyncckpt.strategies.load_state import load_objects, load_sharded, objects_metadata
+from asyncckpt.strategies.load_state import load_sharded, objects_metadata
 from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, StateDict
 from asyncckpt.strategies.packed_objects import pack, unpack
-from asyncckpt.strategies.rank_saver import begin_save
+from asyncckpt.strategies.running_save import begin_save
 from asyncckpt.strategies.save_state import objects_to_save
 from asyncckpt.strategies.stored_state import open_stored
 
 # Where Megatron-Core from 0.19 on keeps its common state, as a sharded object.
-_COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,)).unique_key
+_COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,))
 
 
 class CommonSave(SaveCommonStrategy):
@@ -29,6 +37,8 @@ class CommonSave(SaveCommonStrategy):
     process_group  the ranks that save together; None: the default group, where there is one
     peer_deadline  seconds that ranks wait for each other to come to a save
     """
+
+    can_handle_sharded_objects = True
 
     def __init__(
         self,
@@ -43,11 +53,6 @@ class CommonSave(SaveCommonStrategy):
         self._process_group = process_group
         self._peer_deadline_s = peer_deadline
         self._durability: Durability = durability
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """It saves ShardedObjects."""
-        return True
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Save the common state and return when it is durable. Rank 0 writes; the others do nothing, and do not wait.
@@ -95,7 +100,7 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
             stored = open_stored(checkpoint_dir, COMMON_DIR)
         except NotFoundError as error:
             try:
-                found: StateDict = load_objects(checkpoint_dir, SHARDED_DIR, [_COMMON_OBJECT])[_COMMON_OBJECT]
+                found: StateDict = load_sharded(_COMMON_OBJECT, checkpoint_dir, SHARDED_DIR)
             except NotFoundError:
                 raise error from None
             return found

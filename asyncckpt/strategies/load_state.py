@@ -18,11 +18,10 @@ import torch
 
 from asyncckpt.errors import IncompatibleError, NotFoundError
 from asyncckpt.model.sharded import Piece, Sharded
+from asyncckpt.strategies.backend import OBJECTS, TENSORS
 from asyncckpt.strategies.boxes import clipped, overlap, pieces_of
-from asyncckpt.strategies.layout import OBJECTS, TENSORS
 from asyncckpt.strategies.mapping import (
     ShardedObject,
-    ShardedStateDict,
     ShardedTensor,
     is_sharded_object,
     replaced,
@@ -45,11 +44,12 @@ class _Wanted:
     stored: StoredTensor
 
 
-def load_sharded(state: ShardedStateDict, checkpoint_dir: str | Path, name: str) -> Any:
-    """The same nested containers with tensors and objects; a leaf's own tensor is filled in place, where it has one.
+def load_sharded(state: Any, checkpoint_dir: str | Path, name: str) -> Any:
+    """Return the same nested containers with tensors and objects, or the one leaf that is given.
 
-    name: the part of the checkpoint to load from. A tensor of another floating point dtype than the stored one is
-    converted. Raises NotFoundError, IncompatibleError listing all that does not fit, CorruptError, UnsupportedError.
+    A leaf's own tensor is filled in place; one of another floating point dtype than the stored one is converted. name:
+    the part of the checkpoint to load from. Raises NotFoundError, IncompatibleError listing all that does not
+    fit, CorruptError, UnsupportedError.
     """
     leaves = list(sharded_leaves(state))
     if not leaves:
@@ -68,15 +68,6 @@ def load_sharded(state: ShardedStateDict, checkpoint_dir: str | Path, name: str)
     objects = ((key, unpack(packed[key], owner=f"sharded object {key!r}")) for key in keys)
     taken = [next(objects)[1] if is_sharded_object(leaf) else next(found) for _, leaf in leaves]
     return replaced(state, iter(taken))
-
-
-def load_objects(checkpoint_dir: str | Path, name: str, keys: Sequence[str]) -> dict[str, Any]:
-    """Objects by their unique keys; NotFoundError naming a missing one."""
-    stored = open_stored(checkpoint_dir, name)
-    _check(stored, [], keys)
-    packed = {key: stored.new_object(key) for key in keys}
-    _fill(stored, [], packed)
-    return {key: unpack(value, owner=f"sharded object {key!r}") for key, value in packed.items()}
 
 
 def tensors_metadata(checkpoint_dir: str | Path, name: str, *, tensor_type: Any = ShardedTensor) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from asyncckpt.model.table import Role
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.strategies.layout import OBJECTS, SHARDED_DIR, TENSORS, reading_root
+from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 
 
 def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, process_group: Any = None) -> None:

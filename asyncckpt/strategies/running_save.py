@@ -1,4 +1,4 @@
-"""A save that is under way, as the async_fn of a request: to call it is to wait for it.
+"""A save of all ranks into one part of a checkpoint, and, under way, as the async_fn of a request: to call it waits.
 
 The save runs in this process, in the background, from the moment it was begun; the request says when it has ended. So
 `async_fn` may be called on any thread. And, because Megatron's own queues run it in a process of theirs (forked, or
@@ -13,14 +13,18 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import SAVE_DEADLINE_S
+from asyncckpt.options import SAVE_DEADLINE_S, Durability, RankOptions
 from asyncckpt.saver import Saver
 from asyncckpt.storage.directory import io_failed
+from asyncckpt.strategies.backend import writing_path
 
 LOCK_PAUSE_S = 0.05
 
@@ -57,12 +61,8 @@ class RunningSave:
         else:
             wait_for_release(self._lock_path, deadline_s=self.deadline_s)
 
-    def finish(self) -> None:
-        """The finalize function: raise what failed."""
-        self.result()
-
     def result(self) -> SaveResult:
-        """Wait, close the Saver, and return the result or raise what failed."""
+        """Wait, close the Saver, and return the result or raise what failed; also the finalize function."""
         assert self._future is not None, "only the process that saves has the result"
         try:
             return self._future.result(self.deadline_s)
@@ -79,6 +79,54 @@ class RunningSave:
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned process, which can only wait."""
         return {**self.__dict__, "_saver": None, "_future": None, "_lock": None}
+
+
+def begin_save(
+    checkpoint_dir: str | Path,
+    name: str,
+    make_state: Callable[[], Mapping[str, Any]],
+    *,
+    process_group: Any,
+    peer_deadline: float,
+    parallel: int = 8,
+    durability: Durability,
+    deadline: float = SAVE_DEADLINE_S,
+    other_processes: bool = False,
+) -> RunningSave:
+    """Capture the state of this rank, of as many as the group has; what is committed replaces what was there before.
+
+    name: of the part. other_processes: see RunningSave. To be called on all ranks. An error of make_state is raised
+    here, and by the saves of the other ranks as PeerError. Raises PeerError when the ranks do not find each other.
+    """
+    rank, ranks_count = own_rank(None, None, process_group)
+    state: Mapping[str, Any] = {}
+    failed: Exception | None = None
+    try:
+        state = make_state()
+    except Exception as error:
+        if ranks_count == 1:
+            raise
+        failed = error  # The others would wait for this rank.
+    saver = Saver(
+        shard_index=rank,
+        shard_num=ranks_count,
+        path=writing_path(checkpoint_dir, name),
+        parallel=parallel,
+        tensors=state,
+        ranks=RankOptions(process_group, peer_deadline),
+        keep_latest=1,
+        on_busy="queue",
+        durability=durability,
+    )
+    try:
+        if failed is not None:
+            saver._leave_out_call(failed)
+            raise failed
+        future = saver.save_async()
+    except BaseException:
+        saver.close()
+        raise
+    return RunningSave(saver, future, deadline=deadline, other_processes=other_processes)
 
 
 class _HeldFile:

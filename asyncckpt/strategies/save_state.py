@@ -9,8 +9,8 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.sharded import Piece, Sharded
+from asyncckpt.strategies.backend import OBJECTS, TENSORS
 from asyncckpt.strategies.boxes import pieces_of
-from asyncckpt.strategies.layout import OBJECTS, TENSORS
 from asyncckpt.strategies.mapping import (
     ShardedStateDict,
     is_main_replica,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability
 from asyncckpt.strategies.async_utils import AsyncRequest
-from asyncckpt.strategies.backend import BACKEND, VERSION, LoadsOwnCheckpoints
+from asyncckpt.strategies.backend import BACKEND, SHARDED_DIR, VERSION, LoadsOwnCheckpoints
 from asyncckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
-from asyncckpt.strategies.layout import SHARDED_DIR
 from asyncckpt.strategies.load_state import load_sharded, objects_metadata, tensors_metadata
 from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from asyncckpt.strategies.rank_saver import begin_save
 from asyncckpt.strategies.remove_tensors import remove_tensors
-from asyncckpt.strategies.running_save import RunningSave
+from asyncckpt.strategies.running_save import begin_save
 from asyncckpt.strategies.save_state import state_to_save
 
 
@@ -30,6 +29,8 @@ class ShardedSave(AsyncSaveShardedStrategy):
                    for queues that take only their own; other processes may then wait for the save, too
     """
 
+    can_handle_sharded_objects = True
+
     def __init__(
         self,
         backend: str = BACKEND,
@@ -43,17 +44,15 @@ class ShardedSave(AsyncSaveShardedStrategy):
         request_type: Callable[[str | None], Any] | None = None,
     ) -> None:
         super().__init__(backend, version)
-        self._process_group = process_group
-        self._peer_deadline_s = peer_deadline
-        self._parallel = parallel
-        self._durability: Durability = durability
-        self._deadline_s = deadline
+        self._begin_save = partial(
+            begin_save,
+            process_group=process_group,
+            peer_deadline=peer_deadline,
+            parallel=parallel,
+            durability=durability,
+            deadline=deadline,
+        )
         self._request_type = request_type
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """It saves ShardedObjects."""
-        return True
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, async_strategy: str | None = None
@@ -64,29 +63,16 @@ class ShardedSave(AsyncSaveShardedStrategy):
         scheduled or not; the request's finalize function raises what failed: PeerError when another rank did. Raises
         UsageError naming what cannot be stored, PeerError, SaveInProgressError, DeadlineError, IOFailedError.
         """
-        running = self._begin(sharded_state_dict, checkpoint_dir, other_processes=self._request_type is not None)
+        make_state = partial(state_to_save, sharded_state_dict)
+        foreign = self._request_type is not None
+        running = self._begin_save(checkpoint_dir, SHARDED_DIR, make_state, other_processes=foreign)
         kind = AsyncRequest if self._request_type is None else self._request_type(async_strategy)
-        request: AsyncRequest = kind(async_fn=running, async_fn_args=(), finalize_fns=[running.finish])
+        request: AsyncRequest = kind(async_fn=running, async_fn_args=(), finalize_fns=[running.result])
         return request
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save and return when the checkpoint of all ranks is durable. To be called on all ranks; raises the same."""
-        self._begin(sharded_state_dict, checkpoint_dir, other_processes=False).result()
-
-    def _begin(
-        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, *, other_processes: bool
-    ) -> RunningSave:
-        return begin_save(
-            checkpoint_dir,
-            SHARDED_DIR,
-            lambda: state_to_save(sharded_state_dict),
-            process_group=self._process_group,
-            peer_deadline=self._peer_deadline_s,
-            parallel=self._parallel,
-            durability=self._durability,
-            deadline=self._deadline_s,
-            other_processes=other_processes,
-        )
+        self._begin_save(checkpoint_dir, SHARDED_DIR, partial(state_to_save, sharded_state_dict)).result()
 
 
 class ShardedLoad(LoadsOwnCheckpoints, LoadShardedStrategy):

@@ -23,7 +23,7 @@ from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.loader import Loader
-from asyncckpt.strategies.layout import COMMON, OBJECTS, TENSORS, reading_root
+from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
 
 
 @dataclass(frozen=True)

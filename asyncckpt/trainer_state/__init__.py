@@ -9,9 +9,7 @@ the same on all ranks and written once, while every rank has values of its own.
 
 from asyncckpt.trainer_state.data_position import DataPosition
 from asyncckpt.trainer_state.rng import RngState
-from asyncckpt.trainer_state.sampler import ResumableSampler
-from asyncckpt.trainer_state.seeded_samples import SeededSamples
-from asyncckpt.trainer_state.step import StepCounter
-from asyncckpt.trainer_state.trainer import TrainerState
+from asyncckpt.trainer_state.sampler import ResumableSampler, SeededSamples
+from asyncckpt.trainer_state.trainer import StepCounter, TrainerState
 
 __all__ = ["DataPosition", "ResumableSampler", "RngState", "SeededSamples", "StepCounter", "TrainerState"]

@@ -1,17 +1,23 @@
-"""The state of all generators of random numbers that a trainer draws from."""
+"""The states of all generators of random numbers that a trainer draws from, as plain values."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncckpt.errors import IncompatibleError, UsageError
+import numpy as np
+import torch
+
+from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.own_rank import own_rank
-from asyncckpt.trainer_state.streams import Stream, global_streams, stream_of
+from asyncckpt.trainer_state.plain import from_plain, to_plain
 
 RanksChanged = Literal["spread", "keep", "raise"]
 RANKS_CHANGED: tuple[RanksChanged, ...] = ("spread", "keep", "raise")
+PYTHON_WORDS = 625
 _STATE_ERRORS = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
@@ -120,3 +126,99 @@ def _derived_seed(name: str, state: Any, rank: tuple[int, int]) -> int:
     """The same for the same saved state, name, rank and number of ranks; 63 bits, which every generator takes."""
     text = repr((name, rank, state)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream of random numbers.
+
+    get    returns the state of a generator as plain values
+    set    gives one to a generator; raises what the generator raises for a state that it cannot take
+    fresh  makes a new generator of the same kind from a seed
+    """
+
+    source: Any
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], None]
+    fresh: Callable[[int], Any]
+
+    def read(self) -> Any:
+        return self.get(self.source)
+
+    def check(self, state: Any) -> None:
+        self.set(self.fresh(0), state)
+
+    def write(self, state: Any) -> None:
+        self.set(self.source, state)
+
+    def seeded(self, seed: int) -> Any:
+        """Return the state of a new generator of the same kind."""
+        return self.get(self.fresh(seed))
+
+
+def stream_of(source: Any, name: str) -> Stream:
+    """Return the stream behind a generator; UnsupportedError naming it for what is none that has a state."""
+    if isinstance(source, torch.Generator):
+        return Stream(source, _torch_state, _set_torch, lambda seed: torch.Generator(source.device).manual_seed(seed))
+    if isinstance(source, (np.random.Generator, np.random.RandomState)):
+        bits: Any = source._bit_generator if isinstance(source, np.random.RandomState) else source.bit_generator
+        return Stream(source, _numpy_state, _set_numpy, lambda seed: type(source)(type(bits)(seed)))
+    if isinstance(source, random.Random) and not isinstance(source, random.SystemRandom):
+        return Stream(source, _python_state, _set_python, random.Random)
+    raise UnsupportedError(
+        f"generator {name!r} has no state that can be saved",
+        found=type(source).__name__,
+        expected="torch.Generator, numpy.random.Generator, numpy.random.RandomState or random.Random",
+    )
+
+
+def _python_state(source: Any) -> Any:
+    version, words, gauss_next = source.getstate()
+    return {"version": version, "words": np.array(words, dtype="<u4").tobytes(), "gauss_next": gauss_next}
+
+
+def _set_python(source: Any, state: Any) -> None:
+    words = np.frombuffer(state["words"], dtype="<u4")
+    if words.size != PYTHON_WORDS:
+        raise ValueError(f"{words.size} words, expected {PYTHON_WORDS}")
+    source.setstate((state["version"], tuple(words.tolist()), state["gauss_next"]))
+
+
+def _numpy_state(source: Any) -> Any:
+    is_legacy = isinstance(source, np.random.RandomState)
+    return to_plain(source.get_state(legacy=False) if is_legacy else source.bit_generator.state)
+
+
+def _set_numpy(source: Any, state: Any) -> None:
+    if isinstance(source, np.random.RandomState):
+        source.set_state(from_plain(state))
+    else:
+        source.bit_generator.state = from_plain(state)
+
+
+def _torch_state(source: torch.Generator) -> bytes:
+    return source.get_state().numpy().tobytes()
+
+
+def _set_torch(source: torch.Generator, state: Any) -> None:
+    if not isinstance(state, bytes) or not state:
+        raise TypeError(f"{type(state).__name__}, expected bytes")
+    source.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def global_streams(*, start_cuda: bool) -> dict[str, Stream]:
+    """The streams that everybody draws from: Python's, NumPy's, torch's on the CPU, and on every CUDA device.
+
+    CUDA that this process has not used yet is left alone unless `start_cuda`.
+    """
+    streams: dict[str, Stream] = {
+        "python": Stream(random, _python_state, _set_python, random.Random),
+        "numpy": stream_of(np.random.mtrand._rand, "numpy"),
+        "torch": stream_of(torch.default_generator, "torch"),
+    }
+    if start_cuda and torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index, generator in enumerate(torch.cuda.default_generators):
+            streams[f"cuda:{index}"] = stream_of(generator, f"cuda:{index}")
+    return streams

@@ -88,7 +88,8 @@ def run(job: Callable[..., None], ranks_count: int, folder: Path, *arguments: An
 
     AssertionError with what they printed when one raised or hung.
     """
-    outputs = [folder / f"output-{job.__name__}-{rank}" for rank in range(ranks_count)]
+    name = getattr(job, "func", job).__name__  # Of a partial, its function.
+    outputs = [folder / f"output-{name}-{rank}" for rank in range(ranks_count)]
     ranks = [start(job, (rank, folder, *arguments), output) for rank, output in enumerate(outputs)]
     try:
         codes = await_end(ranks, RUN_S_MAX)

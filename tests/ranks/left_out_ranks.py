@@ -51,7 +51,7 @@ def filtered(layout: str, how: str, rank: int, folder: Path) -> None:
         path=folder / "checkpoints",
         tensors={"w": spread(layout, rank), "other": torch.ones(3)},
         filter_func=partial(change, how),
-        peer_deadline=PEER_DEADLINE_S,
+        ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S),
     ) as saver:
         saver.save_async(1).result(WAIT_S_MAX)
         saver.save(2)
@@ -71,7 +71,7 @@ def one_piece_less(rank: int, folder: Path) -> None:
         path=folder / "checkpoints",
         tensors={"w": spread("pieces", rank)},
         filter_func=lambda blocks: answers[0](blocks) if rank == 0 else blocks,
-        peer_deadline=PEER_DEADLINE_S,
+        ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S),
     ) as saver:
         for step in range(len(answers)):
             error = saver.save_async(step).exception(WAIT_S_MAX)
@@ -83,9 +83,8 @@ def only_replicated_tables(rank: int, folder: Path) -> None:
     """All of it is written by one of the ranks."""
     torch.manual_seed(0)
     modules = torch.nn.ModuleDict({"e": torch.nn.Embedding(10, 4)})
-    with asyncckpt.Saver(
-        rank, 2, path=folder / "checkpoints", hashtables=modules, peer_deadline=PEER_DEADLINE_S
-    ) as saver:
+    ranks = asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S)
+    with asyncckpt.Saver(rank, 2, path=folder / "checkpoints", hashtables=modules, ranks=ranks) as saver:
         assert saver.save_async(1).result(WAIT_S_MAX).step == 1
         assert saver.save_async(2).result(WAIT_S_MAX).step == 2
         assert saver.save(3).step == 3

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt.coordination import file_channel, store_channel
-from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.messages import Limits
 from tests.ranks.kill_points import strike_at
 from tests.ranks.training import Training
 

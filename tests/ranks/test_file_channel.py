@@ -14,7 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.coordination import file_channel, rendezvous
 from asyncckpt.coordination.file_channel import FileChannel
-from asyncckpt.coordination.file_names import (
+from asyncckpt.coordination.session_files import (
     RANKS_DIR,
     ROSTER,
     Hello,
@@ -24,8 +24,8 @@ from asyncckpt.coordination.file_names import (
     is_session,
     message_of,
     put_name,
+    write_whole,
 )
-from asyncckpt.coordination.whole_files import write_whole
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, PeerError
 from asyncckpt.storage.directory import Directory
 from tests.ranks.channels import DEADLINE_S, at_once, channels, file_channels, gather, open_at

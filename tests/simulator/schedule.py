@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.messages import Limits
 
 # Short, so that a seed holds few messages of the kind "I am alive". All seconds are virtual.
 LIMITS = Limits(begin_s=20.0, silence_s=4.0, save_s=40.0)

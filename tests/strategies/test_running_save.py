@@ -62,7 +62,7 @@ def test_calling_it_waits_and_closes_the_saver(tmp_path: Path) -> None:
     held = Held(tmp_path / "c")
     held.go.set()
     held.running()
-    held.running.finish()
+    held.running.result()
     assert held.running.result().step == 0
     Saver(path=tmp_path / "c").close()
 
@@ -70,7 +70,7 @@ def test_calling_it_waits_and_closes_the_saver(tmp_path: Path) -> None:
 def test_what_failed_is_raised_by_the_call_and_by_the_finalize_function(tmp_path: Path) -> None:
     held = Held(tmp_path / "c", error=ValueError("no"))
     held.go.set()
-    for call in (held.running, held.running.finish):
+    for call in (held.running, held.running.result):
         with pytest.raises(UsageError, match="no"):
             call()
 
@@ -92,7 +92,7 @@ def test_a_forked_process_waits_for_the_end(tmp_path: Path) -> None:
     held.go.set()
     assert exit_status(child) == 0
     assert exit_status(grandchild) == 0
-    held.running.finish()
+    held.running.result()
     assert not os.path.exists(str(held.running._lock_path))
 
 
@@ -102,7 +102,7 @@ def test_a_forked_process_waits_for_a_failing_save_too(tmp_path: Path) -> None:
     held.go.set()
     assert exit_status(child) == 0
     with pytest.raises(UsageError, match="no"):
-        held.running.finish()
+        held.running.result()
 
 
 def test_a_copy_in_another_process_that_was_not_foreseen_is_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_copy_in_another_process_that_was_not_foreseen_is_refused(tmp_path: Pa
     with pytest.raises(UsageError, match="another process"):
         copy()
     held.go.set()
-    held.running.finish()
+    held.running.result()
 
 
 def test_waiting_in_another_process_has_a_deadline(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_waiting_in_another_process_has_a_deadline(tmp_path: Path) -> None:
 
     assert exit_status(in_a_fork(wait)) == 0
     held.go.set()
-    held.running.finish()
+    held.running.result()
 
 
 def test_a_file_that_cannot_be_waited_for(tmp_path: Path) -> None:

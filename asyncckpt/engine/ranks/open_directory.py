@@ -14,12 +14,10 @@ from asyncckpt.arguments import check_int
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
-from asyncckpt.coordination.limits import Limits
-from asyncckpt.coordination.messages import cause_of
+from asyncckpt.coordination.messages import Limits, cause_of
 from asyncckpt.coordination.store_channel import open_store_channel
-from asyncckpt.engine.ranks.announce_failure import announce_failed
 from asyncckpt.engine.ranks.replicas import Replicas
-from asyncckpt.engine.ranks.saver_ranks import Ranks
+from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
 from asyncckpt.errors import DeadlineError, NotFoundError, PeerError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.names import LOCK_NAME

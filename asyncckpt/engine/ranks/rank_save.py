@@ -6,12 +6,11 @@ coordination.driver runs the protocol, and calls these effects:
     write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
     publish       rank 0     put the parts together, check them, publish: the commit
     abandon       rank 0     remove what an aborted attempt left
-    look          all ranks  whether the manifest is there, when nobody tells
+    look          all ranks  whether the manifest is there, when no outcome is heard
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,7 +31,6 @@ from asyncckpt.engine.ranks.replicas import (
     decode_list,
     decode_owners,
     different_owners,
-    encode_owners,
     same_owners,
     who_asks,
 )
@@ -45,7 +43,7 @@ from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, No
 from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import STEP_MAX, Attempt
-from asyncckpt.format.strict_json import Json
+from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.storage.directory import Directory
 
@@ -56,10 +54,10 @@ async def save_with_ranks(job: SaveJob) -> Committed | Outcome:
     """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
     assert job.ranks is not None
     assert job.call is not None
-    save = RankSave(job, job.ranks)
+    save = RankSave(job, job.ranks, job.call)
     try:
         await save.leave_list()
-        outcome = await run_call(job.ranks.channel, job.call, save.begin(), save, job.ranks.limits, threads=talkers)
+        outcome = await run_call(job.ranks.channel, save.call, save.begin(), save, job.ranks.limits, threads=talkers)
     except BaseException as error:
         job.ranks.replicas.forget()
         if isinstance(error, IndeterminateError):
@@ -80,15 +78,14 @@ class RankSave:
 
     job: SaveJob
     ranks: Ranks
+    call: int
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
     manifest_bytes: int = 0
 
-    # -- before -------------------------------------------------------------------------------------------------------
-
     async def leave_list(self) -> None:
-        """While it is not known who writes which replica: tell which there are here."""
+        """While it is not known who writes which replica: say which there are here."""
         if not self.job.is_share:
             await self._put(f"list/{self.ranks.rank}", self.job.replicas.encoded())
 
@@ -104,21 +101,19 @@ class RankSave:
         facts = {"durability": self.job.target.options.durability}
         return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
 
-    # -- effects ------------------------------------------------------------------------------------------------------
-
     async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
         job = self.job
-        told = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
-        notes: dict[str, Json] = {"parents": _common_parents(begins, told), "replicas": await self._who_writes(told)}
+        sent = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
+        notes: dict[str, Json] = {"parents": _common_parents(begins, sent), "replicas": await self._who_writes(sent)}
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
         return AttemptStart(attempt=self.transaction.attempt, notes=notes)
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
-        job, target = self.job, self.job.target
+        job = self.job
         notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"))
-        if target.filter_func is not identity:
+        if job.target.filter_func is not identity:
             enter_state(job, FutureState.FILTERING)
         filtered = await run_on(workers, filter_blocks, job)
         enter_state(job, FutureState.WRITING)
@@ -126,7 +121,7 @@ class RankSave:
             folder = self.transaction.folder
             self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
         else:
-            with _attempt_folder(target.root, attempt.attempt) as folder:
+            with _attempt_folder(job.target.root, attempt.attempt) as folder:
                 self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
                 await run_on(committer, self._check_own, folder)
         enter_state(job, FutureState.COMMITTING)
@@ -152,7 +147,7 @@ class RankSave:
         job, own, transaction = self.job, self.written, self.transaction
         assert own is not None
         assert transaction is not None
-        told = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
+        sent = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
         count = self.ranks.ranks_count
         head = transaction.head(
             files=own.files, values=job.values, metadata=job.metadata, parents=self.parents, ranks_count=count
@@ -161,9 +156,9 @@ class RankSave:
             head=head,
             body=own.body,
             digests=own.digests,
-            others=[await self._part(rank, told[rank]) for rank in range(1, count)],
-            other_files=[file for rank in range(1, count) for file in _files(rank, told[rank])],
-            structures=tuple(told[rank].optional_text("structure") for rank in range(count)),
+            others=[await self._part(rank, sent[rank]) for rank in range(1, count)],
+            other_files=[file for rank in range(1, count) for file in _files(rank, sent[rank])],
+            structures=tuple(sent[rank].optional_text("structure") for rank in range(count)),
         )
         published = await transaction.commit(draft)
         self.manifest_bytes = published.manifest_bytes
@@ -182,10 +177,8 @@ class RankSave:
     def stop(self) -> None:
         self.job.future.native_progress.cancel()
 
-    # -- after --------------------------------------------------------------------------------------------------------
-
     def committed(self, outcome: Outcome) -> Committed:
-        """What this rank knows now. Who was not told but found the manifest begins its next delta's chain anew."""
+        """Return what this rank knows now. One that found the manifest itself begins its next delta's chain anew."""
         assert self.written is not None
         assert outcome.attempt is not None
         if not self.job.is_share:
@@ -201,20 +194,18 @@ class RankSave:
             manifest_bytes=self.manifest_bytes,
         )
 
-    # -- replicas -----------------------------------------------------------------------------------------------------
-
-    async def _who_writes(self, told: Mapping[int, Fields]) -> str:
+    async def _who_writes(self, sent: Mapping[int, Fields]) -> str:
         """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
-        if not who_asks({rank: notes.flag("share", default=False) for rank, notes in told.items()}):
+        if not who_asks({rank: notes.flag("share", default=False) for rank, notes in sent.items()}):
             return "share"
-        check_claims({rank: _claims(notes) for rank, notes in told.items()})
-        digests = {rank: notes.text("replicas") for rank, notes in told.items()}
+        check_claims({rank: _claims(notes) for rank, notes in sent.items()})
+        digests = {rank: notes.text("replicas") for rank, notes in sent.items()}
         ranks = {digest: rank for rank, digest in digests.items()}
         if len(ranks) == 1:
             return "same"
         lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
         owners = different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)])
-        await self._put("owners", encode_owners(owners))
+        await self._put("owners", dumps(dict(owners)))
         return "owners"
 
     async def _take_share(self, how: str) -> None:
@@ -225,25 +216,17 @@ class RankSave:
         elif how == "owners":
             job.by_peers = replicas.written_by_peers(job.replicas, decode_owners(await self._get("owners")))
 
-    # -- parts --------------------------------------------------------------------------------------------------------
-
     async def _part(self, rank: int, notes: Fields) -> PartText:
         text = await self._get(f"part/{rank}")
         if xxhash.xxh3_128_digest(text) != notes.digest("digest"):
             raise CorruptError(f"the part of rank {rank} was damaged on its way")
         return PartText(text=text, features=frozenset(notes.texts("features", count_max=FACTS_MAX)))
 
-    # -- ways ---------------------------------------------------------------------------------------------------------
-
     async def _put(self, name: str, data: bytes | bytearray) -> None:
-        assert self.job.call is not None
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(talkers, self.ranks.channel.put, self.job.call, name, bytes(data))
+        await run_on(talkers, self.ranks.channel.put, self.call, name, bytes(data))
 
     async def _get(self, name: str) -> bytes:
-        assert self.job.call is not None
-        loop, silence_s = asyncio.get_running_loop(), self.ranks.limits.silence_s
-        return await loop.run_in_executor(talkers, self.ranks.channel.get, self.job.call, name, silence_s)
+        return await run_on(talkers, self.ranks.channel.get, self.call, name, self.ranks.limits.silence_s)
 
 
 def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
@@ -256,9 +239,9 @@ def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
         ) from error
 
 
-def _common_parents(begins: Mapping[int, Begin], told: Mapping[int, Fields]) -> Json:
+def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> Json:
     """What the ranks with a delta build upon, which is the same; ConflictError otherwise."""
-    chains = {rank: told[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
+    chains = {rank: sent[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
     if not chains:
         return []
     first = min(chains)
@@ -274,7 +257,7 @@ def _common_parents(begins: Mapping[int, Begin], told: Mapping[int, Fields]) -> 
 def _claims(notes: Fields) -> dict[str, str]:
     claims = notes.value("claims")
     if type(claims) is not dict or not all(type(claim) is str for claim in claims.values()):
-        raise CorruptError(f"{notes.owner} told of parts of tables that are none")
+        raise CorruptError(f"{notes.owner} sent parts of tables that are none")
     return claims
 
 
@@ -283,17 +266,17 @@ def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
     parents = []
     for item in items:
         if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
-            raise CorruptError("rank 0 told of parents that are none")
+            raise CorruptError("rank 0 sent parents that are none")
         parents.append(ParentFacts(step=item[0], attempt=item[1], digest=item[2]))
     return tuple(parents)
 
 
 def _files(rank: int, notes: Fields) -> list[FileFacts]:
-    """The files of another rank, as it has told them."""
+    """Return the files of another rank, as it has sent them."""
     files = []
     for item in notes.items("files", count_max=FACTS_MAX):
         if type(item) is not list or [type(part) for part in item] != [str, int, str, int]:
-            raise CorruptError(f"rank {rank} told of files that are none")
+            raise CorruptError(f"rank {rank} sent files that are none")
         path, header_bytes, digest, size = item
         files.append(FileFacts(path, rank, header_bytes, bytes.fromhex(digest), size))
     return files

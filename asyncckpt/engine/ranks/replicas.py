@@ -4,8 +4,8 @@ Every plain tensor of the state is a replica: other ranks hold it too, or they d
 table that holds all ids, and so are the boxes of a tensor that is spread over some of the ranks only. So
 
 1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
-2. the coordinator tells whether all ranks have the same, and if not, which rank writes which; every rank writes its
-   share of what it has captured,
+2. the coordinator announces whether all ranks have the same, and if not, which rank writes which; every rank writes
+   its share of what it has captured,
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
 The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
@@ -32,6 +32,7 @@ from asyncckpt.model.table import HoldsRange, OwnsIds, Table
 from asyncckpt.plan.state import FlatState
 
 SMALL_BYTES_MAX = 4096
+TABLE_PREFIX = "table "  # JSON never begins so: no path of a tensor is that of a table.
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Replicas:
         others = [item for item in listed.items if owners[item.path] != self._rank]
         return WrittenByPeers(
             leaves=frozenset(item.leaf for item in others if item.leaf is not None),
-            tables=frozenset(_table_name(item.path) for item in others if item.leaf is None),
+            tables=frozenset(item.path.removeprefix(TABLE_PREFIX) for item in others if item.leaf is None),
         )
 
 
@@ -202,30 +203,21 @@ def _table_replica(name: str, table: Table) -> Replica:
     row_bytes = sum(column.dtype.itemsize * torch.Size(column.row_shape).numel() for column in schema.columns)
     form = " ".join(f"{column.name} {column.dtype} {list(column.row_shape)}" for column in schema.columns)
     rows = len(table) if isinstance(table, Sized) else 0
-    return Replica(path=_table_path(name), bytes=rows * row_bytes, form=form)
+    return Replica(path=TABLE_PREFIX + name, bytes=rows * row_bytes, form=form)
 
 
 def _claim(table: Table) -> str:
-    """Which part of the table this is; empty where only its ids could tell."""
+    """Which part of the table this is; empty where only its ids could show it."""
     if isinstance(table, HoldsRange):
         first, end, _ = table.id_range()
         return f"rows {first} to {end}" if first < end else ""
     return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
 
 
-# JSON never begins so: no path of a tensor is that of a table.
-def _table_path(name: str) -> str:
-    return f"table {name}"
-
-
-def _table_name(path: str) -> str:
-    return path.removeprefix("table ")
-
-
-def check_claims(told: Mapping[int, Mapping[str, str]]) -> None:
-    """ConflictError when two ranks hold the same part of a table. told: the claims of every rank."""
+def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise ConflictError when two ranks hold the same part of a table."""
     holders: dict[tuple[str, str], int] = {}
-    for rank, claims in told.items():
+    for rank, claims in by_rank.items():
         for name, claim in claims.items():
             first = holders.setdefault((name, claim), rank)
             if claim and first != rank:
@@ -280,13 +272,13 @@ def _largest_first(item: Replica) -> tuple[int, str]:
     return -item.bytes, item.path
 
 
-def who_asks(told: Mapping[int, bool]) -> bool:
-    """Whether the ranks ask who writes what. told: of every rank whether it captured its share only.
+def who_asks(is_share_of: Mapping[int, bool]) -> bool:
+    """Whether the ranks ask who writes what. is_share_of: of every rank whether it captured its share only.
 
     ConflictError when only some do: what the others left out nobody may have captured.
     """
-    asking = sorted(rank for rank, is_share in told.items() if not is_share)
-    if asking and len(asking) < len(told):
+    asking = sorted(rank for rank, is_share in is_share_of.items() if not is_share)
+    if asking and len(asking) < len(is_share_of):
         raise ConflictError(
             f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
             hint="this save is lost; the next one captures everything on all ranks",
@@ -305,12 +297,8 @@ def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
     return [Replica(path=path, bytes=size, form=form, by_first=by_first) for path, size, form, by_first in value]
 
 
-def encode_owners(owners: Mapping[str, int]) -> bytes:
-    return dumps(dict(owners))
-
-
 def decode_owners(raw: bytes) -> dict[str, int]:
-    """Who writes what, as the coordinator has told it; CorruptError for anything else."""
+    """Return who writes what, as the coordinator has sent it; CorruptError for anything else."""
     value: Json = loads(raw, owner="the list of writers")
     if type(value) is not dict or not all(type(rank) is int for rank in value.values()):
         raise CorruptError("the list of writers is none")

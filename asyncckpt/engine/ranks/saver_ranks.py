@@ -1,4 +1,5 @@
-"""The ranks that save together with this one: the way to them, deadlines, and the numbers of their calls."""
+"""The ranks that save together with this one: the way to them, deadlines, the numbers of their calls; and what they are
+sent of a call in which this rank does not save, because it was skipped, or failed before it began."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.limits import Limits
+from asyncckpt.coordination.driver import run_call
+from asyncckpt.coordination.messages import Failed, Limits, Skipped, cause_of
+from asyncckpt.engine.process.background import Job, background
+from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.pipeline.threads import IdleEndingThreads
 
@@ -21,10 +25,6 @@ class CallNumbers:
     """The numbers of calls, alike on all ranks. next_number: of the next call."""
 
     next_number: int = 1
-
-    def take(self) -> int:
-        number, self.next_number = self.next_number, self.next_number + 1
-        return number
 
 
 @dataclass
@@ -62,7 +62,8 @@ class Ranks:
 
     def next_call(self) -> int:
         """The number of a save that has just been asked for, alike on all ranks."""
-        return self.calls.take()
+        number, self.calls.next_number = self.calls.next_number, self.calls.next_number + 1
+        return number
 
     def beside(self) -> Ranks:
         """The same ranks for one more directory."""
@@ -72,3 +73,41 @@ class Ranks:
         """End the channel, unless other directories need it."""
         if not self.is_shared:
             self.channel.close()
+
+
+def announce_skipped(ranks: Ranks, call: int) -> None:
+    """All ranks skip a save that this one skips."""
+    _announce(ranks, call, Skipped("a save or load was in flight"))
+
+
+def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
+    """No rank saves what this one cannot save."""
+    _announce(ranks, call, Failed(cause_of(error)))
+
+
+def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
+    """Behind what is in flight: the others come to this call no sooner either."""
+    ranks.replicas.forget()
+    sent = threading.Event()
+    ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
+    try:
+        background.submit(
+            Job(run=lambda: _run(ranks, call, message, sent), fail=lambda error: _lose(call, error, sent))
+        )
+    except Exception as error:
+        _lose(call, error, sent)
+
+
+async def _run(ranks: Ranks, call: int, message: Skipped | Failed, sent: threading.Event) -> None:
+    try:
+        await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
+    except Exception as error:
+        _lose(call, error, sent)
+    finally:
+        sent.set()
+
+
+def _lose(call: int, error: BaseException, sent: threading.Event) -> None:
+    """They will find out when they have waited for too long."""
+    sent.set()
+    log_warning("other ranks could not be informed of save number %d: %s", call, error)

@@ -14,7 +14,7 @@ from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
 from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.engine.ranks.announce_failure import announce_skipped
+from asyncckpt.engine.ranks.saver_ranks import announce_skipped
 from asyncckpt.engine.save.delta_chain import Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save

@@ -24,7 +24,7 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    "publish": {"commit/transaction.py", "coordination/whole_files.py", "coordination/driver.py"},
+    "publish": {"commit/transaction.py", "coordination/session_files.py", "coordination/driver.py"},
 }
 
 

@@ -15,8 +15,17 @@ import pytest
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.limits import Limits
-from asyncckpt.coordination.messages import Alive, AttemptMessage, Begin, Failed, Outcome, Prepared, Skipped, encode
+from asyncckpt.coordination.messages import (
+    Alive,
+    AttemptMessage,
+    Begin,
+    Failed,
+    Limits,
+    Outcome,
+    Prepared,
+    Skipped,
+    encode,
+)
 from asyncckpt.errors import ConflictError, IndeterminateError, IOFailedError, PeerError, PeerInDoubtError
 from asyncckpt.format.names import Attempt
 from bench.memory_channel import MemoryExchange

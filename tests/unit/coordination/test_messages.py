@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.coordination.limits import Limits
 from asyncckpt.coordination.messages import (
     CAUSE_CHARACTERS_MAX,
     Alive,
     AttemptMessage,
     Begin,
     Failed,
+    Limits,
     Message,
     Outcome,
     Prepared,

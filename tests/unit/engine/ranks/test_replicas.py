@@ -19,12 +19,12 @@ from asyncckpt.engine.ranks.replicas import (
     decode_list,
     decode_owners,
     different_owners,
-    encode_owners,
     is_whole,
     same_owners,
     who_asks,
 )
 from asyncckpt.errors import ConflictError, CorruptError
+from asyncckpt.format.strict_json import dumps
 from asyncckpt.model.sharded import Piece, Sharded, sharded
 from asyncckpt.plan.state import flatten
 from asyncckpt.tables import HashTable
@@ -176,7 +176,7 @@ def test_lists_travel() -> None:
     items = (replica(0, 4), replica(1, 0))
     found = decode_list(ReplicaList(items, "d").encoded(), rank=1)
     assert [(item.path, item.bytes, item.form) for item in found] == [(i.path, i.bytes, i.form) for i in items]
-    assert decode_owners(encode_owners({"a": 3})) == {"a": 3}
+    assert decode_owners(dumps({"a": 3})) == {"a": 3}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Names below `ranks/` of a checkpoint directory, where ranks without a process group talk.
+"""Files below `ranks/` of a checkpoint directory, where ranks without a process group talk.
 
     ranks/hello-00001-of-00004-<token>          rank 1 of 4 wants to join; the token is drawn anew by each process
     ranks/s-<session>/                          a session, made by rank 0
@@ -9,22 +9,30 @@
     ranks/s-<session>/gone/00001                rank 1 has closed
     ranks/s-<session>/<folder>/.t-<token>       a file that is being written
 
-Whatever has another name is left alone.
+Whatever has another name is left alone. A file is there in full or not at all: it is written under a temporary name and
+renamed, and begins with a digest of the rest, so that neither a reader that comes early nor a file system that shows a
+name before its bytes can make half a message of it. Nothing is synced, for nothing of it outlives the job.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import uuid
 from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt.errors import CorruptError
+from asyncckpt.storage.directory import Directory, io_failed
+
 RANKS_DIR = "ranks"
 ROSTER = "roster"
 PUT_DIR = "put"
 GONE_DIR = "gone"
 
+_DIGEST_BYTES = 16
 _HELLO = re.compile(r"hello-([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})")
 _SESSION = re.compile(r"s-[0-9a-f]{32}")
 _MESSAGE = re.compile(r"([0-9]{12})-([0-9]{5})-([0-9]{10})")
@@ -75,10 +83,6 @@ def is_session(name: str) -> bool:
     return _SESSION.fullmatch(name) is not None
 
 
-def new_temporary_name() -> str:
-    return f".t-{uuid.uuid4().hex}"
-
-
 def inbox_dir(rank: int) -> str:
     return f"in-{rank:05d}"
 
@@ -94,3 +98,37 @@ def put_name(call: int, name: str) -> str:
 def call_of_put(name: str) -> int | None:
     match = _PUT.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def write_whole(folder: Directory, name: str, data: bytes) -> None:
+    """Make a file of a new name; ConflictError when there is one, IOFailedError."""
+    temporary = f".t-{uuid.uuid4().hex}"
+    fd, _ = folder.create_file(temporary)
+    try:
+        try:
+            for part in (xxhash.xxh3_128_digest(data), data):
+                _write_all(fd, part)
+        finally:
+            os.close(fd)
+        folder.publish(temporary, name)
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            folder.remove_file(temporary)
+        if isinstance(error, OSError):
+            raise io_failed(f"file {str(folder.path / name)!r} cannot be written", error) from error
+        raise
+
+
+def read_whole(folder: Directory, name: str, *, bytes_max: int) -> bytes:
+    """What `write_whole` wrote; NotFoundError, CorruptError for anything else, IOFailedError."""
+    raw = folder.read_file(name, bytes_max=bytes_max + _DIGEST_BYTES)
+    data = raw[_DIGEST_BYTES:]
+    if xxhash.xxh3_128_digest(data) != raw[:_DIGEST_BYTES]:
+        raise CorruptError(f"{str(folder.path / name)!r} is not what was written", found=f"{len(raw)} bytes")
+    return data
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
