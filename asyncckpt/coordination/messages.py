@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from asyncckpt.errors import CorruptError, IncompatibleError
-from asyncckpt.format.fields import Fields
 from asyncckpt.format.limits import RANKS_MAX
 from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory
-from asyncckpt.format.strict_json import Json, dumps, loads, shown
+from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1
 CAUSE_CHARACTERS_MAX = 2000

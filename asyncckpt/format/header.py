@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import STORED_ITEMSIZE
-from asyncckpt.format.fields import Fields
 from asyncckpt.format.names import Attempt
-from asyncckpt.format.strict_json import loads, looks_like
+from asyncckpt.format.strict_json import Fields, loads, looks_like
 from asyncckpt.model.block import BlockSpec
 
 HEADER_ALIGNMENT = 4096

@@ -157,6 +157,38 @@ class Manifest:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of all it builds upon.
+
+    Blocks are numbered through all of them.
+    """
+
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def newest(self) -> Manifest:
+        return self.manifests[0]
+
+    @property
+    def step(self) -> int:
+        return self.newest.step
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(manifest.step for manifest in self.manifests)
+
+    @property
+    def bytes_total(self) -> int:
+        """Of all shard files."""
+        return sum(manifest.bytes_total for manifest in self.manifests)
+
+    @cached_property
+    def blocks(self) -> tuple[BlockFacts, ...]:
+        """All blocks of the newest manifest, then all of the next one, and so on. Its place here numbers a block."""
+        return tuple(block for manifest in self.manifests for block in manifest.blocks)
+
+
+@dataclass(frozen=True)
 class BodyTemplate:
     """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest.
 

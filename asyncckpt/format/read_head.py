@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
     FEATURES,
@@ -22,7 +21,7 @@ from asyncckpt.format.manifest import (
     manifest_digest,
 )
 from asyncckpt.format.names import Attempt, attempt_of_directory, rank_of_shard, split_shard_path
-from asyncckpt.format.strict_json import loads
+from asyncckpt.format.strict_json import Fields, loads
 
 
 def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> ManifestHead:

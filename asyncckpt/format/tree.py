@@ -12,7 +12,7 @@ Leaves are numbered in depth-first order, tensors and arrays in one sequence, va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
@@ -26,6 +26,7 @@ Node = tuple[Any, ...]
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
 
+_RESERVED_NAMES = ("__metadata__",)  # Of safetensors.
 _LEAVES = {"t": TENSOR, "a": ARRAY, "v": VALUE}
 _KEY_TYPES: dict[str, type] = {"int": int, "bool": bool, "float": float, "NoneType": type(None)}
 
@@ -156,3 +157,34 @@ def _key_from_text(kind: str, text: str) -> Any:
     if kind == "NoneType" and text == "None":
         return None
     raise ValueError(f"{kind} {text!r}")
+
+
+def tensor_names(tree: Node, *, tables: Iterable[str] = ()) -> list[str]:
+    """Return a unique dotted name for every tensor or array leaf, in leaf order; none is the name of a table.
+
+    Names are for people, filters and the shard files' keys; a leaf is found again by its path.
+    """
+    return unique_names((path_name(path) for path, node in leaves(tree) if node is not VALUE), taken=tables)
+
+
+def unique_names(names: Iterable[str], *, taken: Iterable[str] = ()) -> list[str]:
+    """Give every second holder of a name a suffix: 'a', 'a#2', 'a#3'."""
+    used = {*taken, *_RESERVED_NAMES}
+    unique = []
+    for name in names:
+        check_name(name)
+        candidate, count = name, 1
+        while candidate in used:
+            count += 1
+            candidate = f"{name}#{count}"
+        used.add(candidate)
+        unique.append(candidate)
+    return unique
+
+
+def check_name(name: str) -> None:
+    """UsageError for a name that UTF-8 cannot hold."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"name is not valid Unicode: {error.reason}", found=name[:80]) from error

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
-from asyncckpt.format.tree import Path, path_name
+from asyncckpt.format.manifest import Chain
+from asyncckpt.format.tree import Path, path_name, unique_names
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.leaf_names import unique_names
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
-from asyncckpt.plan.object_leaves import ObjectLeaves
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt
 from asyncckpt.plan.overlap import overlap
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
@@ -38,7 +36,7 @@ PROBLEMS_SHOWN_MAX = 20
 class DenseLoad:
     """Fill a leaf from a stored tensor, or, with target None, a new tensor for the state dict of an object.
 
-    given: what such a state dict gets where target is a part of it, see object_leaves.py.
+    given: what such a state dict gets where target is a part of it, see load_targets.py.
     """
 
     target: InPlace | None

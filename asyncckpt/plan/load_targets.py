@@ -2,12 +2,19 @@
 
 In place are plain tensors, arrays, this rank's boxes of tensors that are spread, and the tensors of modules (whose
 load_state_dict is called afterwards, with the same tensors, so that its hooks run). Other objects with load_state_dict
-(optimizers, schedulers) get a state dict made anew from the checkpoint, because a fresh optimizer has no tensors yet;
-see object_leaves.py for what in it is spread.
+(optimizers, schedulers) get a state dict made anew from the checkpoint, because a fresh optimizer has no tensors yet.
+Its tensors are whole ones, but
+
+1. where the object's own state has a spread tensor (DTensor, ShardedTensor, Sharded) of the stored shape and dtype at
+   the same path, that one is filled in place, box by box, and given back to it;
+2. where the object is an optimizer (it has param_groups), and the stored tensor has the shape of its parameter, which
+   is a DTensor, a new DTensor of the parameter's mesh and placements is filled: a fresh optimizer over sharded
+   parameters gets sharded state. Other state of such a parameter (a step, a factored moment) comes whole.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +23,11 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.format.tree import TENSOR, VALUE, Node, Path, key_value, leaves, path_name
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.tree import TENSOR, VALUE, Key, Node, Path, key_value, leaves, path_name, tensor_names
 from asyncckpt.model.sharded import Piece, Sharded
+from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.leaf_facts import check_leaf
-from asyncckpt.plan.leaf_names import tensor_names
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 
@@ -206,3 +214,62 @@ def _overlaps(tensor: torch.Tensor) -> bool:
             return True
         span = stride * (size - 1) + span
     return False
+
+
+@dataclass(frozen=True)
+class SpreadLeaf:
+    """A tensor for an object's state dict, and the boxes of it that a load fills."""
+
+    given: Any
+    target: InPlace
+
+
+class ObjectLeaves:
+    """Answers for one object, whose state was stored with these values."""
+
+    def __init__(self, item: Rebuilt, values: Mapping[Path, Any]) -> None:
+        self._item = item
+        self._parameters = dict(_parameters(item, values))
+
+    def find(self, stored: StoredDense) -> SpreadLeaf | None:
+        """The spread tensor that a stored one becomes; None: a new whole one."""
+        dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
+        own = self._item.spread.get(stored.path)
+        if own is not None:
+            target = writable(stored.name, stored.path, own)
+            if (target.whole_shape, target.dtype) == (stored.shape, dtype):
+                return SpreadLeaf(given=own, target=target)
+        below = stored.path[len(self._item.path) :]
+        parameter = self._parameters.get(below[1]) if len(below) == 3 and below[0] == "state" else None
+        if parameter is None or tuple(parameter.shape) != stored.shape:
+            return None
+        # No communication: an empty tensor like another DTensor has its mesh and placements.
+        given = torch.empty_like(parameter.detach(), dtype=dtype)
+        return SpreadLeaf(given=given, target=writable(stored.name, stored.path, given))
+
+
+def _parameters(item: Rebuilt, values: Mapping[Path, Any]) -> Iterator[tuple[Key, Any]]:
+    """The DTensor parameters of an optimizer, by the keys under which its stored state has theirs.
+
+    As torch.optim.Optimizer.load_state_dict does it: the stored groups number parameters, and the n-th of all of them
+    is the n-th of the optimizer's own.
+    """
+    groups = getattr(item.owner, "param_groups", None)
+    if not isinstance(groups, list):
+        return
+    own = [parameter for group in groups for parameter in group["params"]]
+    numbers = [number for index in range(len(groups)) for number in _stored_list(item, index, values)]
+    if len(own) != len(numbers):
+        return  # load_state_dict says so better.
+    for number, parameter in zip(numbers, own, strict=True):
+        if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
+            yield (number if isinstance(number, str) else (type(number).__name__, number)), parameter
+
+
+def _stored_list(item: Rebuilt, group: int, values: Mapping[Path, Any]) -> Iterator[Any]:
+    """The numbers of the parameters of a stored group."""
+    for index in itertools.count():
+        path = (*item.path, "param_groups", ("int", group), "params", ("int", index))
+        if path not in values:
+            return
+        yield values[path]

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest, RankPart
+from asyncckpt.format.manifest import Chain, Manifest, RankPart
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import Role
 

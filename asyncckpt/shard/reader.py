@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError, SaveCancelledError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import BlockFacts, Manifest
+from asyncckpt.format.manifest import BlockFacts, Chain, Manifest
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
 from asyncckpt.shard.open_files import OpenFiles
 from asyncckpt.storage.directory import Directory, io_failed

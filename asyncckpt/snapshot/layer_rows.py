@@ -1,7 +1,8 @@
 """Which rows of which stored layer go to which table, known before any table is touched.
 
 1. The ids of all layers of all shards of all sources are read and verified, and the ids that newer layers have removed.
-2. Of every layer, the rows that count are found (plan/newest_rows.py), and of these the ones that the table owns.
+2. Of every layer, the rows that count are found: the newest of each id, unless a newer layer has removed it. Of these
+   the table takes the ones that it owns.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncckpt.errors import CorruptError
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
+from asyncckpt.native import core
 from asyncckpt.native.contract import I64, U8
 from asyncckpt.plan.load_plan import TableLoadPlan
-from asyncckpt.plan.newest_rows import LayerIds, newest_rows
 from asyncckpt.plan.stored_tables import StoredLayer, StoredShard
-from asyncckpt.snapshot.block_reader import BlockReader
+from asyncckpt.snapshot.windows import BlockReader
 
 
 @dataclass
@@ -129,3 +131,47 @@ def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
     if owned.all():
         return counted
     return np.flatnonzero(owned) if counted is None else counted[owned]
+
+
+@dataclass(frozen=True)
+class LayerIds:
+    """The ids of a layer's rows, int64 [n], and the ids that it takes out of the layers below, int64 [m]."""
+
+    ids: I64
+    removed: I64
+
+
+def newest_rows(layers: Sequence[LayerIds], *, owner: str) -> list[I64 | None]:
+    """For every layer, newest first, the positions of its rows that count, ascending int64; None: all of them.
+
+    A row of the layer itself counts although its id is among the layer's removed ones: it came back. CorruptError
+    naming `owner` when a layer that is not the last holds an id twice; of the last one only rows that count may do so
+    unseen, which whoever gives them to a table finds out.
+    """
+    if len(layers) == 1:
+        return [None]
+    settled = core.id_map(sum(len(layer.ids) + len(layer.removed) for layer in layers[:-1]))
+    positions: list[I64 | None] = []
+    for layer in layers:
+        found = settled.find(layer.ids)
+        count = np.flatnonzero(found < 0)
+        _check_distinct(found[found >= 0], settled.rows_end, owner)
+        positions.append(None if len(count) == len(layer.ids) else count)
+        if layer is layers[-1]:
+            break
+        _, new = settled.insert(layer.ids)
+        if len(new) != len(count):
+            raise _twice(owner)
+        settled.insert(layer.removed)
+    return positions
+
+
+def _check_distinct(rows: I64, rows_end: int, owner: str) -> None:
+    seen = np.zeros(rows_end, dtype=np.bool_)
+    seen[rows] = True
+    if int(np.count_nonzero(seen)) != len(rows):
+        raise _twice(owner)
+
+
+def _twice(owner: str) -> CorruptError:
+    return CorruptError(f"{owner} holds the same id twice")

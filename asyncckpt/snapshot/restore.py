@@ -35,11 +35,10 @@ from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, TableLoadPlan
 from asyncckpt.plan.overlap import overlap
-from asyncckpt.snapshot.block_reader import BlockReader
 from asyncckpt.snapshot.boxes import BoxCopy, queue_boxes
 from asyncckpt.snapshot.layer_rows import LayerRows, read_layers
 from asyncckpt.snapshot.scattered_rows import RowScatter
-from asyncckpt.snapshot.windows import Scatter, scatter_all
+from asyncckpt.snapshot.windows import BlockReader, Scatter, scatter_all
 
 
 @dataclass

@@ -13,16 +13,14 @@ import numpy as np
 
 from asyncckpt.engine.compact.copy_blocks import BlockCopy
 from asyncckpt.errors import SaveCancelledError, UnsupportedError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import RankPart
+from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.native import I64, Progress
-from asyncckpt.plan.newest_rows import LayerIds, newest_rows
 from asyncckpt.plan.stored_tables import StoredShard, stored_tables
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import copied_spec
-from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.snapshot.layer_rows import IdsReader, LayerIds, newest_rows
 
 
 @dataclass(frozen=True)

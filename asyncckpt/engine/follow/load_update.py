@@ -17,7 +17,7 @@ import torch
 
 from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, values_of
 from asyncckpt.errors import CheckpointError, IncompatibleError
-from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import Chain
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64

@@ -27,8 +27,8 @@ from asyncckpt.engine.follow.cursor import SeenStep
 from asyncckpt.engine.follow.load_update import UpdateRequest, can_take, load_update, read_removed
 from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.encodings import decode
+from asyncckpt.format.manifest import Chain
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress

@@ -24,16 +24,14 @@ from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.engine.load.verify import mark_verified, verify, verify_blocks
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.names import is_compacted_manifest, step_of_manifest
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, rebuild
+from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of
-from asyncckpt.plan.leaf_names import unique_names
 from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets
 from asyncckpt.shard.reader import ChainReader

@@ -15,7 +15,7 @@ import numpy as np
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import newest_step, superseded_folders
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import attempt_of_directory, attempt_of_swept, is_temporary_manifest, split_shard_path
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
