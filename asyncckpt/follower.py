@@ -120,7 +120,9 @@ class Follower:
             self._busy = False
 
     async def _next(self) -> Update:
-        await self._begin()
+        if not self._begun:
+            self._seen = await in_thread(self._first_seen)
+            self._begun = True
         if self._current is not None:
             await in_thread(self._current.done)
             self._current = None
@@ -151,11 +153,6 @@ class Follower:
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         await self.aclose()
-
-    async def _begin(self) -> None:
-        if not self._begun:
-            self._seen = await in_thread(self._first_seen)
-            self._begun = True
 
     def _first_seen(self) -> SeenStep | None:
         """Return where the last follower ended. Runs on a worker thread."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from asyncckpt.errors import CorruptError, IncompatibleError
-from asyncckpt.format.limits import RANKS_MAX
-from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory
+from asyncckpt.format.limits import RANKS_MAX, STEP_MAX
+from asyncckpt.format.names import Attempt, attempt_of_directory
 from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1

@@ -19,7 +19,7 @@ from asyncckpt.format.header import HEADER_ALIGNMENT
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, features_of
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
 from asyncckpt.format.strict_json import Fields
-from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves
+from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, tensor_paths
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 
@@ -27,7 +27,7 @@ _PAD_NAME = re.compile(r"#pad\.[0-9]+")
 
 
 def decode_manifest(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> Manifest:
-    """Decode the bytes of a manifest file; `step` and `compacted` are what its file name tells."""
+    """Decode the bytes of a manifest file; `step` and `compacted` are those of its file name."""
     fields, head, digest = open_manifest(raw, owner=owner, step=step, compacted=compacted)
     first_file = 0
     parts = []
@@ -120,7 +120,7 @@ def check_dense(manifest: Manifest, owner: str) -> None:
     leaf_names: dict[tuple[int, int], str] = {}
     names: dict[tuple[int, str], Path | str] = {}
     for part in manifest.parts:
-        tensor_paths = [path for path, node in leaves(part.tree) if node is not VALUE]
+        own_paths = tensor_paths(part.tree)
         for block in part.blocks:
             spec = block.placed.spec
             if spec.table is not None or spec.role is Role.PAD:
@@ -128,7 +128,7 @@ def check_dense(manifest: Manifest, owner: str) -> None:
             if spec.leaf is not None and leaf_names.setdefault((part.rank, spec.leaf), spec.name) != spec.name:
                 what = f"{owner}: block {spec.name!r} names a leaf of {leaf_names[part.rank, spec.leaf]!r}"
                 raise CorruptError(what, found=spec.leaf)
-            found = spec.name if spec.leaf is None else tensor_paths[spec.leaf]
+            found = spec.name if spec.leaf is None else own_paths[spec.leaf]
             if names.setdefault((part.rank, spec.name), found) != found:
                 raise CorruptError(f"{owner}: tensor {spec.name!r} is there twice, or its parts disagree")
             paths[found].append(spec)
@@ -186,7 +186,7 @@ def _check_tables(part: RankPart, owner: str) -> None:
 
 
 def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -> BlockFacts:
-    """One element of `blocks`; CorruptError naming block or field.
+    """Decode one element of `blocks`; CorruptError naming block or field.
 
     files: of the part that the block belongs to; the first of them is the file of number first_file among all.
     """
@@ -234,7 +234,7 @@ def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -
 
 
 def _column_begins(fields: Fields, shape: Sequence[int], whole: Sequence[int] | None) -> tuple[int, ...]:
-    """Where a box begins in the dimensions but the first; empty where it holds whole rows."""
+    """Return where a box begins in the dimensions but the first; empty where it holds whole rows."""
     if fields.absent("column_begins"):
         return ()
     begins = fields.integers("column_begins", count_max=limits.DIMENSIONS_MAX)
@@ -244,7 +244,7 @@ def _column_begins(fields: Fields, shape: Sequence[int], whole: Sequence[int] | 
 
 
 def _encoding(fields: Fields) -> tuple[EncodingStep, ...]:
-    """The steps, each with its kind; whether they are known is for whoever decodes the block."""
+    """Return the steps, each with its kind; decoding the block checks whether they are known."""
     if fields.absent("encoding"):
         return ()
     steps = fields.objects("encoding", count_max=limits.ENCODING_STEPS_MAX)

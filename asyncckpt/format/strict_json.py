@@ -53,7 +53,7 @@ def shown(value: Json) -> str:
 
 
 def looks_like(raw: bytes) -> str | None:
-    """Name what a file really is, when its first bytes tell."""
+    """Name what a file really is, if its first bytes show it."""
     head = raw[:512].lstrip().lower()
     known = [
         (b"version https://git-lfs", "a git-lfs pointer, fetch the real file"),

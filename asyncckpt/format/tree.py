@@ -32,17 +32,17 @@ _KEY_TYPES: dict[str, type] = {"int": int, "bool": bool, "float": float, "NoneTy
 
 
 def key_value(key: Key) -> Any:
-    """The user's dict key."""
+    """Return the user's dict key."""
     return key if isinstance(key, str) else key[1]
 
 
 def path_name(path: Path) -> str:
-    """How people read a path: state-dict style, dots between keys. Not unique by itself."""
+    """Return a path as people read it: state-dict style, dots between keys. Not unique by itself."""
     return ".".join(str(key_value(key)) for key in path)
 
 
 def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """All leaves with their paths, in depth-first order."""
+    """Return all leaves with their paths, in depth-first order."""
     if len(node) == 1:
         yield prefix, node
     elif node[0] == "dict":
@@ -55,8 +55,13 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*prefix, ("int", index)))
 
 
+def tensor_paths(node: Node) -> list[Path]:
+    """Return the paths of tensors and arrays, by the numbers of their leaves."""
+    return [path for path, leaf in leaves(node) if leaf is not VALUE]
+
+
 def descend(node: Node, path: Path) -> Node | None:
-    """The node at a path, None where the tree has none."""
+    """Return the node at a path, None where the tree has none."""
     for key in path:
         while node[0] == "state":
             node = node[1]
@@ -89,7 +94,7 @@ def encode_tree(node: Node, *, _path: Path = ()) -> Json:
 
 
 def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
-    """The inverse of encode_tree; CorruptError naming `owner` for anything else."""
+    """Decode a tree, the inverse of encode_tree; CorruptError naming `owner` for anything else."""
     if type(value) is str and value in _LEAVES:
         return _LEAVES[value]
     if _depth > limits.TREE_DEPTH_MAX:
@@ -112,7 +117,7 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
 
 
 def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
-    """The nested containers of a node, filled with leaves taken in order."""
+    """Return the nested containers of a node, filled with leaves taken in order."""
     if len(node) == 1:
         return next(values if node is VALUE else tensors)
     if node[0] == "dict":
@@ -164,7 +169,7 @@ def tensor_names(tree: Node, *, tables: Iterable[str] = ()) -> list[str]:
 
     Names are for people, filters and the shard files' keys; a leaf is found again by its path.
     """
-    return unique_names((path_name(path) for path, node in leaves(tree) if node is not VALUE), taken=tables)
+    return unique_names(map(path_name, tensor_paths(tree)), taken=tables)
 
 
 def unique_names(names: Iterable[str], *, taken: Iterable[str] = ()) -> list[str]:

@@ -9,6 +9,7 @@ whole.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name
+from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, tensor_paths
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.table import Role
 from asyncckpt.plan.stored_tables import StoredTable, stored_tables
@@ -54,11 +55,11 @@ class Contents:
     unreadable: Mapping[str, str]
 
     def has(self, path: Path) -> bool:
-        """Whether something was saved at a path, be it an empty object."""
+        """Return whether something was saved at a path, be it an empty object."""
         return descend(self.tree, path) is not None
 
     def below(self, path: Path) -> list[StoredDense]:
-        """The tensors at and below a path of the tree."""
+        """Return the tensors at and below a path of the tree."""
         return [item for item in self.dense.values() if item.path[: len(path)] == path and item.path in self._in_tree]
 
     @cached_property
@@ -66,7 +67,7 @@ class Contents:
         return frozenset(self.leaf_paths)
 
     def blocks(self) -> Iterator[int]:
-        """The numbers of all blocks that the checkpoint is put together from."""
+        """Return the numbers of all blocks that the checkpoint is put together from."""
         for item in self.dense.values():
             yield from item.blocks
         for table in self.tables.values():
@@ -105,7 +106,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
 
 
 def _dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
-    """The dense tensors of all ranks by name, and what cannot be read. Reading the manifest has checked the names."""
+    """Return the dense tensors of all ranks by name, and what cannot be read. Names are already checked."""
     numbers: dict[Path | str, list[int]] = defaultdict(list)
     unreadable: dict[str, str] = {}
     number = -1
@@ -133,11 +134,8 @@ def _dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
 
 
 def joined_tree(trees: Sequence[Node]) -> Node:
-    """The tree of all ranks, in their order."""
-    first, *others = trees
-    for other in others:
-        first = _joined(first, other)
-    return first
+    """Return the tree of all ranks, in their order."""
+    return functools.reduce(_joined, trees)
 
 
 def _joined(first: Node, second: Node) -> Node:
@@ -156,13 +154,8 @@ def _joined(first: Node, second: Node) -> Node:
     return ("dict", (*first[1], *new), (*children, *(theirs[key] for key in new)))
 
 
-def tensor_paths(tree: Node) -> list[Path]:
-    """The paths of tensors and arrays, by the numbers of their leaves."""
-    return [path for path, node in leaves(tree) if node is not VALUE]
-
-
 def paths_by_part(parts: Iterable[RankPart]) -> Iterator[list[Path]]:
-    """The paths of every part's tensors. Most ranks have the same tree: then it is the same list."""
+    """Return the paths of every part's tensors. Most ranks have the same tree: then it is the same list."""
     tree: Node | None = None
     paths: list[Path] = []
     for part in parts:
@@ -172,7 +165,7 @@ def paths_by_part(parts: Iterable[RankPart]) -> Iterator[list[Path]]:
 
 
 def joined_values(parts: Iterable[RankPart]) -> dict[Path, tuple[int, Json]]:
-    """Every plain value by its path, of the lowest rank that has it, with that rank."""
+    """Return every plain value by its path, of the lowest rank that has it, with that rank."""
     found: dict[Path, tuple[int, Json]] = {}
     for part in parts:
         own = (path for path, node in leaves(part.tree) if node is VALUE)

@@ -9,34 +9,24 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode, stored_as
-from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U8, U64, core
+from asyncckpt.shard.reader import ChainReader
 
 WINDOW_BYTES = 16 << 20
 # Encodings that store every row by itself, so that rows can be taken out of what is stored.
 _ROWWISE = ("cast", "quantize")
 
 
-class StoredBlocks(Protocol):
-    """What is asked of a reader; it does not verify the parts of blocks that are read here."""
-
-    def add(self, number: int, address: int, *, begin: int, bytes: int) -> None: ...
-    def run(self) -> None: ...
-    def block(self, number: int) -> BlockFacts: ...
-    def check(self, number: int, digest: bytes) -> None: ...
-
-
 def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
-    """What the copy of a block is: `rows` of it, ascending positions; None: all, as it is stored.
+    """Return what the copy of a block is: `rows` of it, ascending positions; None: all, as it is stored.
 
     Of an encoding those steps stay that store every row by itself, and decoding gives the same bits either way. Doing
     the others anew for fewer rows is left to whoever wants it.
@@ -46,8 +36,8 @@ def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
     return _rows_apart(spec).with_rows(len(rows))
 
 
-def stored_source(reader: StoredBlocks, number: int, rows: I64 | None) -> ByteSource:
-    """The bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
+def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSource:
+    """Return the bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
     spec = reader.block(number).placed.spec
     if rows is None:
         return _Source(_WholeBlock(reader, number))
@@ -57,7 +47,7 @@ def stored_source(reader: StoredBlocks, number: int, rows: I64 | None) -> ByteSo
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
-    """The block with as much of its encoding undone as is needed to take rows out of it."""
+    """Return the block with as much of its encoding undone as is needed to take rows out of it."""
     kept = tuple(itertools.takewhile(lambda step: step.get("kind") in _ROWWISE, spec.encoding))
     if len(kept) == len(spec.encoding):
         return spec
@@ -75,7 +65,7 @@ def _rows_apart(spec: BlockSpec) -> BlockSpec:
 
 
 def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
-    """The bytes of `apart` out of those of `spec`."""
+    """Return the bytes of `apart` out of those of `spec`."""
     if apart.encoding:
         shape = (spec.shape[0], apart.bytes // spec.shape[0])
         spec = replace(spec, dtype="uint8", shape=shape, encoding=spec.encoding[-1:])
@@ -87,7 +77,7 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
 class _Stored:
     """Reads a stored block from begin to end. `next` gives the next bytes of the copy, an empty array at its end."""
 
-    def __init__(self, reader: StoredBlocks, number: int) -> None:
+    def __init__(self, reader: ChainReader, number: int) -> None:
         self._reader = reader
         self._number = number
         self._spec = reader.block(number).placed.spec
@@ -98,7 +88,7 @@ class _Stored:
         raise NotImplementedError
 
     def _read(self, size: int) -> U8:
-        """The next `size` bytes of the stored block, fewer at its end, where its digest is checked."""
+        """Return the next `size` bytes of the stored block, fewer at its end, where its digest is checked."""
         size = min(size, self._spec.bytes - self._read_bytes)
         window = np.empty(size, dtype=np.uint8)
         if size:
@@ -121,7 +111,7 @@ class _WholeBlock(_Stored):
 class _ChosenRows(_Stored):
     """Some rows, in the form in which they are stored."""
 
-    def __init__(self, reader: StoredBlocks, number: int, rows: I64) -> None:
+    def __init__(self, reader: ChainReader, number: int, rows: I64) -> None:
         super().__init__(reader, number)
         self._rows = rows
         self._row_bytes = max(1, self._spec.bytes // max(1, self._spec.shape[0]))
@@ -147,7 +137,7 @@ class _ChosenRows(_Stored):
 class _DecodedRows(_Stored):
     """Some rows of a block that has to be decoded as a whole; blocks that are encoded are small parts."""
 
-    def __init__(self, reader: StoredBlocks, number: int, rows: I64) -> None:
+    def __init__(self, reader: ChainReader, number: int, rows: I64) -> None:
         super().__init__(reader, number)
         self._rows = rows
 

@@ -86,7 +86,7 @@ def _is_plain(target: torch.Tensor) -> bool:
 
 
 def _has_bytes(target: torch.Tensor) -> bool:
-    """Whether the bytes of a file can stand in its memory."""
+    """Return whether the bytes of a file can stand in its memory."""
     return not target.is_conj() and not target.is_neg()
 
 
@@ -111,7 +111,7 @@ def _queue_runs(number: int, copy: BoxCopy, spec: BlockSpec, reader: BlockReader
 
 
 def _run_begins(copy: BoxCopy, spec: BlockSpec) -> int:
-    """The outermost dimension from which on the box is one run of bytes, both in the block and in memory."""
+    """Return the outermost dimension from which on the box is one run of bytes, both in the block and in memory."""
     first = len(spec.shape)
     expected = 1
     for dimension in reversed(range(len(spec.shape))):
@@ -176,7 +176,7 @@ class _Cutter:
     whole: bool
 
     def slabs(self, outer: tuple[int, ...], copies: tuple[BoxCopy, ...], begin: int) -> Iterator[_Slab]:
-        """Those at `outer`, where the bytes begin at `begin`; `copies` want something there."""
+        """Return those at `outer`, where the bytes begin at `begin`; `copies` want something there."""
         depth, shape = len(outer), self.spec.shape
         step_bytes = self.spec.bytes // math.prod(shape[: depth + 1]) if self.spec.bytes else 0
         low, high = 0, shape[depth]
@@ -212,7 +212,7 @@ def _box(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _values(memory: U8, spec: BlockSpec, shape: Sequence[int]) -> torch.Tensor:
-    """The bytes of a block that is not encoded, or of a part of it, as the array they are."""
+    """Return the bytes of a block that is not encoded, or of a part of it, as the array they are."""
     return torch.from_numpy(memory).view(dtype_by_name(spec.dtype, owner=spec.name).dtype).reshape(tuple(shape))
 
 

@@ -5,8 +5,8 @@ only some is wanted; encoded blocks; strides; devices. Many small blocks share o
 several; each block is read once, and its digest is taken over all of it. An encoded block is read whole, verified, then
 decoded. boxes.py and scattered_rows.py say what becomes of a window's bytes.
 
-Windows for devices are pinned, and there are two: one is read while what was in the other goes up
-(devices/uploads.py). So a load takes as long as the slower of disk and bus.
+Windows for devices are pinned, and there are two: one is read while the other is uploaded (devices/uploads.py).
+So a load takes as long as the slower of disk and bus.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Scatter(Protocol):
     @property
     def targets(self) -> Iterable[torch.Tensor]: ...
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterable[Window]:
-        """The windows of the block, ascending, of about bytes_max at most; a single element may be larger.
+        """Return the windows of the block, ascending, of about bytes_max at most; a single element may be larger.
 
         whole: without gaps from begin to end, for a digest; else those that hold something wanted will do. An encoded
         block is one window.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.errors import CorruptError, IncompatibleError, NotFoundError, UsageError
+from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import STEP_MAX
 from asyncckpt.format.strict_json import Fields, dumps, loads
 from asyncckpt.storage.directory import Directory, io_failed
 

@@ -24,7 +24,7 @@ from asyncckpt.commit.discover import committed_steps, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import in_row_order, layers_that_count, within
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.follow.load_update import UpdateRequest, can_take, load_update, read_removed
+from asyncckpt.engine.follow.load_update import can_take, load_update, read_removed
 from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
@@ -144,17 +144,10 @@ class OpenUpdate:
             if not self._is_whole(name) and can_take(tables[name], self._changes[name])
         }
         held.forget(tables)
-        request = UpdateRequest(
-            path=self.path,
-            chain=self._chain,
-            contents=self._contents,
-            tables=tables,
-            state=state,
-            changes=changes,
-            strict=strict,
-        )
         with self._reading(progress) as reader:
-            report = load_update(request, reader)
+            report = load_update(
+                self.path, self._chain, self._contents, reader, tables, state, changes=changes, strict=strict
+            )
         held.put(self.step, tables)
         return report
 
@@ -184,19 +177,13 @@ class OpenUpdate:
         """
         if self.previous is None:
             return table
-        shards = [self._newer_layers(shard) for shard in table.shards]
+        shards = [_layers_after(self.previous, shard) for shard in table.shards]
         is_whole = any(len(new.layers) == len(old.layers) for new, old in zip(shards, table.shards, strict=True))
         before = next(manifest for manifest in self._chain.manifests if manifest.step == self.previous)
         ranks_before = {part.rank for part in before.parts for facts in part.tables if facts.name == table.name}
         if is_whole or ranks_before != {shard.rank for shard in shards}:
             return table
         return replace(table, shards=tuple(shards))
-
-    def _newer_layers(self, shard: StoredShard) -> StoredShard:
-        previous = self.previous
-        assert previous is not None
-        layers = itertools.takewhile(lambda layer: layer.step > previous, shard.layers)
-        return replace(shard, layers=tuple(layers))
 
     def _is_whole(self, name: str) -> bool:
         return self._changes[name] is self._contents.tables[name]
@@ -227,6 +214,10 @@ class OpenUpdate:
         except BaseException:
             self.close()
             raise
+
+
+def _layers_after(step: int, shard: StoredShard) -> StoredShard:
+    return replace(shard, layers=tuple(itertools.takewhile(lambda layer: layer.step > step, shard.layers)))
 
 
 def _is_change_of(chain: Chain, seen: SeenStep) -> bool:

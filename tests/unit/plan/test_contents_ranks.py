@@ -30,8 +30,7 @@ from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Column, OwnsIds, Role, TableSchema
 from asyncckpt.plan.contents import contents_of, joined_tree
 from asyncckpt.plan.load_plan import make_load_plan
-from asyncckpt.plan.load_targets import DenseTargets
-from asyncckpt.plan.overlap import overlap
+from asyncckpt.plan.load_targets import DenseTargets, overlap
 
 pytestmark = pytest.mark.once
 HEADER_BYTES = 4096
