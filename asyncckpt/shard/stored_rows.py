@@ -40,10 +40,10 @@ def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSou
     """Return the bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
     spec = reader.block(number).placed.spec
     if rows is None:
-        return _Source(_WholeBlock(reader, number))
+        return _WholeBlock(reader, number)
     if _rows_apart(spec) == spec:
-        return _Source(_ChosenRows(reader, number, rows))
-    return _Source(_DecodedRows(reader, number, rows))
+        return _ChosenRows(reader, number, rows)
+    return _DecodedRows(reader, number, rows)
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
@@ -75,7 +75,10 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
 
 
 class _Stored:
-    """Reads a stored block from begin to end. `next` gives the next bytes of the copy, an empty array at its end."""
+    """A ByteSource over a stored block, read from begin to end, for byte ranges that ascend without gaps.
+
+    `_next` returns the next bytes of the copy, an empty array at its end.
+    """
 
     def __init__(self, reader: ChainReader, number: int) -> None:
         self._reader = reader
@@ -83,8 +86,27 @@ class _Stored:
         self._spec = reader.block(number).placed.spec
         self._digester = core.digester()
         self._read_bytes = 0
+        self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
+        self._made = 0
+        self._given = 0
 
-    def next(self) -> U8:
+    def pieces(self, begin: int, end: int) -> U64:
+        while self._made < end:
+            found = self._next()
+            assert len(found), "a block gave fewer bytes than its rows have"
+            self._held.append((self._made, found))
+            self._made += len(found)
+        self._given = end
+        spans = [
+            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
+        ]
+        return np.array(spans, dtype=np.uint64).reshape(-1, 2)
+
+    def release(self) -> None:
+        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
+            self._held.popleft()
+
+    def _next(self) -> U8:
         raise NotImplementedError
 
     def _read(self, size: int) -> U8:
@@ -104,7 +126,7 @@ class _Stored:
 class _WholeBlock(_Stored):
     """All bytes, as they are stored."""
 
-    def next(self) -> U8:
+    def _next(self) -> U8:
         return self._read(WINDOW_BYTES)
 
 
@@ -117,7 +139,7 @@ class _ChosenRows(_Stored):
         self._row_bytes = max(1, self._spec.bytes // max(1, self._spec.shape[0]))
         self._window_rows = max(1, WINDOW_BYTES // self._row_bytes)
 
-    def next(self) -> U8:
+    def _next(self) -> U8:
         """The chosen rows of the next window that has some. Behind the last one the rest of the block is read, too."""
         while self._read_bytes < self._spec.bytes:
             begin = self._read_bytes // self._row_bytes
@@ -141,7 +163,7 @@ class _DecodedRows(_Stored):
         super().__init__(reader, number)
         self._rows = rows
 
-    def next(self) -> U8:
+    def _next(self) -> U8:
         if self._read_bytes:
             return np.empty(0, dtype=np.uint8)
         raw = _undone(self._read(self._spec.bytes), self._spec, _rows_apart(self._spec))
@@ -154,29 +176,3 @@ def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
     column = np.array([[raw.ctypes.data, chosen.ctypes.data, row_bytes]], dtype=np.uint64)
     core.copy_rows(column, rows, None)
     return chosen
-
-
-class _Source:
-    """A ByteSource over what a stored block gives, for byte ranges that ascend without gaps."""
-
-    def __init__(self, stored: _Stored) -> None:
-        self._stored = stored
-        self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
-        self._made = 0
-        self._given = 0
-
-    def pieces(self, begin: int, end: int) -> U64:
-        while self._made < end:
-            found = self._stored.next()
-            assert len(found), "a block gave fewer bytes than its rows have"
-            self._held.append((self._made, found))
-            self._made += len(found)
-        self._given = end
-        spans = [
-            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
-        ]
-        return np.array(spans, dtype=np.uint64).reshape(-1, 2)
-
-    def release(self) -> None:
-        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
-            self._held.popleft()

@@ -49,26 +49,6 @@ class TableUpdate:
     whole: bool
 
 
-class HeldTables:
-    """Remembers which step each table of a follower holds."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[Table, int]] = {}
-
-    def at(self, step: int | None, tables: Mapping[str, Table]) -> set[str]:
-        """Return the names of the tables that hold a step."""
-        held = {name: self._held.get(name, (None, None)) for name in tables}
-        return {name for name, (table, at) in held.items() if table is tables[name] and at == step}
-
-    def put(self, step: int, tables: Mapping[str, Table]) -> None:
-        self._held |= {name: (table, step) for name, table in tables.items()}
-
-    def forget(self, tables: Mapping[str, Table]) -> None:
-        """Note that the content of these tables is unknown."""
-        for name in tables:
-            self._held.pop(name, None)
-
-
 def seen_step(path: Path, step: int) -> SeenStep:
     """Return a step that a consumer has finished, with its digests if it still exists."""
     try:
@@ -132,23 +112,23 @@ class OpenUpdate:
         tables: Mapping[str, Table],
         state: Mapping[str, Any],
         *,
-        held: HeldTables,
+        held: dict[str, tuple[Table, int]],
         strict: bool,
         progress: Progress,
     ) -> LoadReport:
-        """Bring tables and state to this step, and record that in `held`."""
-        held_names = set() if self.previous is None else held.at(self.previous, tables)
+        """Bring tables and state to this step. held: the tables of the follower, and the step that each holds."""
+        before = {name: held.pop(name, (None, None)) for name in tables}  # After an error, their content is unknown.
         changes = {
-            name: self._changes[name]
-            for name in held_names & self._changes.keys()
-            if not self._is_whole(name) and can_take(tables[name], self._changes[name])
+            name: change
+            for name, change in self._changes.items()
+            if name in tables and before[name][0] is tables[name] and before[name][1] == self.previous
+            if not self._is_whole(name) and can_take(tables[name], change)
         }
-        held.forget(tables)
         with self._reading(progress) as reader:
             report = load_update(
                 self.path, self._chain, self._contents, reader, tables, state, changes=changes, strict=strict
             )
-        held.put(self.step, tables)
+        held |= {name: (table, self.step) for name, table in tables.items()}
         return report
 
     def rows(self, table: str) -> dict[str, torch.Tensor]:
