@@ -24,7 +24,7 @@ import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
-from asyncckpt.engine.follow.table_update import HeldTables, OpenUpdate, TableUpdate, find_update, seen_step
+from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_update, seen_step
 from asyncckpt.engine.process.asyncio_bridge import acquire_save_lock, in_thread
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import UsageError
@@ -99,7 +99,7 @@ class Follower:
         self._busy = False
         self._found: OpenUpdate | None = None
         self._current: Update | None = None
-        self._held = HeldTables()
+        self._held: dict[str, tuple[Table, int]] = {}  # The tables, and the step that each holds.
 
     @property
     def last_step(self) -> int | None:
@@ -120,7 +120,9 @@ class Follower:
             self._busy = False
 
     async def _next(self) -> Update:
-        await self._begin()
+        if not self._begun:
+            self._seen = await in_thread(self._first_seen)
+            self._begun = True
         if self._current is not None:
             await in_thread(self._current.done)
             self._current = None
@@ -151,11 +153,6 @@ class Follower:
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         await self.aclose()
-
-    async def _begin(self) -> None:
-        if not self._begun:
-            self._seen = await in_thread(self._first_seen)
-            self._begun = True
 
     def _first_seen(self) -> SeenStep | None:
         """Return where the last follower ended. Runs on a worker thread."""

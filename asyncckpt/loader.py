@@ -21,8 +21,8 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
+from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
-from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.load_plan import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
@@ -42,7 +42,8 @@ class Loader:
                      load_state_dict, plain values are returned in LoadReport.values. For a tensor that is spread over
                      ranks (DTensor, ShardedTensor, Sharded), fills this rank's part, whichever rank saved which part
     parallel         maximal number of reading threads (this version uses up to 4)
-    filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources
+    filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources.
+                     None: everything, under its own name
     step             None: the newest
     strict           raise IncompatibleError for missing entries, and for unexpected ones inside a module; else report
                      them
@@ -71,7 +72,7 @@ class Loader:
         hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         parallel: int = 16,
-        filter_func: LoadFilter = identity,
+        filter_func: LoadFilter | None = None,
         *,
         step: int | None = None,
         strict: bool = True,
@@ -88,20 +89,22 @@ class Loader:
         check_step(step)
         check_type("ranks", ranks, RankOptions)
         self._busy = BusyPolicy.of(on_busy, actions=("raise", "wait"))
-        self._rank, self._ranks_count = own_rank(
-            shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num")
-        )
+        rank, ranks_count = own_rank(shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num"))
         self._path = check_path(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
-        self._tables = dict(named_tables(tables))
-        self._state = named_state(tensors)
-        self._threads = min(parallel, READ_THREADS_MAX)
-        self._filter_func = filter_func
-        self._step = step
-        self._strict = strict
-        self._verify = verify
-        self._merge = merge
-        self._fallback = fallback
+        self._request = LoadRequest(
+            tables=dict(named_tables(tables)),
+            state=named_state(tensors),
+            filter_func=filter_func,
+            step=step,
+            strict=strict,
+            verify=verify,
+            merge=merge,
+            fallback=fallback,
+            threads=min(parallel, READ_THREADS_MAX),
+            rank=rank,
+            ranks_count=ranks_count,
+        )
 
     def load(self) -> LoadReport:
         """Load now. Touches no target before reading begins.
@@ -111,7 +114,7 @@ class Loader:
         """
         ticket = self._acquire(thread=threading.get_ident())
         try:
-            return self._run(LoadFuture(step=self._step, path=self._path, what="load"))
+            return self._run(Progress())
         finally:
             save_lock.release(ticket)
 
@@ -119,13 +122,13 @@ class Loader:
         """Load on a background thread; the targets must not be used until the future is done."""
         streams = CallerStreams()
         ticket = self._acquire()
-        future = LoadFuture(step=self._step, path=self._path, what="load")
+        future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
         def work() -> None:
             try:
                 streams.follow()
                 try:
-                    report = self._run(future)
+                    report = self._run(future.native_progress)
                 finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
             except BaseException as error:
@@ -143,24 +146,10 @@ class Loader:
         return future
 
     def _acquire(self, thread: int | None = None) -> Ticket:
-        ticket = Ticket(kind="load", path=self._path, step=self._step, thread=thread)
+        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=thread)
         save_lock.acquire(ticket, on_busy=self._busy.action, deadline_s=self._busy.deadline)
         return ticket
 
-    def _run(self, future: LoadFuture) -> LoadReport:
+    def _run(self, progress: Progress) -> LoadReport:
         with CheckpointRoot.for_reading(self._path) as root:
-            request = LoadRequest(
-                root=root,
-                tables=self._tables,
-                state=self._state,
-                filter_func=self._filter_func,
-                step=self._step,
-                strict=self._strict,
-                verify=self._verify,
-                merge=self._merge,
-                fallback=self._fallback,
-                threads=self._threads,
-                rank=self._rank,
-                ranks_count=self._ranks_count,
-            )
-            return run_load(request, future.native_progress)
+            return run_load(root, self._request, progress)

@@ -13,9 +13,9 @@ import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_type
+from asyncckpt.commit.discover import newest_verified
 from asyncckpt.devices.current_runtime import device_of
-from asyncckpt.engine.compact.compaction_job import skipped_compaction, start_compaction
-from asyncckpt.engine.load.verify import newest_verified
+from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
@@ -201,8 +201,6 @@ class Saver:
         """
         self._check_open()
         self._errors.raise_first()
-        if self._target.rank:
-            return skipped_compaction(self._target, step)
         future = start_compaction(self._target, step)
         self._errors.watch(future)
         return future

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from asyncckpt.checkpoints import CheckpointInfo
-from asyncckpt.cli.finding import Finding
+from asyncckpt.cli.findings import Finding
 from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError
 from asyncckpt.follower import Update
@@ -64,22 +64,10 @@ def print_error(error: CheckpointError) -> None:
 
 
 def _summary(info: CheckpointInfo) -> dict[str, Any]:
-    return {
-        "step": info.step,
-        "kind": info.kind,
-        "parents": list(info.parents),
-        "compacted": info.compacted,
-        "created": info.created,
-        "writer": info.writer,
-        "bytes": info.bytes,
-        "files": list(info.files),
-        "ranks_count": info.ranks_count,
-        "ranks": [asdict(rank) for rank in info.ranks],
-        "tables": dict(info.tables),
-        "table_infos": {name: _plain(asdict(table)) for name, table in info.table_infos.items()},
-        "blocks_count": len(info.blocks),
-        "digest": info.digest,
-    }
+    """Return everything but metadata and blocks."""
+    facts: dict[str, Any] = _plain(asdict(replace(info, blocks=(), metadata={})))
+    del facts["blocks"], facts["metadata"]
+    return {**facts, "ranks_count": info.ranks_count, "blocks_count": len(info.blocks)}
 
 
 def _with_error(finding: Finding[object], facts: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The commands.
 
 Each command calls the library, prints for people (screen.py) or as JSON (as_json.py), and exits with the code of the
-worst finding (exit_codes.py). An error of the library becomes one line and a code, never a traceback.
+worst finding (findings.py). An error of the library becomes one line and a code, never a traceback.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rich.console import Console
 from asyncckpt.checkpoints import describe, list_steps
 from asyncckpt.checkpoints import verify as verify_step
 from asyncckpt.cli import as_json, screen
-from asyncckpt.cli.exit_codes import EXIT_CODES, ExitCode, code_of, worst_code
-from asyncckpt.cli.finding import Finding
+from asyncckpt.cli.findings import EXIT_CODES, ExitCode, Finding, code_of, worst_code
 from asyncckpt.compaction import compact as compact_step
 from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError, NotFoundError

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncckpt.checkpoints import BlockInfo, CheckpointInfo
-from asyncckpt.cli.finding import Finding
+from asyncckpt.cli.findings import Finding
 from asyncckpt.engine.follow.table_update import TableUpdate
 from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError

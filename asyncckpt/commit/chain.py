@@ -16,8 +16,7 @@ from typing import Any
 from asyncckpt.commit.discover import read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import ManifestHead, ParentFacts
+from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts
 
 STEPS_SHOWN_MAX = 16
 

@@ -126,3 +126,17 @@ def _shown(steps: list[int]) -> str:
     if len(steps) <= 8:
         return str(steps)
     return f"[{steps[0]}, {steps[1]}, ... {len(steps) - 4} more ..., {steps[-2]}, {steps[-1]}]"
+
+
+_verified: set[tuple[tuple[int, int], int]] = set()  # (directory, step)
+
+
+def mark_verified(root: CheckpointRoot, step: int) -> None:
+    """Remember that this process has verified a step; retention will not remove the newest such step."""
+    _verified.add((root.root.identity, step))
+
+
+def newest_verified(root: CheckpointRoot) -> set[int]:
+    """Return the newest step of this directory that this process has verified, as a set of none or one."""
+    own = root.root.identity
+    return set(sorted(step for directory, step in _verified if directory == own)[-1:])

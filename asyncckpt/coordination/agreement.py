@@ -22,8 +22,7 @@ from typing import Any
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.messages import cause_of
 from asyncckpt.errors import DeadlineError, PeerError
-from asyncckpt.format.fields import Fields
-from asyncckpt.format.strict_json import dumps, loads
+from asyncckpt.format.strict_json import Fields, dumps, loads
 from asyncckpt.model.own_rank import own_rank
 
 CALLS_PEER_DEADLINE_S = 600.0  # A rank may train for long before it asks for what another one waits.

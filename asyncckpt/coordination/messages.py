@@ -20,10 +20,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
-from asyncckpt.format.fields import Fields
-from asyncckpt.format.limits import RANKS_MAX
-from asyncckpt.format.names import STEP_MAX, Attempt, attempt_of_directory
-from asyncckpt.format.strict_json import Json, dumps, loads, shown
+from asyncckpt.format.limits import RANKS_MAX, STEP_MAX
+from asyncckpt.format.names import Attempt, attempt_of_directory
+from asyncckpt.format.strict_json import Fields, Json, dumps, loads, shown
 
 PROTOCOL_VERSION = 1
 CAUSE_CHARACTERS_MAX = 2000

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 from asyncckpt.commit.claims import claims
+from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.load.verify import newest_verified
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.gil_switch_interval import short_handovers
 from asyncckpt.engine.process.held_directory import held_directory

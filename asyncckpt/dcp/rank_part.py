@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from asyncckpt.engine.save.box_files import BoxPlan, WrittenBoxes, plan_boxes
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, PartText, encode_part
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import TENSOR, VALUE, Node, leaves
+from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name, leaves
 from asyncckpt.plan.dense_blocks import box_spec
-from asyncckpt.plan.leaf_names import check_name
 
 # A path as DCP flattens a state: keys of dicts as text, places in lists as numbers.
 DcpPath = tuple[str | int, ...]

@@ -29,10 +29,10 @@ from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, stored_of
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.errors import ConflictError, NotFoundError, UsageError
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.limits import check_step
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import Progress

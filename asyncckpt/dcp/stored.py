@@ -24,14 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from asyncckpt.dcp.rank_part import DcpPath
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.manifest import RankPart
+from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, key_value
+from asyncckpt.format.tree import VALUE, Node, key_value, unique_names
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.table import Role
-from asyncckpt.plan.leaf_names import unique_names
 
 DCP_VERSION = "1.0.0"
 

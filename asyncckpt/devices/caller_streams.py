@@ -9,8 +9,7 @@ Each thread has its own current stream. So a load in the background calls
 
 from __future__ import annotations
 
-from asyncckpt.devices.current_runtime import runtime
-from asyncckpt.errors import UsageError
+from asyncckpt.devices.current_runtime import check_not_capturing, runtime
 
 
 class CallerStreams:
@@ -36,10 +35,3 @@ class CallerStreams:
         for device, _ in self._events:
             assert self._runtime is not None
             self._runtime.record(self._runtime.current_stream(device)).wait()
-
-
-def check_not_capturing(what: str) -> None:
-    """Raise UsageError, naming the call `what`, if this thread's work is being captured into a graph."""
-    found = runtime()
-    if found is not None and found.is_capturing():
-        raise UsageError(f"{what} was called while a graph is being captured", hint="call it between replays")

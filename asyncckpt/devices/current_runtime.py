@@ -9,6 +9,7 @@ import torch
 
 from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.cuda_runtime import CudaRuntime
+from asyncckpt.errors import UsageError
 
 _cuda = CudaRuntime()
 _instead: list[Runtime] = []
@@ -36,3 +37,10 @@ def device_of(tensor: torch.Tensor) -> int | None:
     """Return the index of the device of a tensor's storage; None for the host or an unknown kind of device."""
     found = runtime()
     return None if found is None else found.device_of(tensor)
+
+
+def check_not_capturing(what: str) -> None:
+    """Raise UsageError, naming the call `what`, if this thread's work is being captured into a graph."""
+    found = runtime()
+    if found is not None and found.is_capturing():
+        raise UsageError(f"{what} was called while a graph is being captured", hint="call it between replays")

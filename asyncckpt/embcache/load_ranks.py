@@ -26,7 +26,6 @@ from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
-from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets
@@ -85,7 +84,10 @@ class RanksLoad:
             empty_tables(table for name, table in self.saved.all.items() if name not in self.wanted)
             for index, folder in enumerate(self.save.folders):
                 with CheckpointRoot.for_reading(folder) as root:
-                    report = run_load(self._request(root, merge=index > 0), Progress())
+                    request = LoadRequest(
+                        tables=self.wanted, state={}, step=self.save.step, merge=index > 0, threads=READ_THREADS
+                    )
+                    report = run_load(root, request, Progress())
                 rows.update(report.rows)
                 bytes_read += report.bytes_read
             self._check_distinct(rows)
@@ -100,20 +102,6 @@ class RanksLoad:
             ignored=self.ignored,
             bytes_read=bytes_read,
             seconds=time.perf_counter() - begun,
-        )
-
-    def _request(self, root: CheckpointRoot, *, merge: bool) -> LoadRequest:
-        return LoadRequest(
-            root=root,
-            tables=self.wanted,
-            state={},
-            filter_func=identity,
-            step=self.save.step,
-            strict=True,
-            verify=True,
-            merge=merge,
-            fallback=False,
-            threads=READ_THREADS,
         )
 
     def _check_distinct(self, rows: Mapping[str, int]) -> None:
@@ -162,7 +150,7 @@ def _checked(root: CheckpointRoot, save: CompleteSave, saved: SavedTables) -> tu
     contents = contents_of(chain)
     check_names(contents.tables.keys() - save.companions, saved, owner=f"step {save.step} in {str(root.path)!r}")
     wanted = {name: table for name, table in saved.all.items() if name in contents.tables}
-    make_load_plan(chain, contents, _NO_DENSE, wanted, filter_func=identity, strict=True)
+    make_load_plan(chain, contents, _NO_DENSE, wanted, strict=True)
     return contents, wanted
 
 

@@ -1,1 +1,1 @@
-"""Bytes and values of the on-disk format; no I/O. docs/format.md tells the same to other readers."""
+"""Bytes and values of the on-disk format; no I/O. docs/format.md describes them for other readers."""

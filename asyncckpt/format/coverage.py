@@ -22,7 +22,7 @@ _MOVED_PER_STEP = 256  # Places of a list that are moved in the time of one step
 
 
 def covers(boxes: Sequence[Box], shape: Sequence[int], *, name: str) -> bool:
-    """Whether boxes cover a shape exactly once. Boxes without elements count for nothing.
+    """Return whether boxes cover a shape exactly once. Boxes without elements count for nothing.
 
     UnsupportedError naming the tensor when that takes more than limits.COVERAGE_WORK_MAX steps.
     """
@@ -45,7 +45,7 @@ class _Work:
         self._steps = 0
 
     def are_apart(self, boxes: Sequence[Box]) -> bool:
-        """Whether no two boxes have an element in common."""
+        """Return whether no two boxes have an element in common."""
         if len(boxes) < 2:
             return True
         cut = [dim for dim in range(len(boxes[0])) if len({box[dim] for box in boxes}) > 1]
@@ -78,7 +78,7 @@ class _Work:
         return True
 
     def _slabs(self, boxes: Sequence[Box]) -> list[list[Box]]:
-        """What lies between two neighbouring edges of the first dimension, without that; alike ones once."""
+        """Return what lies between two neighbouring edges of the first dimension, without that; alike ones once."""
         begins = sorted(boxes)
         at = 0
         opened: list[Box] = []

@@ -15,7 +15,7 @@ from asyncckpt.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class StoredDtype:
-    """A true dtype and how it lies in a shard file. `pair` adds a trailing dimension of 2."""
+    """A true dtype and how it is stored in a shard file. `pair` adds a trailing dimension of 2."""
 
     dtype: torch.dtype
     name: str
@@ -56,7 +56,7 @@ _STORED_AS_PAIR = {"complex128": "F64", "complex32": "F16"}
 
 
 def _table() -> dict[str, StoredDtype]:
-    """Every supported dtype that this torch has, by name."""
+    """Return every supported dtype that this torch has, by name."""
     stored: dict[str, StoredDtype] = {}
     wanted = [(name, code, False) for name, code in _STORED_AS_ITSELF.items()]
     wanted += [(name, "U8", False) for name in _STORED_AS_BYTES]
@@ -78,12 +78,12 @@ STORED_ITEMSIZE = {entry.stored: entry.stored_itemsize for entry in _BY_NAME.val
 
 
 def supported_dtypes() -> tuple[torch.dtype, ...]:
-    """Every dtype that makes the round trip."""
+    """Return every dtype that makes the round trip."""
     return tuple(_BY_DTYPE)
 
 
 def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
-    """How `dtype` is stored; UnsupportedError naming `owner` (a tensor or column) when it is not."""
+    """Return how `dtype` is stored; UnsupportedError naming `owner` (a tensor or column) when it is not."""
     entry = _BY_DTYPE.get(dtype)
     if entry is None:
         raise UnsupportedError(
@@ -96,12 +96,12 @@ def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
 
 
 def known_dtype(name: str) -> StoredDtype | None:
-    """The dtype a manifest names; None when this version, or this torch, has none such."""
+    """Return the dtype a manifest names; None when this version, or this torch, has none such."""
     return _BY_NAME.get(name)
 
 
 def dtype_by_name(name: str, *, owner: str) -> StoredDtype:
-    """The same; UnsupportedError naming `owner` where there is none."""
+    """Return the dtype a manifest names; UnsupportedError naming `owner` where there is none."""
     entry = _BY_NAME.get(name)
     if entry is None:
         raise UnsupportedError(

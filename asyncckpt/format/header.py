@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.dtypes import STORED_ITEMSIZE
-from asyncckpt.format.fields import Fields
 from asyncckpt.format.names import Attempt
-from asyncckpt.format.strict_json import loads, looks_like
+from asyncckpt.format.strict_json import Fields, loads, looks_like
 from asyncckpt.model.block import BlockSpec
 
 HEADER_ALIGNMENT = 4096
@@ -36,7 +35,7 @@ class HeaderTemplate:
     step_at: int
 
     def stamp(self, attempt: Attempt) -> bytes:
-        """The header's bytes for one attempt."""
+        """Return the header's bytes for one attempt."""
         raw = bytearray(self.text)
         raw[self.attempt_at : self.attempt_at + 32] = attempt.id.encode("ascii")
         raw[self.step_at : self.step_at + 12] = f"{attempt.step:012d}".encode("ascii")
@@ -55,11 +54,9 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header."""
+    """A decoded header: the attempt that it names, and its arrays."""
 
-    header_bytes: int
     attempt: str | None
-    step: str | None
     entries: dict[str, HeaderEntry]
 
 
@@ -91,7 +88,7 @@ def render_header(blocks: Sequence[tuple[str, BlockSpec]], *, rank: int) -> Head
 
 
 def header_length(prefix: bytes, *, file_bytes: int, owner: str) -> int:
-    """Bytes of the header including its length field, from the first 8 bytes of a file."""
+    """Return bytes of the header including its length field, from the first 8 bytes of a file."""
     if len(prefix) < 8:
         raise CorruptError(f"{owner} is too short for a safetensors header", found=len(prefix), expected="8 bytes")
     (length,) = struct.unpack("<Q", prefix[:8])
@@ -120,12 +117,7 @@ def decode_header(raw: bytes, *, file_bytes: int, owner: str) -> Header:
         end += entry.bytes
     if end != file_bytes:
         raise CorruptError(f"{owner} has the wrong size", found=file_bytes, expected=end)
-    return Header(
-        header_bytes=len(raw),
-        attempt=metadata.get("asyncckpt.attempt"),
-        step=metadata.get("asyncckpt.step"),
-        entries=entries,
-    )
+    return Header(attempt=metadata.get("asyncckpt.attempt"), entries=entries)
 
 
 def _entry(header: Fields, name: str, *, base: int, owner: str) -> HeaderEntry:

@@ -54,7 +54,7 @@ def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> None:
 
 
 def array_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Bytes of an array, a dimension of 0 counted as 1: torch makes no strides for more than 64 bits of them either."""
+    """Return the bytes of an array, with every 0 in its shape counted as 1: torch cannot make the strides otherwise."""
     return (math.prod(shape) or math.prod(max(1, size) for size in shape)) * itemsize
 
 

@@ -157,6 +157,38 @@ class Manifest:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """The manifests of one checkpoint, newest first: a full one's alone, or a delta's with those of all it builds upon.
+
+    Blocks are numbered through all of them.
+    """
+
+    manifests: tuple[Manifest, ...]
+
+    @property
+    def newest(self) -> Manifest:
+        return self.manifests[0]
+
+    @property
+    def step(self) -> int:
+        return self.newest.step
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(manifest.step for manifest in self.manifests)
+
+    @property
+    def bytes_total(self) -> int:
+        """Of all shard files."""
+        return sum(manifest.bytes_total for manifest in self.manifests)
+
+    @cached_property
+    def blocks(self) -> tuple[BlockFacts, ...]:
+        """All blocks of the newest manifest, then all of the next one, and so on. Its place here numbers a block."""
+        return tuple(block for manifest in self.manifests for block in manifest.blocks)
+
+
+@dataclass(frozen=True)
 class BodyTemplate:
     """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest.
 
@@ -184,7 +216,7 @@ def render_body(
 
 
 def extend_body(body: BodyTemplate, *, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock]) -> BodyTemplate:
-    """The body with these tables, and with further blocks behind its own: without rendering those again."""
+    """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
     limits.check_blocks_count(len(body.holes) + len(blocks))
     listed = _tables_text(tables)
     own = listed + body.text[body.tables_end : -1]
@@ -206,14 +238,14 @@ def _tables_text(tables: Sequence[TableFacts]) -> bytes:
 
 
 def _blocks_text(blocks: Sequence[PlacedBlock], filtered: Collection[int]) -> tuple[bytes, NDArray[np.int64]]:
-    """The text of blocks, and where each of them ends in it, behind its closing brace."""
+    """Return the text of blocks, and where each of them ends in it, behind its closing brace."""
     rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
     lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
     return b",".join(rendered), np.cumsum(lengths) - 1
 
 
 def features_of(blocks: Iterable[PlacedBlock]) -> frozenset[str]:
-    """What blocks ask of a reader."""
+    """Return what blocks ask of a reader."""
     features = set()
     for placed in blocks:
         if placed.spec.encoding:
@@ -253,7 +285,7 @@ def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8],
 def encode_manifest(
     head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8], others: Sequence[PartText] = ()
 ) -> bytearray:
-    """The bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
+    """Return the bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
 
     others: the parts of ranks 1, 2, ... of a checkpoint of several; head.files are those of rank 0 then. All in one
     buffer: for thousands of blocks it is megabytes, and fresh memory is slow.
@@ -296,7 +328,7 @@ def encode_manifest(
 
 
 def written_digest(raw: bytes | bytearray) -> str:
-    """The own digest of a manifest that encode_manifest made, in hexadecimal: what a child pins."""
+    """Return the own digest of a manifest that encode_manifest made, in hexadecimal: what a child pins."""
     return raw[-35:-3].decode("ascii")
 
 
@@ -337,7 +369,7 @@ def _file_json(file: FileFacts) -> Json:
 
 
 def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
-    """One block's JSON; written by hand, with the digest last, because json.dumps of 10,000 dicts takes too long."""
+    """Return a block's JSON, digest last; written by hand, as json.dumps of 10,000 dicts takes too long."""
     spec = placed.spec
     name = json.dumps(spec.name, ensure_ascii=False)
     parts = [f'{{"name":{name},"role":"{spec.role.value}"']
@@ -350,8 +382,8 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
         parts.append(f',"leaf":{spec.leaf}')
     parts.append(f',"dtype":"{spec.dtype}","shape":{list(spec.shape)}'.replace(" ", ""))
     if spec.encoding:
-        stored = {"dtype": spec.stored_dtype, "shape": list(spec.stored_shape)}
-        parts.append(f',"encoding":{_json_text([dict(step) for step in spec.encoding])},"stored":{_json_text(stored)}')
+        stored = dumps({"dtype": spec.stored_dtype, "shape": list(spec.stored_shape)}).decode()
+        parts.append(f',"encoding":{dumps([dict(step) for step in spec.encoding]).decode()},"stored":{stored}')
     if spec.whole_shape is not None:
         parts.append(f',"row_begin":{spec.row_begin},"whole_shape":{list(spec.whole_shape)}'.replace(" ", ""))
         if any(spec.column_begins):
@@ -361,7 +393,3 @@ def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
     parts.append(f',"file":{placed.file_index},"offset":{placed.offset},"bytes":{spec.bytes}')
     parts.append(f',"digest":"{_HOLE.decode()}"}}')
     return "".join(parts).encode("utf-8")
-
-
-def _json_text(value: Json) -> str:
-    return dumps(value).decode("utf-8")

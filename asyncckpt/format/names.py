@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.limits import STEP_MAX as STEP_MAX
 
 LOCK_NAME = "LOCK"
 MANIFESTS_DIR = "manifests"
@@ -43,8 +42,7 @@ class Attempt:
     @staticmethod
     def new(step: int) -> Attempt:
         """A new attempt; UsageError for a step that has no name."""
-        if not 0 <= step <= limits.STEP_MAX:
-            raise UsageError("step is wrong", found=step, expected=f"an int in [0, {limits.STEP_MAX}]")
+        limits.check_step(step, or_none=False)
         return Attempt(step=step, id=uuid.uuid4().hex)
 
     @property
@@ -57,7 +55,7 @@ def manifest_name(step: int) -> str:
 
 
 def compacted_manifest_name(step: int) -> str:
-    """The manifest that stands for that of a step, which may still be there. Whoever looks for the step takes this."""
+    """Return the name of the manifest that replaces a step's own, which may still be there."""
     return f"{step:012d}.full.json"
 
 
@@ -66,7 +64,7 @@ def temporary_manifest_name(attempt: Attempt) -> str:
 
 
 def shard_name(*, rank: int, index: int) -> str:
-    """The name of a rank's shard file of this number; UsageError for one too many."""
+    """Return the name of a rank's shard file of this number; UsageError for one too many."""
     if rank >= limits.RANKS_MAX or index >= limits.FILES_MAX:
         raise UsageError(
             "there are too many ranks or shard files",
@@ -77,13 +75,13 @@ def shard_name(*, rank: int, index: int) -> str:
 
 
 def rank_of_shard(name: str) -> int | None:
-    """The rank that wrote a shard file; None for a foreign file."""
+    """Return the rank that wrote a shard file; None for a foreign file."""
     match = _SHARD.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
 def step_of_manifest(name: str) -> int | None:
-    """The step of a manifest's file name, compacted or not; None for a foreign file."""
+    """Return the step of a manifest's file name, compacted or not; None for a foreign file."""
     match = _MANIFEST.fullmatch(name)
     return int(match.group(1)) if match else None
 
@@ -98,18 +96,18 @@ def is_temporary_manifest(name: str) -> bool:
 
 
 def attempt_of_directory(name: str) -> Attempt | None:
-    """The attempt of a folder under data/; None for a foreign one."""
+    """Return the attempt of a folder under data/; None for a foreign one."""
     match = _ATTEMPT_DIR.fullmatch(name)
     return Attempt(step=int(match.group(1)), id=match.group(2)) if match else None
 
 
 def swept_name(directory: str) -> str:
-    """The name that an attempt's folder has while it is swept away."""
+    """Return the name that an attempt's folder has while it is swept away."""
     return _SWEPT + directory
 
 
 def attempt_of_swept(name: str) -> Attempt | None:
-    """The attempt of a folder that a sweep has moved aside; None for others."""
+    """Return the attempt of a folder that a sweep has moved aside; None for others."""
     return attempt_of_directory(name.removeprefix(_SWEPT)) if name.startswith(_SWEPT) else None
 
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.fields import Fields
 from asyncckpt.format.manifest import (
     DIGEST_ALGORITHM,
     FEATURES,
@@ -22,7 +21,7 @@ from asyncckpt.format.manifest import (
     manifest_digest,
 )
 from asyncckpt.format.names import Attempt, attempt_of_directory, rank_of_shard, split_shard_path
-from asyncckpt.format.strict_json import loads
+from asyncckpt.format.strict_json import Fields, loads
 
 
 def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> ManifestHead:
@@ -31,9 +30,7 @@ def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -
 
 
 def open_manifest(raw: bytes, *, owner: str, step: int, compacted: bool) -> tuple[Fields, ManifestHead, str]:
-    """All members, the head, and the manifest's own digest. `step` and `compacted` are what the file name tells."""
-    if len(raw) > limits.MANIFEST_BYTES_MAX:
-        raise CorruptError(f"{owner} is too large", found=len(raw), expected=limits.MANIFEST_BYTES_MAX)
+    """Return all members, the head, and the own digest. `step` and `compacted` are those of the file name."""
     # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
     digest = manifest_digest(raw, owner=owner)
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
@@ -108,7 +105,7 @@ def _head(fields: Fields) -> ManifestHead:
 
 
 def _parents(fields: Fields, *, kind: str, step: int) -> tuple[ParentFacts, ...]:
-    """The chain below a delta, whose steps descend: so no chain has a cycle. A full checkpoint has none."""
+    """Return the chain below a delta, whose steps descend: so no chain has a cycle. A full checkpoint has none."""
     items = fields.objects("parents", count_max=limits.CHAIN_STEPS_MAX)
     parents = tuple(
         ParentFacts(
@@ -142,7 +139,7 @@ def _check_ranks(fields: Fields, files: Sequence[FileFacts], ranks_count: int) -
 
 
 def rank_fields(fields: Fields, ranks_count: int) -> list[Fields]:
-    """Where the part of every rank stands: that of rank 0 among the members of the manifest, the rest in `others`."""
+    """Return the part of every rank: rank 0's are the members of the manifest, the rest is in `others`."""
     others = [] if fields.absent("others") else fields.objects("others", count_max=limits.RANKS_MAX)
     if len(others) != ranks_count - 1:
         raise CorruptError(

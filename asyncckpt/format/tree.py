@@ -12,7 +12,7 @@ Leaves are numbered in depth-first order, tensors and arrays in one sequence, va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
@@ -26,22 +26,23 @@ Node = tuple[Any, ...]
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
 
+_RESERVED_NAMES = ("__metadata__",)  # Of safetensors.
 _LEAVES = {"t": TENSOR, "a": ARRAY, "v": VALUE}
 _KEY_TYPES: dict[str, type] = {"int": int, "bool": bool, "float": float, "NoneType": type(None)}
 
 
 def key_value(key: Key) -> Any:
-    """The user's dict key."""
+    """Return the user's dict key."""
     return key if isinstance(key, str) else key[1]
 
 
 def path_name(path: Path) -> str:
-    """How people read a path: state-dict style, dots between keys. Not unique by itself."""
+    """Return a path as people read it: state-dict style, dots between keys. Not unique by itself."""
     return ".".join(str(key_value(key)) for key in path)
 
 
 def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """All leaves with their paths, in depth-first order."""
+    """Return all leaves with their paths, in depth-first order."""
     if len(node) == 1:
         yield prefix, node
     elif node[0] == "dict":
@@ -54,8 +55,13 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*prefix, ("int", index)))
 
 
+def tensor_paths(node: Node) -> list[Path]:
+    """Return the paths of tensors and arrays, by the numbers of their leaves."""
+    return [path for path, leaf in leaves(node) if leaf is not VALUE]
+
+
 def descend(node: Node, path: Path) -> Node | None:
-    """The node at a path, None where the tree has none."""
+    """Return the node at a path, None where the tree has none."""
     for key in path:
         while node[0] == "state":
             node = node[1]
@@ -88,7 +94,7 @@ def encode_tree(node: Node, *, _path: Path = ()) -> Json:
 
 
 def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
-    """The inverse of encode_tree; CorruptError naming `owner` for anything else."""
+    """Decode a tree, the inverse of encode_tree; CorruptError naming `owner` for anything else."""
     if type(value) is str and value in _LEAVES:
         return _LEAVES[value]
     if _depth > limits.TREE_DEPTH_MAX:
@@ -111,7 +117,7 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
 
 
 def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
-    """The nested containers of a node, filled with leaves taken in order."""
+    """Return the nested containers of a node, filled with leaves taken in order."""
     if len(node) == 1:
         return next(values if node is VALUE else tensors)
     if node[0] == "dict":
@@ -156,3 +162,34 @@ def _key_from_text(kind: str, text: str) -> Any:
     if kind == "NoneType" and text == "None":
         return None
     raise ValueError(f"{kind} {text!r}")
+
+
+def tensor_names(tree: Node, *, tables: Iterable[str] = ()) -> list[str]:
+    """Return a unique dotted name for every tensor or array leaf, in leaf order; none is the name of a table.
+
+    Names are for people, filters and the shard files' keys; a leaf is found again by its path.
+    """
+    return unique_names(map(path_name, tensor_paths(tree)), taken=tables)
+
+
+def unique_names(names: Iterable[str], *, taken: Iterable[str] = ()) -> list[str]:
+    """Give every second holder of a name a suffix: 'a', 'a#2', 'a#3'."""
+    used = {*taken, *_RESERVED_NAMES}
+    unique = []
+    for name in names:
+        check_name(name)
+        candidate, count = name, 1
+        while candidate in used:
+            count += 1
+            candidate = f"{name}#{count}"
+        used.add(candidate)
+        unique.append(candidate)
+    return unique
+
+
+def check_name(name: str) -> None:
+    """UsageError for a name that UTF-8 cannot hold."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"name is not valid Unicode: {error.reason}", found=name[:80]) from error

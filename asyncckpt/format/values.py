@@ -35,9 +35,9 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
     if type(value) is int:
         return value if abs(value) <= _PLAIN_INT_MAX else {"int": hex(value)}
     if type(value) is float:
-        return {"float": _float_text(value)}
+        return {"float": value.hex()}
     if type(value) is complex:
-        return {"complex": [_float_text(value.real), _float_text(value.imag)]}
+        return {"complex": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if type(value) is list:
@@ -63,7 +63,7 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
 
 
 def decode_value(value: Json, *, owner: str, _depth: int = 0) -> Any:
-    """The inverse of encode_value."""
+    """Decode a value, the inverse of encode_value."""
     if _depth > limits.VALUE_DEPTH_MAX:
         raise CorruptError(
             f"{owner} holds a value that is nested too deeply", expected=f"{limits.VALUE_DEPTH_MAX} levels"
@@ -112,10 +112,6 @@ def _check_keys(pairs: list[list[Json]], owner: str) -> None:
         decode_value({"dict": [[key, None] for key, _ in pairs]}, owner=f"value {owner}")
     except CorruptError as error:
         raise UsageError(f"value {owner} has keys that would not come back: {error}") from error
-
-
-def _float_text(value: float) -> str:
-    return value.hex()
 
 
 def _text(value: str, owner: str) -> str:

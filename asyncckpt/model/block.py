@@ -1,4 +1,4 @@
-"""What one write block is, and where it lies.
+"""What one write block is, and where it is stored.
 
 A BlockSpec names a column of a table or a dense tensor, or a part of one: a range of its rows when it is too large for
 one block, a box of it when it is spread over ranks. A PlacedBlock says where in which shard file its bytes are.
@@ -15,7 +15,7 @@ from asyncckpt.model.table import Role
 
 REMOVED_COLUMN = "#removed"
 
-# What one step of an encoding did, as the manifest tells it: {"kind": "cast", ...}.
+# What one step of an encoding did, as the manifest records it: {"kind": "cast", ...}.
 EncodingStep = Mapping[str, Any]
 
 
@@ -28,7 +28,7 @@ class BlockSpec:
     shape:        of this block; whole_shape of the whole tensor when the block is a part of it: elements [begin[d],
                   begin[d] + shape[d]) of every dimension d, see `begin`
     leaf:         number of the dense leaf in the state tree, None for tables and for renamed blocks
-    encoding:     what was done to the array that dtype and shape tell, in this order, before it was stored as
+    encoding:     what was done to the array of that dtype and shape, in this order, before it was stored as
                   stored_dtype and stored_shape; empty: the array itself is stored
     """
 
@@ -77,7 +77,7 @@ class BlockSpec:
         return replace(self, shape=(count, *self.shape[1:]), stored_shape=(count, *self.stored_shape[1:]))
 
     def part(self, begin: int, end: int) -> BlockSpec:
-        """The rows [begin, end) of this block, as a part of the same whole."""
+        """Return the rows [begin, end) of this block, as a part of the same whole."""
         if end - begin == self.shape[0]:
             return self
         whole = self.whole_shape or self.shape
@@ -105,7 +105,7 @@ class TableFacts:
 
     whole:         all rows are here; else these rows, and the removed ids, are laid over what the parents hold
     removed_count: ids in the block of role "removed" (deltas that are not whole)
-    filters:       the row filters that chose the rows, as the manifest tells them
+    filters:       the row filters that chose the rows, as the manifest records them
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Where the bytes of a block come from when no arena holds them.
 
-Whoever writes blocks asks every source for what the next chunk needs of it, copies all of that, and releases each
+The writer of blocks asks every source for what the next chunk needs of it, copies all of that, and releases each
 source. So memory that a source makes for a chunk lives as long as the copy takes, and no longer.
 """
 
@@ -31,7 +31,7 @@ class DeviceSource(ByteSource, Protocol):
     """A source over memory of a device. What several of them are asked for next is best fetched together."""
 
     def device_slice(self, begin: int, end: int) -> torch.Tensor:
-        """The tensor on a device in which the bytes [begin, end) lie; it may hold a few more."""
+        """Return the tensor on a device in which the bytes [begin, end) lie; it may hold a few more."""
         ...
 
     def supply(self, values: torch.Tensor) -> None:
@@ -71,6 +71,6 @@ class RowsSource:
 
 
 def as_bytes(values: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of contiguous CPU memory; no copy."""
+    """Return the bytes of contiguous CPU memory; no copy."""
     raw: NDArray[np.uint8] = values.reshape(-1).view(torch.uint8).numpy()
     return raw

@@ -16,11 +16,11 @@ import torch
 
 from asyncckpt.errors import CheckpointError, FilterError
 from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.format.tree import check_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.plan.leaf_facts import check_leaf
-from asyncckpt.plan.leaf_names import check_name
 
 FilterFunction = Callable[[list[WriteBlock]], Sequence[WriteBlock]]
 

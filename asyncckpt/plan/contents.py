@@ -2,23 +2,25 @@
 
 Dense tensors and values are those of the newest manifest. A tensor is found by its path, whichever ranks wrote the
 boxes of it. Plain values, and what a state consists of, may differ from rank to rank: a reader that is one of as many
-ranks gets its own, any other one those of all ranks together (joined_trees.py).
+ranks gets its own, any other one those of all ranks together. Where these differ, the lower rank counts: of mappings,
+and of the states of objects, every key that some rank has, in the order of the lower rank; anything else is taken as a
+whole.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name
+from asyncckpt.format.manifest import Chain, Manifest, RankPart
+from asyncckpt.format.strict_json import Json
+from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, tensor_paths
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.table import Role
-from asyncckpt.plan.merge_rank_trees import joined_tree, joined_values, paths_by_part, tensor_paths
 from asyncckpt.plan.stored_tables import StoredTable, stored_tables
 
 
@@ -53,11 +55,11 @@ class Contents:
     unreadable: Mapping[str, str]
 
     def has(self, path: Path) -> bool:
-        """Whether something was saved at a path, be it an empty object."""
+        """Return whether something was saved at a path, be it an empty object."""
         return descend(self.tree, path) is not None
 
     def below(self, path: Path) -> list[StoredDense]:
-        """The tensors at and below a path of the tree."""
+        """Return the tensors at and below a path of the tree."""
         return [item for item in self.dense.values() if item.path[: len(path)] == path and item.path in self._in_tree]
 
     @cached_property
@@ -65,7 +67,7 @@ class Contents:
         return frozenset(self.leaf_paths)
 
     def blocks(self) -> Iterator[int]:
-        """The numbers of all blocks that the checkpoint is put together from."""
+        """Return the numbers of all blocks that the checkpoint is put together from."""
         for item in self.dense.values():
             yield from item.blocks
         for table in self.tables.values():
@@ -104,7 +106,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
 
 
 def _dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
-    """The dense tensors of all ranks by name, and what cannot be read. Reading the manifest has checked the names."""
+    """Return the dense tensors of all ranks by name, and what cannot be read. Names are already checked."""
     numbers: dict[Path | str, list[int]] = defaultdict(list)
     unreadable: dict[str, str] = {}
     number = -1
@@ -129,3 +131,44 @@ def _dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
             shape=spec.shape if spec.whole_shape is None else spec.whole_shape,
         )
     return dense, unreadable
+
+
+def joined_tree(trees: Sequence[Node]) -> Node:
+    """Return the tree of all ranks, in their order."""
+    return functools.reduce(_joined, trees)
+
+
+def _joined(first: Node, second: Node) -> Node:
+    if first == second or first[0] != second[0]:
+        return first
+    if first[0] == "state":
+        return ("state", _joined(first[1], second[1]))
+    if first[0] != "dict":
+        return first
+    theirs = dict(zip(second[1], second[2], strict=True))
+    children = [
+        _joined(child, theirs[key]) if key in theirs else child for key, child in zip(first[1], first[2], strict=True)
+    ]
+    known = frozenset(first[1])
+    new = [key for key in second[1] if key not in known]
+    return ("dict", (*first[1], *new), (*children, *(theirs[key] for key in new)))
+
+
+def paths_by_part(parts: Iterable[RankPart]) -> Iterator[list[Path]]:
+    """Return the paths of every part's tensors. Most ranks have the same tree: then it is the same list."""
+    tree: Node | None = None
+    paths: list[Path] = []
+    for part in parts:
+        if part.tree != tree:
+            tree, paths = part.tree, tensor_paths(part.tree)
+        yield paths
+
+
+def joined_values(parts: Iterable[RankPart]) -> dict[Path, tuple[int, Json]]:
+    """Return every plain value by its path, of the lowest rank that has it, with that rank."""
+    found: dict[Path, tuple[int, Json]] = {}
+    for part in parts:
+        own = (path for path, node in leaves(part.tree) if node is VALUE)
+        for path, value in zip(own, part.values, strict=True):
+            found.setdefault(path, (part.rank, value))
+    return found

@@ -22,11 +22,11 @@ import numpy as np
 
 from asyncckpt.format.header import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
+from asyncckpt.format.tree import unique_names
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
 from asyncckpt.native import I64, PAGE_BYTES, paged
 from asyncckpt.options import BLOCK_BYTES_MAX, FILE_TARGET_BYTES
-from asyncckpt.plan.leaf_names import unique_names
 
 PAD_NAME = "#pad"
 

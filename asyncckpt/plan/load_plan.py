@@ -16,17 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
-from asyncckpt.format.tree import Path, path_name
+from asyncckpt.format.manifest import Chain
+from asyncckpt.format.tree import Path, path_name, unique_names
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.leaf_names import unique_names
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, Rebuilt
-from asyncckpt.plan.object_leaves import ObjectLeaves
-from asyncckpt.plan.overlap import overlap
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 LoadInfo = dict[str, dict[str, list[str]]]
@@ -38,7 +35,7 @@ PROBLEMS_SHOWN_MAX = 20
 class DenseLoad:
     """Fill a leaf from a stored tensor, or, with target None, a new tensor for the state dict of an object.
 
-    given: what such a state dict gets where target is a part of it, see object_leaves.py.
+    given: what such a state dict gets where target is a part of it, see load_targets.py.
     """
 
     target: InPlace | None
@@ -50,7 +47,7 @@ class DenseLoad:
         return self.target is None or self.given is not None
 
     def wants(self, spec: BlockSpec) -> bool:
-        """Whether a block of the source holds something of it."""
+        """Return whether a block of the source holds something of it."""
         if self.target is None:
             return True
         boxes = ((piece.begin, tuple(piece.tensor.shape)) for piece in self.target.pieces)
@@ -80,7 +77,7 @@ class LoadPlan:
     info: LoadInfo
 
     def wanted_blocks(self, chain: Chain) -> Iterator[int]:
-        """The numbers of the blocks that may have to be read."""
+        """Return the numbers of the blocks that may have to be read."""
         for load in self.dense:
             yield from (number for number in load.source.blocks if load.wants(chain.blocks[number].placed.spec))
         for item in self.tables:
@@ -97,7 +94,7 @@ def make_load_plan(
     targets: DenseTargets,
     tables: Mapping[str, Table],
     *,
-    filter_func: LoadFilter,
+    filter_func: LoadFilter | None = None,
     strict: bool,
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense."""
@@ -105,8 +102,8 @@ def make_load_plan(
         _check_readable(contents, chain.step)
     info, missing = _default_info(contents, targets, tables)
     by_name = {item.name: item for item in targets.in_place}
-    known = {name: {source: list(columns) for source, columns in sources.items()} for name, sources in info.items()}
-    answer = _filtered(filter_func, info)
+    known = frozenset(info)
+    answer = info if filter_func is None else _filtered(filter_func, info)
     builders = {item.path: ObjectLeaves(item, contents.values) for item in targets.rebuilt if item.module_state is None}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
@@ -115,8 +112,7 @@ def make_load_plan(
         if destination in tables:
             planned.append(_table(destination, tables[destination], sources, contents, chain, problems, strict))
         elif destination in by_name or destination in known:
-            found = _dense(destination, by_name.get(destination), sources, contents, builders, problems)
-            dense += [found] if found is not None else []
+            dense += _dense(destination, by_name.get(destination), sources, contents, builders, problems)
         else:
             problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = _objects(targets, contents, dense, problems)
@@ -193,7 +189,7 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
 def _objects(
     targets: DenseTargets, contents: Contents, dense: list[DenseLoad], problems: list[str]
 ) -> tuple[Rebuilt, ...]:
-    """The objects whose tensors are all loaded. One with none of them loaded is left alone."""
+    """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
     loaded = {load.source.path for load in dense if load.is_for_object}
     chosen = []
     for item in targets.rebuilt:
@@ -244,25 +240,26 @@ def _dense(
     contents: Contents,
     builders: Mapping[Path, ObjectLeaves],
     problems: list[str],
-) -> DenseLoad | None:
+) -> Iterator[DenseLoad]:
     if len(sources) != 1:
         problems.append(f"dense destination {name!r} has {len(sources)} sources, it takes exactly one")
-        return None
+        return
     (source,) = sources
     stored = contents.dense.get(source)
     if stored is None:
         problems.append(f"source {source!r} of {name!r} is not in the checkpoint")
-        return None
+        return
     if target is None:
         builder = next((found for path, found in builders.items() if stored.path[: len(path)] == path), None)
-        leaf = None if builder is None else builder.find(stored)
-        return DenseLoad(target=None, source=stored) if leaf is None else DenseLoad(leaf.target, stored, leaf.given)
+        target, given = (None, None) if builder is None else builder.find(stored)
+        yield DenseLoad(target=target, source=stored, given=given)
+        return
     dtype = dtype_by_name(stored.dtype, owner=source).dtype
     if target.dtype is not dtype:
         problems.append(f"{name!r} has dtype {target.dtype}, the checkpoint {dtype}")
     if target.whole_shape != stored.shape:
         problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
-    return DenseLoad(target=target, source=stored)
+    yield DenseLoad(target=target, source=stored)
 
 
 def _table(

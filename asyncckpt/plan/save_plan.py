@@ -23,7 +23,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, render_body
-from asyncckpt.format.tree import VALUE, Node, leaves, path_name
+from asyncckpt.format.tree import VALUE, Node, check_name, leaves, path_name, tensor_names
 from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema
@@ -31,7 +31,6 @@ from asyncckpt.plan.deferred_tables import DeferredTables, can_be_exported, plan
 from asyncckpt.plan.dense_blocks import TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf, is_plain
-from asyncckpt.plan.leaf_names import check_name, tensor_names
 from asyncckpt.plan.regions import column_row_bytes
 from asyncckpt.plan.state import FlatState
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest, RankPart
+from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import Role
 
@@ -29,7 +28,7 @@ class StoredLayer:
     removed: tuple[int, ...] = ()
 
     def blocks(self) -> Iterator[int]:
-        """The numbers of all its blocks."""
+        """Return the numbers of all its blocks."""
         yield from self.removed
         for numbers in self.columns.values():
             yield from numbers
@@ -37,8 +36,8 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """What one rank has saved of a table. The newest layer that holds an id, as a row or as removed, tells what became
-    of it. Within a layer its row counts: the id was removed, and came back.
+    """What one rank has saved of a table. The newest layer that holds an id, as a row or as removed, decides what
+    became of it. Within a layer its row counts: the id was removed, and came back.
 
     name   of the table
     shard  (index, count): ids whose unsigned value modulo count is index
@@ -50,7 +49,7 @@ class StoredShard:
     layers: tuple[StoredLayer, ...]
 
     def blocks(self) -> Iterator[int]:
-        """The numbers of all its blocks."""
+        """Return the numbers of all its blocks."""
         return itertools.chain.from_iterable(layer.blocks() for layer in self.layers)
 
 
@@ -72,8 +71,12 @@ class StoredTable:
         return [layer for shard in self.shards for layer in shard.layers]
 
 
+# Of a manifest: its layers by rank and table.
+_Layers = dict[tuple[int, str], tuple[TableFacts, StoredLayer]]
+
+
 def stored_tables(chain: Chain) -> dict[str, StoredTable]:
-    """Every table of the newest manifest. CorruptError for layers or shards that do not fit together."""
+    """Return every table of the newest manifest. CorruptError for layers or shards that do not fit together."""
     newest = chain.newest
     for manifest in chain.manifests:
         if manifest.head.ranks_count != newest.head.ranks_count:
@@ -83,40 +86,27 @@ def stored_tables(chain: Chain) -> dict[str, StoredTable]:
                 found=manifest.head.ranks_count,
                 expected=newest.head.ranks_count,
             )
-    found = [_layers(manifest, first) for manifest, first in _numbered(chain)]
+    found: list[_Layers] = []
+    first = 0
+    for manifest in chain.manifests:
+        layers: _Layers = {}
+        for part in manifest.parts:
+            layers |= _layers_of_part(part, first, manifest.step)
+            first += len(part.blocks)
+        found.append(layers)
     shards: dict[str, list[StoredShard]] = defaultdict(list)
     for part in newest.parts:
         for facts in part.tables:
-            layers = _stack(chain, part.rank, facts, found)
-            shards[facts.name].append(StoredShard(facts.name, part.rank, facts.shard, tuple(layers)))
+            stack = tuple(_stack(chain, part.rank, facts, found))
+            shards[facts.name].append(StoredShard(facts.name, part.rank, facts.shard, stack))
     for name, own in shards.items():
         _check_shards(name, own, chain)
     tables = {name: StoredTable(name=name, shards=tuple(own)) for name, own in shards.items()}
     return {name: table for name, table in tables.items() if table.columns}
 
 
-def _numbered(chain: Chain) -> Iterator[tuple[Manifest, int]]:
-    """Every manifest with the number of its first block."""
-    first = 0
-    for manifest in chain.manifests:
-        yield manifest, first
-        first += len(manifest.blocks)
-
-
-# Of a manifest: its layers by rank and table.
-_Layers = Mapping[tuple[int, str], tuple[TableFacts, StoredLayer]]
-
-
-def _layers(manifest: Manifest, first: int) -> _Layers:
-    """What one manifest says of every shard that it lists."""
-    found: dict[tuple[int, str], tuple[TableFacts, StoredLayer]] = {}
-    for part in manifest.parts:
-        found |= _layers_of_part(part, first, manifest.step)
-        first += len(part.blocks)
-    return found
-
-
 def _layers_of_part(part: RankPart, first: int, step: int) -> _Layers:
+    """Return what one rank's part of a manifest holds of every table. `first` is the number of its first block."""
     columns: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     removed: dict[str, list[int]] = defaultdict(list)
     for number, block in enumerate(part.blocks, first):
@@ -143,7 +133,7 @@ def _layers_of_part(part: RankPart, first: int, step: int) -> _Layers:
 
 
 def _stack(chain: Chain, rank: int, newest: TableFacts, found: Sequence[_Layers]) -> Iterator[StoredLayer]:
-    """The layers of a shard, newest first, down to one that is whole."""
+    """Return the layers of a shard, newest first, down to one that is whole."""
     for manifest, layers in zip(chain.manifests, found, strict=True):
         facts, layer = layers.get((rank, newest.name), (None, None))
         if facts is None or layer is None:

@@ -1,35 +1,142 @@
 """Read the shard files of one checkpoint: of one manifest, or of a delta and all it builds upon.
 
-All files are opened and checked first (open_files.py). Blocks are numbered through the manifests of the chain; what is
-queued is read in one parallel call, whichever checkpoints it lies in.
+All files are opened first, and everything about them is checked before a byte of data is used. They are opened by
+descriptor, never mapped: a file truncated under an mmap would kill the process. And all at once, so that a checkpoint
+that retention removes meanwhile stays readable to its end.
+
+Blocks are numbered through the manifests of the chain; what is queued is read in one parallel call, whichever
+checkpoints it lies in.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Iterable
 
 import numpy as np
-from numpy.typing import NDArray
+import xxhash
 
-from asyncckpt.errors import CorruptError, SaveCancelledError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import BlockFacts, Manifest
+from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
+from asyncckpt.format.header import HeaderEntry, decode_header, header_length
+from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest
+from asyncckpt.format.names import split_shard_path
+from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
-from asyncckpt.shard.open_files import OpenFiles
-from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.directory import Directory, io_failed, set_direct
+
+NOT_OPEN = -1
+_SNIFFED_BYTES = 512  # The length of a header, and enough to see what else a file may be.
 
 
-@dataclass(frozen=True)
-class BlockRead:
-    """Bytes [begin, begin + bytes) of a block, to be read to `address`. Digests are checked for whole blocks only."""
+class OpenFiles:
+    """The open shard files of one manifest: `fds` in its order, and whether each is open for direct reads.
 
-    number: int
-    address: int
-    begin: int
-    bytes: int
+    wanted: numbers of the files to open; None: all. The other ones have no descriptor.
+    """
+
+    def __init__(self, data: Directory, manifest: Manifest, *, wanted: Collection[int] | None = None) -> None:
+        self._manifest = manifest
+        self.fds: list[int] = []
+        self.direct: list[bool] = []
+        try:
+            for number, file in enumerate(manifest.head.files):
+                if wanted is None or number in wanted:
+                    self._open(data, file)
+                else:
+                    self.fds.append(NOT_OPEN)
+            self._check_headers()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        fds, self.fds = self.fds, []
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                if fd != NOT_OPEN:
+                    os.close(fd)
+
+    def _open(self, data: Directory, file: FileFacts) -> None:
+        folder, name = split_shard_path(file.path, owner=f"manifest of step {self._manifest.step}")
+        try:
+            with data.child(folder) as directory:
+                fd = directory.open_file(name)
+        except NotFoundError as error:
+            raise CorruptError(
+                f"shard file {file.path!r} of rank {file.rank} of step {self._manifest.step} is missing"
+            ) from error
+        self.fds.append(fd)
+        size = os.fstat(fd).st_size
+        if size != file.bytes:
+            raise CorruptError(
+                f"shard file {file.path!r} of step {self._manifest.step} has the wrong size",
+                found=size,
+                expected=file.bytes,
+                hint=_what_it_is(fd),
+            )
+
+    def _check_headers(self) -> None:
+        """Check that each file's header is the one that was written, with the same places as the manifest."""
+        by_file: list[dict[str, BlockFacts]] = [{} for _ in self.fds]
+        for block in self._manifest.blocks:
+            by_file[block.placed.file_index][block.placed.key] = block
+        for fd, file, blocks in zip(self.fds, self._manifest.head.files, by_file, strict=True):
+            if fd != NOT_OPEN:
+                self._check_header(fd, file, blocks)
+            self.direct.append(fd != NOT_OPEN and set_direct(fd))
+
+    def _check_header(self, fd: int, file: FileFacts, blocks: dict[str, BlockFacts]) -> None:
+        owner = f"shard file {file.path!r} of step {self._manifest.step}"
+        try:
+            length = header_length(_read_begin(fd, _SNIFFED_BYTES), file_bytes=file.bytes, owner=owner)
+            raw = b"" if length != file.header_bytes else _read_begin(fd, length)
+        except OSError as error:
+            raise io_failed(f"{owner} cannot be read", error) from error
+        found = xxhash.xxh3_128_digest(raw)
+        if found != file.header_digest:
+            raise CorruptError(
+                f"{owner} is corrupt: its header has another digest",
+                found=found.hex(),
+                expected=file.header_digest.hex(),
+            )
+        header = decode_header(raw, file_bytes=file.bytes, owner=owner)
+        if header.attempt != self._manifest.head.attempt:
+            raise CorruptError(
+                f"{owner} belongs to another save (mixed steps)",
+                found=header.attempt,
+                expected=self._manifest.head.attempt,
+            )
+        places = {key: (entry.offset, entry.bytes, entry.dtype, entry.shape) for key, entry in header.entries.items()}
+        listed = {key: _place(block, header.entries.get(key)) for key, block in blocks.items()}
+        if places != listed:
+            differing = sorted(key for key in places.keys() | listed.keys() if places.get(key) != listed.get(key))
+            raise CorruptError(f"{owner} and the manifest disagree on blocks", found=differing[:5])
+
+
+def _place(block: BlockFacts, entry: HeaderEntry | None) -> tuple[object, ...]:
+    """Return where the manifest has a block, and as what: for a dtype unknown here, what the header says."""
+    spec = block.placed.spec
+    if entry is not None and not spec.is_known:
+        return (block.placed.offset, spec.bytes, entry.dtype, entry.shape)
+    return (block.placed.offset, spec.bytes, spec.stored_dtype, spec.stored_shape)
+
+
+def _read_begin(fd: int, bytes: int) -> bytes:
+    """Return the first bytes of a file, fewer only where it ends: one read may give less than there is."""
+    raw = b""
+    while len(raw) < bytes and (part := os.pread(fd, bytes - len(raw), len(raw))):
+        raw += part
+    return raw
+
+
+def _what_it_is(fd: int) -> str | None:
+    """Return what a file that is no shard looks like."""
+    with contextlib.suppress(OSError):
+        return looks_like(os.pread(fd, _SNIFFED_BYTES, 0))
+    return None
 
 
 class ChainReader:
@@ -54,7 +161,7 @@ class ChainReader:
         self._threads = threads
         self.verify = verify
         self.progress = progress
-        self._queue: list[BlockRead] = []
+        self._queue: list[tuple[int, int, int, int]] = []  # (block, address, begin, bytes)
         self.bytes_read = 0
         self._checked: set[int] = set()
         # The number behind each manifest's last block.
@@ -79,7 +186,7 @@ class ChainReader:
 
     def add(self, number: int, address: int, *, begin: int, bytes: int) -> None:
         """Queue a read; the memory at `address` must live until `run` returns."""
-        self._queue.append(BlockRead(number=number, address=address, begin=begin, bytes=bytes))
+        self._queue.append((number, address, begin, bytes))
 
     def run(self) -> None:
         """Do all queued reads; CorruptError naming the block when the digest of a whole one is wrong."""
@@ -89,10 +196,10 @@ class ChainReader:
         items = np.empty((len(reads), 3), dtype=np.uint64)
         fds = np.empty(len(reads), dtype=np.int32)
         direct = np.empty(len(reads), dtype=np.int32)
-        for index, read in enumerate(reads):
-            placed = self.block(read.number).placed
-            files = self._files[self._place_of(read.number)]
-            items[index] = (read.address, placed.offset + read.begin, read.bytes)
+        for index, (number, address, begin, size) in enumerate(reads):
+            placed = self.block(number).placed
+            files = self._files[self._place_of(number)]
+            items[index] = (address, placed.offset + begin, size)
             fds[index] = files.fds[placed.file_index]
             direct[index] = files.direct[placed.file_index]
         step = self._chain.step
@@ -107,7 +214,9 @@ class ChainReader:
             raise io_failed(f"shard files of step {step} cannot be read", error) from error
         self.bytes_read += int(items[:, 2].sum())
         if digests is not None:
-            self._check_digests(reads, digests)
+            for (number, _, _, size), digest in zip(reads, digests, strict=True):
+                if size == self.block(number).placed.spec.bytes:
+                    self.check(number, digest.tobytes())
 
     def block(self, number: int) -> BlockFacts:
         return self._chain.blocks[number]
@@ -117,12 +226,12 @@ class ChainReader:
         self._checked.add(number)
 
     def has_checked(self, numbers: Iterable[int]) -> bool:
-        """Whether all of these blocks that hold bytes were read in full and found sound, or passed over."""
+        """Return whether all of these blocks that hold bytes were read in full and found sound, or passed over."""
         return all(number in self._checked for number in numbers if self.block(number).placed.spec.bytes)
 
     def check(self, number: int, digest: bytes) -> None:
         """CorruptError when a block's bytes are not those that were written."""
-        block, manifest = self.block(number), self._manifest_of(number)
+        block, manifest = self.block(number), self._chain.manifests[self._place_of(number)]
         if digest == block.digest:
             self._checked.add(number)
             return
@@ -146,14 +255,6 @@ class ChainReader:
             own.add(self.block(number).placed.file_index)
         return files
 
-    def _check_digests(self, reads: Sequence[BlockRead], digests: NDArray[np.uint8]) -> None:
-        for read, digest in zip(reads, digests, strict=True):
-            if read.bytes == self.block(read.number).placed.spec.bytes:
-                self.check(read.number, digest.tobytes())
-
     def _place_of(self, number: int) -> int:
-        """Which manifest of the chain a block belongs to."""
+        """Return which manifest of the chain a block belongs to."""
         return bisect.bisect_right(self._ends, number)
-
-    def _manifest_of(self, number: int) -> Manifest:
-        return self._chain.manifests[self._place_of(number)]

@@ -9,34 +9,24 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode, stored_as
-from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U8, U64, core
+from asyncckpt.shard.reader import ChainReader
 
 WINDOW_BYTES = 16 << 20
 # Encodings that store every row by itself, so that rows can be taken out of what is stored.
 _ROWWISE = ("cast", "quantize")
 
 
-class StoredBlocks(Protocol):
-    """What is asked of a reader; it does not verify the parts of blocks that are read here."""
-
-    def add(self, number: int, address: int, *, begin: int, bytes: int) -> None: ...
-    def run(self) -> None: ...
-    def block(self, number: int) -> BlockFacts: ...
-    def check(self, number: int, digest: bytes) -> None: ...
-
-
 def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
-    """What the copy of a block is: `rows` of it, ascending positions; None: all, as it is stored.
+    """Return what the copy of a block is: `rows` of it, ascending positions; None: all, as it is stored.
 
     Of an encoding those steps stay that store every row by itself, and decoding gives the same bits either way. Doing
     the others anew for fewer rows is left to whoever wants it.
@@ -46,18 +36,18 @@ def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
     return _rows_apart(spec).with_rows(len(rows))
 
 
-def stored_source(reader: StoredBlocks, number: int, rows: I64 | None) -> ByteSource:
-    """The bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
+def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSource:
+    """Return the bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
     spec = reader.block(number).placed.spec
     if rows is None:
-        return _Source(_WholeBlock(reader, number))
+        return _WholeBlock(reader, number)
     if _rows_apart(spec) == spec:
-        return _Source(_ChosenRows(reader, number, rows))
-    return _Source(_DecodedRows(reader, number, rows))
+        return _ChosenRows(reader, number, rows)
+    return _DecodedRows(reader, number, rows)
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
-    """The block with as much of its encoding undone as is needed to take rows out of it."""
+    """Return the block with as much of its encoding undone as is needed to take rows out of it."""
     kept = tuple(itertools.takewhile(lambda step: step.get("kind") in _ROWWISE, spec.encoding))
     if len(kept) == len(spec.encoding):
         return spec
@@ -75,7 +65,7 @@ def _rows_apart(spec: BlockSpec) -> BlockSpec:
 
 
 def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
-    """The bytes of `apart` out of those of `spec`."""
+    """Return the bytes of `apart` out of those of `spec`."""
     if apart.encoding:
         shape = (spec.shape[0], apart.bytes // spec.shape[0])
         spec = replace(spec, dtype="uint8", shape=shape, encoding=spec.encoding[-1:])
@@ -85,20 +75,42 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
 
 
 class _Stored:
-    """Reads a stored block from begin to end. `next` gives the next bytes of the copy, an empty array at its end."""
+    """A ByteSource over a stored block, read from begin to end, for byte ranges that ascend without gaps.
 
-    def __init__(self, reader: StoredBlocks, number: int) -> None:
+    `_next` returns the next bytes of the copy, an empty array at its end.
+    """
+
+    def __init__(self, reader: ChainReader, number: int) -> None:
         self._reader = reader
         self._number = number
         self._spec = reader.block(number).placed.spec
         self._digester = core.digester()
         self._read_bytes = 0
+        self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
+        self._made = 0
+        self._given = 0
 
-    def next(self) -> U8:
+    def pieces(self, begin: int, end: int) -> U64:
+        while self._made < end:
+            found = self._next()
+            assert len(found), "a block gave fewer bytes than its rows have"
+            self._held.append((self._made, found))
+            self._made += len(found)
+        self._given = end
+        spans = [
+            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
+        ]
+        return np.array(spans, dtype=np.uint64).reshape(-1, 2)
+
+    def release(self) -> None:
+        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
+            self._held.popleft()
+
+    def _next(self) -> U8:
         raise NotImplementedError
 
     def _read(self, size: int) -> U8:
-        """The next `size` bytes of the stored block, fewer at its end, where its digest is checked."""
+        """Return the next `size` bytes of the stored block, fewer at its end, where its digest is checked."""
         size = min(size, self._spec.bytes - self._read_bytes)
         window = np.empty(size, dtype=np.uint8)
         if size:
@@ -114,20 +126,20 @@ class _Stored:
 class _WholeBlock(_Stored):
     """All bytes, as they are stored."""
 
-    def next(self) -> U8:
+    def _next(self) -> U8:
         return self._read(WINDOW_BYTES)
 
 
 class _ChosenRows(_Stored):
     """Some rows, in the form in which they are stored."""
 
-    def __init__(self, reader: StoredBlocks, number: int, rows: I64) -> None:
+    def __init__(self, reader: ChainReader, number: int, rows: I64) -> None:
         super().__init__(reader, number)
         self._rows = rows
         self._row_bytes = max(1, self._spec.bytes // max(1, self._spec.shape[0]))
         self._window_rows = max(1, WINDOW_BYTES // self._row_bytes)
 
-    def next(self) -> U8:
+    def _next(self) -> U8:
         """The chosen rows of the next window that has some. Behind the last one the rest of the block is read, too."""
         while self._read_bytes < self._spec.bytes:
             begin = self._read_bytes // self._row_bytes
@@ -147,11 +159,11 @@ class _ChosenRows(_Stored):
 class _DecodedRows(_Stored):
     """Some rows of a block that has to be decoded as a whole; blocks that are encoded are small parts."""
 
-    def __init__(self, reader: StoredBlocks, number: int, rows: I64) -> None:
+    def __init__(self, reader: ChainReader, number: int, rows: I64) -> None:
         super().__init__(reader, number)
         self._rows = rows
 
-    def next(self) -> U8:
+    def _next(self) -> U8:
         if self._read_bytes:
             return np.empty(0, dtype=np.uint8)
         raw = _undone(self._read(self._spec.bytes), self._spec, _rows_apart(self._spec))
@@ -164,29 +176,3 @@ def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
     column = np.array([[raw.ctypes.data, chosen.ctypes.data, row_bytes]], dtype=np.uint64)
     core.copy_rows(column, rows, None)
     return chosen
-
-
-class _Source:
-    """A ByteSource over what a stored block gives, for byte ranges that ascend without gaps."""
-
-    def __init__(self, stored: _Stored) -> None:
-        self._stored = stored
-        self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
-        self._made = 0
-        self._given = 0
-
-    def pieces(self, begin: int, end: int) -> U64:
-        while self._made < end:
-            found = self._stored.next()
-            assert len(found), "a block gave fewer bytes than its rows have"
-            self._held.append((self._made, found))
-            self._made += len(found)
-        self._given = end
-        spans = [
-            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
-        ]
-        return np.array(spans, dtype=np.uint64).reshape(-1, 2)
-
-    def release(self) -> None:
-        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
-            self._held.popleft()

@@ -1,7 +1,7 @@
 """Boxes of a block that go to boxes of memory: dense tensors, and columns whose rows lie in one piece.
 
-What is a block of its own both in the file and in memory is read straight into place, or goes up as it is to a device
-(whole_blocks.py). Else
+What is a block of its own both in the file and in memory is read straight into place, or goes to a device as it is, in
+ranges of bytes. Else
 
 1. without verification, runs of bytes that are in one piece in both, where they are long enough, straight into place;
 2. all other blocks by windows: ranges of the block's outermost dimension, or, where one step of that is larger than a
@@ -22,9 +22,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native.contract import U8
-from asyncckpt.snapshot.block_reader import BlockReader
-from asyncckpt.snapshot.whole_blocks import WholeScatter
-from asyncckpt.snapshot.windows import Scatter
+from asyncckpt.snapshot.windows import BlockReader, Scatter
 
 # Shorter runs cost more as reads of their own than what lies between them.
 RUN_BYTES_MIN = 64 << 10
@@ -88,7 +86,7 @@ def _is_plain(target: torch.Tensor) -> bool:
 
 
 def _has_bytes(target: torch.Tensor) -> bool:
-    """Whether the bytes of a file can stand in its memory."""
+    """Return whether the bytes of a file can stand in its memory."""
     return not target.is_conj() and not target.is_neg()
 
 
@@ -113,7 +111,7 @@ def _queue_runs(number: int, copy: BoxCopy, spec: BlockSpec, reader: BlockReader
 
 
 def _run_begins(copy: BoxCopy, spec: BlockSpec) -> int:
-    """The outermost dimension from which on the box is one run of bytes, both in the block and in memory."""
+    """Return the outermost dimension from which on the box is one run of bytes, both in the block and in memory."""
     first = len(spec.shape)
     expected = 1
     for dimension in reversed(range(len(spec.shape))):
@@ -178,7 +176,7 @@ class _Cutter:
     whole: bool
 
     def slabs(self, outer: tuple[int, ...], copies: tuple[BoxCopy, ...], begin: int) -> Iterator[_Slab]:
-        """Those at `outer`, where the bytes begin at `begin`; `copies` want something there."""
+        """Return those at `outer`, where the bytes begin at `begin`; `copies` want something there."""
         depth, shape = len(outer), self.spec.shape
         step_bytes = self.spec.bytes // math.prod(shape[: depth + 1]) if self.spec.bytes else 0
         low, high = 0, shape[depth]
@@ -214,5 +212,34 @@ def _box(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _values(memory: U8, spec: BlockSpec, shape: Sequence[int]) -> torch.Tensor:
-    """The bytes of a block that is not encoded, or of a part of it, as the array they are."""
+    """Return the bytes of a block that is not encoded, or of a part of it, as the array they are."""
     return torch.from_numpy(memory).view(dtype_by_name(spec.dtype, owner=spec.name).dtype).reshape(tuple(shape))
+
+
+@dataclass(frozen=True)
+class WholeScatter:
+    """A block that is not encoded, and where it goes: a contiguous tensor of its shape and dtype on a device."""
+
+    number: int
+    target: torch.Tensor
+
+    @property
+    def targets(self) -> tuple[torch.Tensor, ...]:
+        return (self.target,)
+
+    def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Range]:
+        """Ranges of bytes_max bytes."""
+        for begin in range(0, spec.bytes, bytes_max):
+            yield _Range(begin=begin, bytes=min(bytes_max, spec.bytes - begin), target=self.target)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes [begin, begin + bytes) of a block, and of its target."""
+
+    begin: int
+    bytes: int
+    target: torch.Tensor
+
+    def put(self, memory: U8, uploads: Uploads) -> None:
+        uploads.put_bytes(self.target, self.begin, memory)

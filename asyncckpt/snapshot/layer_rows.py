@@ -1,7 +1,8 @@
 """Which rows of which stored layer go to which table, known before any table is touched.
 
 1. The ids of all layers of all shards of all sources are read and verified, and the ids that newer layers have removed.
-2. Of every layer, the rows that count are found (plan/newest_rows.py), and of these the ones that the table owns.
+2. Of every layer, the rows that count are found: the newest of each id, unless a newer layer has removed it. Of these
+   the table takes the ones that it owns.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from asyncckpt.errors import CorruptError
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
+from asyncckpt.native import core
 from asyncckpt.native.contract import I64, U8
 from asyncckpt.plan.load_plan import TableLoadPlan
-from asyncckpt.plan.newest_rows import LayerIds, newest_rows
 from asyncckpt.plan.stored_tables import StoredLayer, StoredShard
-from asyncckpt.snapshot.block_reader import BlockReader
+from asyncckpt.snapshot.windows import BlockReader
 
 
 @dataclass
-class LayerRows:
+class LayerIds:
+    """The ids of a layer's rows, int64 [n], and the ids that it takes out of the layers below, int64 [m]."""
+
+    ids: I64
+    removed: I64
+
+
+@dataclass
+class LayerRows(LayerIds):
     """One layer of one shard of one source of one table.
 
     rank: that saved it. counted: positions of the rows that count; mine: of those that go to the table. Ascending
@@ -35,7 +45,6 @@ class LayerRows:
     rank: int
     layer: StoredLayer
     columns: tuple[str, ...]
-    ids: I64
     counted: I64 | None = None
     mine: I64 | None = None
     rows: torch.Tensor | None = None
@@ -58,7 +67,7 @@ class IdsReader:
         self._encoded: list[tuple[int, U8, I64]] = []
 
     def add(self, numbers: Sequence[int], count: int) -> I64:
-        """The ids of some blocks, int64 [count], in the order of their rows."""
+        """Return the ids of some blocks, int64 [count], in the order of their rows."""
         ids = np.empty(count, dtype=np.int64)
         for number in numbers:
             spec = self._reader.block(number).placed.spec
@@ -77,44 +86,39 @@ class IdsReader:
         self._encoded.clear()
 
 
-@dataclass(frozen=True)
-class _SourceIds:
-    """One shard of a source of a table with the ids of its layers; `owner` names it in errors."""
-
-    owner: str
-    layers: list[LayerRows]
-    removed: list[I64]
-
-
 def read_layers(plans: Sequence[TableLoadPlan], reader: BlockReader, threads: Executor) -> list[list[LayerRows]]:
-    """The layers of all sources of every table, newest first, with their ids and the rows that go to the table.
+    """Return the layers of all sources of every table, newest first, with their ids and the rows that go to the table.
 
     CorruptError when ids are damaged, or a layer holds one twice. `threads` share the work of finding the rows.
     """
     ids = IdsReader(reader)
-    found = [[_begin(item.name, shard, columns, ids) for shard, columns in item.sources] for item in plans]
+    found = [[_begin(shard, columns, ids) for shard, columns in item.sources] for item in plans]
     ids.run()
-    chosen = threads.map(_newest, [source for sources in found for source in sources])
-    for item, sources in zip(plans, found, strict=True):
-        for source in sources:
-            for layer, counted in zip(source.layers, next(chosen), strict=True):
-                layer.counted = counted
-                layer.mine = _owned(item.table, layer.counted_ids, counted)
-    return [[layer for source in sources for layer in source.layers] for sources in found]
+    stacks = [(item, layers) for item, own in zip(plans, found, strict=True) for layers in own]
+    for (item, layers), chosen in zip(stacks, threads.map(_newest, stacks), strict=True):
+        for layer, counted in zip(layers, chosen, strict=True):
+            layer.counted = counted
+            layer.mine = _owned(item.table, layer.counted_ids, counted)
+    return [[layer for layers in own for layer in layers] for own in found]
 
 
-def _begin(table: str, shard: StoredShard, columns: tuple[str, ...], ids: IdsReader) -> _SourceIds:
-    layers, removed = [], []
-    for layer in shard.layers:
-        own = ids.add(layer.columns[ID_COLUMN], layer.rows_count)
-        layers.append(LayerRows(source=shard.name, rank=shard.rank, layer=layer, columns=columns, ids=own))
-        removed.append(ids.add(layer.removed, layer.removed_count))
-    return _SourceIds(owner=f"table {shard.name!r}, loaded into {table!r},", layers=layers, removed=removed)
+def _begin(shard: StoredShard, columns: tuple[str, ...], ids: IdsReader) -> list[LayerRows]:
+    return [
+        LayerRows(
+            source=shard.name,
+            rank=shard.rank,
+            layer=layer,
+            columns=columns,
+            ids=ids.add(layer.columns[ID_COLUMN], layer.rows_count),
+            removed=ids.add(layer.removed, layer.removed_count),
+        )
+        for layer in shard.layers
+    ]
 
 
-def _newest(source: _SourceIds) -> list[I64 | None]:
-    stack = [LayerIds(ids=own.ids, removed=removed) for own, removed in zip(source.layers, source.removed, strict=True)]
-    return newest_rows(stack, owner=source.owner)
+def _newest(stack: tuple[TableLoadPlan, list[LayerRows]]) -> list[I64 | None]:
+    item, layers = stack
+    return newest_rows(layers, owner=f"table {layers[0].source!r}, loaded into {item.name!r},")
 
 
 def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
@@ -129,3 +133,39 @@ def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
     if owned.all():
         return counted
     return np.flatnonzero(owned) if counted is None else counted[owned]
+
+
+def newest_rows(layers: Sequence[LayerIds], *, owner: str) -> list[I64 | None]:
+    """For every layer, newest first, the positions of its rows that count, ascending int64; None: all of them.
+
+    A row of the layer itself counts although its id is among the layer's removed ones: it came back. CorruptError
+    naming `owner` when a layer that is not the last holds an id twice; of the last one only rows that count may do so
+    unseen, which whoever gives them to a table finds out.
+    """
+    if len(layers) == 1:
+        return [None]
+    settled = core.id_map(sum(len(layer.ids) + len(layer.removed) for layer in layers[:-1]))
+    positions: list[I64 | None] = []
+    for layer in layers:
+        found = settled.find(layer.ids)
+        count = np.flatnonzero(found < 0)
+        _check_distinct(found[found >= 0], settled.rows_end, owner)
+        positions.append(None if len(count) == len(layer.ids) else count)
+        if layer is layers[-1]:
+            break
+        _, new = settled.insert(layer.ids)
+        if len(new) != len(count):
+            raise _twice(owner)
+        settled.insert(layer.removed)
+    return positions
+
+
+def _check_distinct(rows: I64, rows_end: int, owner: str) -> None:
+    seen = np.zeros(rows_end, dtype=np.bool_)
+    seen[rows] = True
+    if int(np.count_nonzero(seen)) != len(rows):
+        raise _twice(owner)
+
+
+def _twice(owner: str) -> CorruptError:
+    return CorruptError(f"{owner} holds the same id twice")

@@ -7,11 +7,11 @@
 3. A second one fills the other columns whose rows lie in one piece.
 4. What does not (deltas over older rows, resharding, merging, encodings, strides), and what goes to devices, is read by
    windows and scattered (windows.py).
-5. Wait until everything is on its device. So the caller may tell tables, and any stream may use them.
+5. Wait until everything is on its device. So the caller may end the loads, and any stream may use the targets.
 
 Blocks of other ranks that hold nothing for a target are not read. Each other block is read once, and each row of a
-table is written once. Digests are taken on the way. The id columns
-are verified before any table is touched; a damaged block found later leaves all tables of the load empty and raises.
+table is written once. Digests are taken on the way. The id columns are verified before any table is touched; a damaged
+block found later leaves all tables of the load empty and raises.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
 from asyncckpt.native import core
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan, TableLoadPlan
-from asyncckpt.plan.overlap import overlap
-from asyncckpt.snapshot.block_reader import BlockReader
+from asyncckpt.plan.load_targets import overlap
 from asyncckpt.snapshot.boxes import BoxCopy, queue_boxes
 from asyncckpt.snapshot.layer_rows import LayerRows, read_layers
 from asyncckpt.snapshot.scattered_rows import RowScatter
-from asyncckpt.snapshot.windows import Scatter, scatter_all
+from asyncckpt.snapshot.windows import BlockReader, Scatter, scatter_all
 
 
 @dataclass
@@ -80,7 +79,7 @@ def _restore(
     with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
         for number in (number for item in plan.tables for shard in item.passed_over for number in shard.blocks()):
             reader.pass_over(number)
-        layers = read_layers(plan.tables, reader, threads)
+        layers = read_layers(plan.tables, reader, threads) if plan.tables else []
         for item, found in zip(plan.tables, layers, strict=True):
             if isinstance(item.table, ChecksLoad):
                 ids = [np.empty(0, dtype=np.int64), *(layer.counted_ids for layer in found)]
@@ -102,7 +101,8 @@ def _restore(
         if not is_ahead:
             scatters += _queue_columns(found, load, reader, uploads)
     reader.run()
-    scatter_all(scatters, reader, uploads)
+    if scatters:
+        scatter_all(scatters, reader, uploads)
     return rebuilt
 
 
@@ -116,7 +116,7 @@ def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, ope
 
 
 def _goes_ahead(found: list[LayerRows], load: TableLoad, uploads: Uploads) -> bool:
-    """Whether the columns can be read before the ids are inserted: one whole layer, for rows that are known."""
+    """Return whether the columns can be read before the ids are inserted: one whole layer, for rows that are known."""
     if len(found) != 1 or found[0].mine is not None or not isinstance(load, OrderedLoad):
         return False
     [layer] = found
@@ -148,7 +148,7 @@ def _insert(item: TableLoadPlan, found: list[LayerRows], load: TableLoad) -> Non
 
 
 def _are_apart(layers: list[LayerRows]) -> bool:
-    """Whether no row is in two layers."""
+    """Return whether no row is in two layers."""
     rows = [layer.rows for layer in layers if layer.rows is not None]
     if all(layer.first_row is not None for layer in layers):
         runs = sorted((int(own[0]), int(own[-1])) for own in rows)
@@ -222,7 +222,7 @@ def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuil
 
 
 def _copies(spec: BlockSpec, pieces: Sequence[Piece]) -> Iterator[BoxCopy]:
-    """What the pieces of a leaf want of a block."""
+    """Return what the pieces of a leaf want of a block."""
     for piece in pieces:
         shape = tuple(piece.tensor.shape)
         shared = overlap(spec.begin, spec.shape, piece.begin, shape)

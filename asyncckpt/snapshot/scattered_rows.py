@@ -86,7 +86,7 @@ class _Rows:
         item.target[rows.to(item.target.device)] = values.to(item.target.device)
 
     def _values(self, memory: U8) -> torch.Tensor:
-        """The rows as the array they are, contiguous on the CPU; they may share the window's memory."""
+        """Return the rows as the array they are, contiguous on the CPU; they may share the window's memory."""
         if self.spec.encoding:
             return decode(memory, self.spec)
         dtype = dtype_by_name(self.spec.dtype, owner=self.spec.name).dtype

@@ -3,10 +3,10 @@
 For what cannot be read straight into place: rows that are scattered over a table, boxes of other form, blocks of which
 only some is wanted; encoded blocks; strides; devices. Many small blocks share one window, and a large one takes
 several; each block is read once, and its digest is taken over all of it. An encoded block is read whole, verified, then
-decoded. What a window's bytes are for is told by whole_blocks.py, scattered_rows.py and boxes.py.
+decoded. boxes.py and scattered_rows.py say what becomes of a window's bytes.
 
-Windows for devices are pinned, and there are two: one is read while what was in the other goes up
-(devices/uploads.py). So a load takes as long as the slower of disk and bus.
+Windows for devices are pinned, and there are two: one is read while the other is uploaded (devices/uploads.py).
+So a load takes as long as the slower of disk and bus.
 """
 
 from __future__ import annotations
@@ -19,10 +19,35 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.uploads import Uploads
+from asyncckpt.format.manifest import BlockFacts
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import core, paged
 from asyncckpt.native.contract import U8, Digester
-from asyncckpt.snapshot.block_reader import BlockReader
+
+
+class BlockReader(Protocol):
+    """What restore asks of the shard room: read blocks of the checkpoint by their numbers."""
+
+    def add(self, number: int, address: int, *, begin: int, bytes: int) -> None:
+        """Queue a read of bytes [begin, begin + bytes) of a block to an address."""
+        ...
+
+    def run(self) -> None:
+        """Do all queued reads; whole blocks are verified."""
+        ...
+
+    def block(self, number: int) -> BlockFacts: ...
+    def check(self, number: int, digest: bytes) -> None:
+        """CorruptError unless the block has this digest."""
+        ...
+
+    def pass_over(self, number: int) -> None:
+        """Nothing of a block counts: it is not going to be read."""
+        ...
+
+    @property
+    def verify(self) -> bool: ...
+
 
 WINDOW_BYTES = 64 << 20
 
@@ -47,7 +72,7 @@ class Scatter(Protocol):
     @property
     def targets(self) -> Iterable[torch.Tensor]: ...
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterable[Window]:
-        """The windows of the block, ascending, of about bytes_max at most; a single element may be larger.
+        """Return the windows of the block, ascending, of about bytes_max at most; a single element may be larger.
 
         whole: without gaps from begin to end, for a digest; else those that hold something wanted will do. An encoded
         block is one window.

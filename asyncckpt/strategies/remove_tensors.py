@@ -28,8 +28,7 @@ from asyncckpt.engine.process.background import background, check_may_wait, rewr
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.engine.save.save_steps import as_checkpoint_error
 from asyncckpt.errors import IncompatibleError, UsageError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest, render_body
+from asyncckpt.format.manifest import Chain, Manifest, render_body
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, descend, leaves
 from asyncckpt.format.tree import Path as TreePath

@@ -172,10 +172,14 @@ def _tracked(table: Table, *, ok: bool = True) -> Iterator[TracksRows]:
         yield cut
 
 
+def _check_rows(rows: I64, *, what: str) -> None:
+    assert rows.dtype == np.int64
+    assert rows.ndim == 1
+    assert bool((np.diff(rows) > 0).all()), f"not ascending and distinct: {what}"
+
+
 def _check_touched(touched: I64, now: Remembered, since: Remembered, *, what: str) -> None:
-    assert touched.dtype == np.int64
-    assert touched.ndim == 1
-    assert bool((np.diff(touched) > 0).all()), f"touched rows are not ascending and distinct {what}"
+    _check_rows(touched, what=f"touched rows {what}")
     outside = np.setdiff1d(touched, now.rows)
     assert not outside.size, f"touched rows are not of the cut {what}: {outside[:5].tolist()}"
     missed = np.setdiff1d(now.changed_rows(since), touched)
@@ -183,9 +187,7 @@ def _check_touched(touched: I64, now: Remembered, since: Remembered, *, what: st
 
 
 def _check_begun(begun: I64, now: Remembered, since: Remembered, *, what: str) -> None:
-    assert begun.dtype == np.int64
-    assert begun.ndim == 1
-    assert bool((np.diff(begun) > 0).all()), f"begun rows are not ascending and distinct {what}"
+    _check_rows(begun, what=f"begun rows {what}")
     missed = np.setdiff1d(now.begun_rows(since), begun)
     assert not missed.size, f"{missed.size} rows have another id and are not reported {what}: {missed[:5].tolist()}"
 

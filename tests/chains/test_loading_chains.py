@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 import asyncckpt
+from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.load.verify import newest_verified
 from asyncckpt.format.manifest import ParentFacts
 from tests.chains.model import DIM, RandomChain, layer_of, load, new_table, rows_of
 from tests.chains.written import Layer, write

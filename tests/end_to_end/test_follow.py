@@ -16,7 +16,7 @@ import torch
 import asyncckpt
 import asyncckpt.engine.follow.table_update
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import Chain
 from tests.end_to_end.chains import ALWAYS_DELTAS, TrainingRun
 from tests.end_to_end.state import Gate, State
 

@@ -10,8 +10,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.adapters import FixedTable
+from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.load.verify import newest_verified
 from tests.chains.model import new_table, rows_of
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.ranks_world import IDS, Holder, Target, insert, owned, row, saved_by

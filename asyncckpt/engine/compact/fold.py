@@ -13,16 +13,14 @@ import numpy as np
 
 from asyncckpt.engine.compact.copy_blocks import BlockCopy
 from asyncckpt.errors import SaveCancelledError, UnsupportedError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import RankPart
+from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.native import I64, Progress
-from asyncckpt.plan.newest_rows import LayerIds, newest_rows
 from asyncckpt.plan.stored_tables import StoredShard, stored_tables
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import copied_spec
-from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.snapshot.layer_rows import IdsReader, LayerIds, newest_rows
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def fold_chain(chain: Chain, reader: ChainReader, progress: Progress) -> list[Fo
 
 
 def _dense_copies(part: RankPart, first: int, step: int) -> Iterator[BlockCopy]:
-    """The dense blocks of a part, whose first block has the number `first`."""
+    """Return the dense blocks of a part, whose first block has the number `first`."""
     for number, block in enumerate(part.blocks, first):
         spec = block.placed.spec
         if not spec.is_known:
@@ -73,7 +71,7 @@ def _dense_copies(part: RankPart, first: int, step: int) -> Iterator[BlockCopy]:
 
 
 def _copies_of_shard(stored: StoredShard, reader: ChainReader) -> tuple[list[BlockCopy], int]:
-    """The blocks of a shard, the newest layer's rows first, and how many rows it has."""
+    """Return the blocks of a shard, the newest layer's rows first, and how many rows it has."""
     chosen = layers_that_count(stored, reader)
     rows_count = sum(
         layer.rows_count if rows is None else len(rows) for layer, rows in zip(stored.layers, chosen, strict=True)
@@ -88,7 +86,7 @@ def _copies_of_shard(stored: StoredShard, reader: ChainReader) -> tuple[list[Blo
 
 
 def _copies_of_column(numbers: Sequence[int], rows: I64 | None, reader: ChainReader) -> Iterator[BlockCopy]:
-    """What is needed of the blocks of one column of one layer; nothing of those without a chosen row."""
+    """Return what is needed of the blocks of one column of one layer; nothing of those without a chosen row."""
     for number, spec in in_row_order(numbers, reader):
         mine = None if rows is None else within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
         if mine is not None and len(mine) == spec.shape[0]:
@@ -98,19 +96,19 @@ def _copies_of_column(numbers: Sequence[int], rows: I64 | None, reader: ChainRea
 
 
 def _no_rows(number: int, reader: ChainReader) -> BlockCopy:
-    """The block of a column without rows."""
+    """Return the block of a column without rows."""
     rows = np.empty(0, dtype=np.int64)
     return BlockCopy(number=number, rows=rows, spec=copied_spec(reader.block(number).placed.spec, rows))
 
 
 def within(rows: I64, begin: int, end: int) -> I64:
-    """Those of ascending positions that lie in [begin, end), counted from begin."""
+    """Return those of ascending positions that lie in [begin, end), counted from begin."""
     low, high = np.searchsorted(rows, [begin, end])
     return rows[low:high] - begin
 
 
 def _placed(parts: Sequence[BlockCopy], rows_count: int) -> Iterator[BlockCopy]:
-    """The parts of a column, each with its place in the whole."""
+    """Return the parts of a column, each with its place in the whole."""
     begin = 0
     for part in parts:
         count, is_part = part.spec.shape[0], len(parts) > 1
@@ -140,6 +138,6 @@ def layers_that_count(stored: StoredShard, reader: ChainReader) -> list[I64 | No
 
 
 def in_row_order(numbers: Sequence[int], reader: ChainReader) -> list[tuple[int, BlockSpec]]:
-    """The blocks of a column, each with its number."""
+    """Return the blocks of a column, each with its number."""
     specs = [(number, reader.block(number).placed.spec) for number in numbers]
     return sorted(specs, key=lambda item: item[1].row_begin)

@@ -24,11 +24,13 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
-from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.background import background, rewriters
+from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.save.save_steps import as_checkpoint_error
+from asyncckpt.engine.save.save_target import SaveTarget
 from asyncckpt.errors import SaveCancelledError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import BodyTemplate, encode_part, render_body
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.manifest import BodyTemplate, Chain, encode_part, render_body
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
@@ -136,3 +138,37 @@ def _write(
 def _body(part: FoldedPart, own: CopiedBlocks, reader: ChainReader) -> BodyTemplate:
     filtered = [number for number, copy in enumerate(part.copies) if reader.block(copy.number).filtered]
     return render_body(part.tables, part.was.tree, own.blocks, filtered=filtered)
+
+
+def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
+    """Begin to compact a step (None: the newest) on a thread of `rewriters`, without the save lock.
+
+    Other ranks leave the work to rank 0 and skip it. UsageError; NotFoundError when there is no step at all.
+    """
+    target.commits.check_not_in_doubt()
+    check_step(step)
+    chosen = newest_step(target.root) if step is None else step
+    future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
+    if target.rank:
+        result = SaveResult(step=chosen, kind="full", path=target.root.path, skipped=True)
+        future.resolve(result, FutureState.SKIPPED)
+        return future
+
+    def work() -> None:
+        try:
+            future.enter(FutureState.WRITING)
+            result = run_compaction(
+                target.commits,
+                chosen,
+                options=target.options,
+                progress=future.native_progress,
+                may_commit=lambda: future.enter(FutureState.COMMITTING),
+            )
+        except BaseException as error:
+            cancelled = isinstance(error, SaveCancelledError)
+            future.fail(error, FutureState.CANCELLED if cancelled else FutureState.FAILED)
+        else:
+            future.resolve(result, FutureState.COMMITTED)
+
+    rewriters.submit(work)
+    return future

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncckpt.errors import CorruptError, IncompatibleError, NotFoundError, UsageError
-from asyncckpt.format.fields import Fields
+from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import STEP_MAX
-from asyncckpt.format.strict_json import dumps, loads
+from asyncckpt.format.strict_json import Fields, dumps, loads
 from asyncckpt.storage.directory import Directory, io_failed
 
 CURSOR_FORMAT = "asyncckpt-cursor"

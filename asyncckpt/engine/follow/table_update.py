@@ -24,11 +24,11 @@ from asyncckpt.commit.discover import committed_steps, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import in_row_order, layers_that_count, within
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.follow.load_update import UpdateRequest, can_take, load_update, read_removed
+from asyncckpt.engine.follow.load_update import can_take, load_update, read_removed
 from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.encodings import decode
+from asyncckpt.format.manifest import Chain
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress
@@ -47,26 +47,6 @@ class TableUpdate:
     rows_count: int
     removed_count: int
     whole: bool
-
-
-class HeldTables:
-    """Remembers which step each table of a follower holds."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[Table, int]] = {}
-
-    def at(self, step: int | None, tables: Mapping[str, Table]) -> set[str]:
-        """Return the names of the tables that hold a step."""
-        held = {name: self._held.get(name, (None, None)) for name in tables}
-        return {name for name, (table, at) in held.items() if table is tables[name] and at == step}
-
-    def put(self, step: int, tables: Mapping[str, Table]) -> None:
-        self._held |= {name: (table, step) for name, table in tables.items()}
-
-    def forget(self, tables: Mapping[str, Table]) -> None:
-        """Note that the content of these tables is unknown."""
-        for name in tables:
-            self._held.pop(name, None)
 
 
 def seen_step(path: Path, step: int) -> SeenStep:
@@ -132,30 +112,23 @@ class OpenUpdate:
         tables: Mapping[str, Table],
         state: Mapping[str, Any],
         *,
-        held: HeldTables,
+        held: dict[str, tuple[Table, int]],
         strict: bool,
         progress: Progress,
     ) -> LoadReport:
-        """Bring tables and state to this step, and record that in `held`."""
-        held_names = set() if self.previous is None else held.at(self.previous, tables)
+        """Bring tables and state to this step. held: the tables of the follower, and the step that each holds."""
+        before = {name: held.pop(name, (None, None)) for name in tables}  # After an error, their content is unknown.
         changes = {
-            name: self._changes[name]
-            for name in held_names & self._changes.keys()
-            if not self._is_whole(name) and can_take(tables[name], self._changes[name])
+            name: change
+            for name, change in self._changes.items()
+            if name in tables and before[name][0] is tables[name] and before[name][1] == self.previous
+            if not self._is_whole(name) and can_take(tables[name], change)
         }
-        held.forget(tables)
-        request = UpdateRequest(
-            path=self.path,
-            chain=self._chain,
-            contents=self._contents,
-            tables=tables,
-            state=state,
-            changes=changes,
-            strict=strict,
-        )
         with self._reading(progress) as reader:
-            report = load_update(request, reader)
-        held.put(self.step, tables)
+            report = load_update(
+                self.path, self._chain, self._contents, reader, tables, state, changes=changes, strict=strict
+            )
+        held |= {name: (table, self.step) for name, table in tables.items()}
         return report
 
     def rows(self, table: str) -> dict[str, torch.Tensor]:
@@ -184,19 +157,13 @@ class OpenUpdate:
         """
         if self.previous is None:
             return table
-        shards = [self._newer_layers(shard) for shard in table.shards]
+        shards = [_layers_after(self.previous, shard) for shard in table.shards]
         is_whole = any(len(new.layers) == len(old.layers) for new, old in zip(shards, table.shards, strict=True))
         before = next(manifest for manifest in self._chain.manifests if manifest.step == self.previous)
         ranks_before = {part.rank for part in before.parts for facts in part.tables if facts.name == table.name}
         if is_whole or ranks_before != {shard.rank for shard in shards}:
             return table
         return replace(table, shards=tuple(shards))
-
-    def _newer_layers(self, shard: StoredShard) -> StoredShard:
-        previous = self.previous
-        assert previous is not None
-        layers = itertools.takewhile(lambda layer: layer.step > previous, shard.layers)
-        return replace(shard, layers=tuple(layers))
 
     def _is_whole(self, name: str) -> bool:
         return self._changes[name] is self._contents.tables[name]
@@ -227,6 +194,10 @@ class OpenUpdate:
         except BaseException:
             self.close()
             raise
+
+
+def _layers_after(step: int, shard: StoredShard) -> StoredShard:
+    return replace(shard, layers=tuple(itertools.takewhile(lambda layer: layer.step > step, shard.layers)))
 
 
 def _is_change_of(chain: Chain, seen: SeenStep) -> bool:

@@ -13,27 +13,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import committed_steps, newest_step
+from asyncckpt.commit.discover import committed_steps, mark_verified, newest_step
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.devices.caller_streams import check_not_capturing
-from asyncckpt.engine.load.verify import mark_verified, verify, verify_blocks
+from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.engine.load.verify import verify, verify_blocks
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
-from asyncckpt.format.chain import Chain
-from asyncckpt.format.manifest import Manifest
+from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.names import is_compacted_manifest, step_of_manifest
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, rebuild
+from asyncckpt.format.tree import VALUE, Node, descend, leaves, path_name, rebuild, unique_names
+from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of
-from asyncckpt.plan.leaf_names import unique_names
 from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets
 from asyncckpt.shard.reader import ChainReader
@@ -46,102 +46,102 @@ RETIRED_RETRIES_MAX = 8
 class LoadRequest:
     """The validated arguments of a Loader. This process is `rank` of the `ranks_count` ranks of its job."""
 
-    root: CheckpointRoot
     tables: Mapping[str, Table]
     state: Mapping[str, Any]
-    filter_func: LoadFilter
-    step: int | None
-    strict: bool
-    verify: bool | str
-    merge: bool
-    fallback: bool
-    threads: int
+    filter_func: LoadFilter | None = None
+    step: int | None = None
+    strict: bool = True
+    verify: bool | str = True
+    merge: bool = False
+    fallback: bool = False
+    threads: int = 1
     rank: int = 0
     ranks_count: int = 1
 
 
-def run_load(request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX) -> LoadReport:
+def run_load(
+    root: CheckpointRoot, request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX
+) -> LoadReport:
     """Load the wanted step; with fallback, the newest sound one.
 
     A step that another process's retention removed meanwhile, or whose chain it shortened after a compaction, is not
     damaged: try again.
     """
     passed_over: list[int] = []
-    names = set(request.root.manifests.names())
-    for step in _candidates(request):
+    names = set(root.manifests.names())
+    for step in _candidates(root, request):
         try:
-            report = _load_step(request, step, progress)
+            report = _load_step(root, request, step, progress)
         except (CorruptError, NotFoundError) as error:
-            if retries > 0 and _has_moved(request, step, names):
-                return run_load(request, progress, retries=retries - 1)
+            if retries > 0 and _has_moved(root, request, step, names):
+                return run_load(root, request, progress, retries=retries - 1)
             passed_over.append(step)
             if not request.fallback:
                 raise
             last = error
         else:
             return replace(report, fallback_from=tuple(passed_over))
-    raise CorruptError(f"no checkpoint in {str(request.root.path)!r} is sound", found=passed_over) from last
+    raise CorruptError(f"no checkpoint in {str(root.path)!r} is sound", found=passed_over) from last
 
 
-def _has_moved(request: LoadRequest, step: int, before: set[str]) -> bool:
+def _has_moved(root: CheckpointRoot, request: LoadRequest, step: int, before: set[str]) -> bool:
     """Return whether manifests that a step may need have appeared or disappeared, and a retry makes sense."""
-    now = set(request.root.manifests.names())
+    now = set(root.manifests.names())
     if request.step is not None and step not in map(step_of_manifest, now):
         return False
     changed = before - now | {name for name in now - before if is_compacted_manifest(name)}
     return any((found := step_of_manifest(name)) is not None and found <= step for name in changed)
 
 
-def _candidates(request: LoadRequest) -> Iterator[int]:
-    first = newest_step(request.root) if request.step is None else request.step
+def _candidates(root: CheckpointRoot, request: LoadRequest) -> Iterator[int]:
+    first = newest_step(root) if request.step is None else request.step
     yield first
     if request.fallback:
-        yield from (step for step in reversed(committed_steps(request.root)) if step < first)
+        yield from (step for step in reversed(committed_steps(root)) if step < first)
 
 
-def _load_step(request: LoadRequest, step: int, progress: Progress) -> LoadReport:
+def _load_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> LoadReport:
     begun = time.perf_counter()
-    chain = read_chain(request.root, step)
+    chain = read_chain(root, step)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
-    metadata = metadata_of(chain.newest)
     targets = dense_targets(request.state, tables=iter(request.tables))
     plan = make_load_plan(
         chain, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
     )
-    check = request.verify is not False
-    wanted = plan.wanted_blocks(chain)
+    report = report_of(root.path, chain, contents, targets, plan)
     with ChainReader(
-        request.root.data, chain, threads=request.threads, verify=check, progress=progress, wanted=wanted
+        root.data,
+        chain,
+        threads=request.threads,
+        verify=request.verify is not False,
+        progress=progress,
+        wanted=plan.wanted_blocks(chain),
     ) as reader:
-        if request.verify == "before":
-            _verify_before(request, chain, plan, reader, progress)
+        if request.verify == "before" and chain.newest.head.ranks_count == 1:
+            verify(root, step, progress=progress)
+        elif request.verify == "before":  # What this rank is going to read.
+            verify_blocks(reader, sorted(set(plan.wanted_blocks(chain))), bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
         rebuilt, rows = fill(plan, reader, clear=not request.merge)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
-        mark_verified(request.root, step)
+        mark_verified(root, step)
+    return replace(report, rows=rows, bytes_read=bytes_read, seconds=time.perf_counter() - begun)
+
+
+def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
+    """Return what a load reports of its plan. Raises CorruptError for metadata that cannot be decoded."""
     return LoadReport(
-        step=step,
-        path=request.root.path,
+        step=chain.step,
+        path=path,
         values=values_of(targets, contents),
-        metadata=metadata,
+        metadata=metadata_of(chain.newest),
         loaded=plan.info,
         missing=plan.missing,
         unexpected=plan.unexpected,
-        rows=rows,
-        bytes_read=bytes_read,
-        seconds=time.perf_counter() - begun,
     )
-
-
-def _verify_before(request: LoadRequest, chain: Chain, plan: LoadPlan, reader: ChainReader, progress: Progress) -> None:
-    """Check the whole step; if several ranks have saved it, what this one is going to read."""
-    if chain.newest.head.ranks_count == 1:
-        verify(request.root, chain.step, progress=progress)
-    else:
-        verify_blocks(reader, sorted(set(plan.wanted_blocks(chain))), bytes_total=chain.bytes_total)
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
@@ -202,7 +202,9 @@ def _module_state(item: Rebuilt, contents: Contents) -> Any:
 _ABSENT: Any = object()
 
 
-def _stored_state(path: Path, tensors: Mapping[Path, Any], contents: Contents, kinds: Mapping[Path, Node]) -> Any:
+def _stored_state(
+    path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents, kinds: Mapping[LeafPath, Node]
+) -> Any:
     node = descend(contents.tree, path)
     assert node is not None
     below = [p for p in kinds if p[: len(path)] == path]

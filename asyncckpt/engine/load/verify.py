@@ -5,7 +5,6 @@ A delta is sound if its whole chain is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import newest_step, superseded_folders
+from asyncckpt.commit.discover import mark_verified, newest_step, superseded_folders
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.chain import Chain
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import attempt_of_directory, attempt_of_swept, is_temporary_manifest, split_shard_path
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
@@ -37,22 +36,6 @@ class VerifyReport:
     blocks_count: int
     bytes_read: int
     strays: tuple[str, ...]
-
-
-_verified: set[tuple[int, int, int]] = set()
-
-
-def mark_verified(root: CheckpointRoot, step: int) -> None:
-    """Remember that this process has verified a step; retention will not remove the newest such step."""
-    status = os.fstat(root.root.fd)
-    _verified.add((status.st_dev, status.st_ino, step))
-
-
-def newest_verified(root: CheckpointRoot) -> set[int]:
-    """Return the newest step of this directory that this process has verified, as a set of none or one."""
-    status = os.fstat(root.root.fd)
-    steps = [step for device, inode, step in _verified if (device, inode) == (status.st_dev, status.st_ino)]
-    return set(sorted(steps)[-1:])
 
 
 def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
@@ -81,18 +64,14 @@ def verify_blocks(reader: ChainReader, numbers: Iterable[int], *, bytes_total: i
     """Read blocks and check their digests. bytes_total: an upper bound of their size. Raises CorruptError."""
     window = np.empty(min(WINDOW_BYTES, max(1, bytes_total)), dtype=np.uint8)
     for number in numbers:
-        _verify_block(reader, number, window)
-
-
-def _verify_block(reader: ChainReader, number: int, window: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-    size = reader.block(number).placed.spec.bytes
-    digester = core.digester()
-    for begin in range(0, size, len(window)):
-        count = min(len(window), size - begin)
-        reader.add(number, window.ctypes.data, begin=begin, bytes=count)
-        reader.run()
-        digester.update(window.ctypes.data, count)
-    reader.check(number, digester.end())
+        size = reader.block(number).placed.spec.bytes
+        digester = core.digester()
+        for begin in range(0, size, len(window)):
+            count = min(len(window), size - begin)
+            reader.add(number, window.ctypes.data, begin=begin, bytes=count)
+            reader.run()
+            digester.update(window.ctypes.data, count)
+        reader.check(number, digester.end())
 
 
 def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:

@@ -40,10 +40,10 @@ from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.engine.save.save_steps import Committed, enter_state, give_up, run_on, structure_of
 from asyncckpt.engine.save.write_files import Written, write_files
 from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
-from asyncckpt.format.fields import Fields
+from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
-from asyncckpt.format.names import STEP_MAX, Attempt
-from asyncckpt.format.strict_json import Json, dumps
+from asyncckpt.format.names import Attempt
+from asyncckpt.format.strict_json import Fields, Json, dumps
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.storage.directory import Directory
 

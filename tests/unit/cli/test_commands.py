@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import asyncckpt
 from asyncckpt.cli import app
-from asyncckpt.cli.exit_codes import ExitCode
+from asyncckpt.cli.findings import ExitCode
 
 STEPS = [100, 200, 300]
 HOSTILE_NAME = "[bold]evil[/bold]\x1b[31m\nname"

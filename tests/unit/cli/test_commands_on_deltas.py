@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 import asyncckpt
 from asyncckpt.cli import app
-from asyncckpt.cli.exit_codes import ExitCode
+from asyncckpt.cli.findings import ExitCode
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file

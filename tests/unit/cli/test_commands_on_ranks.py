@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import asyncckpt
 from asyncckpt.cli import app
-from asyncckpt.cli.exit_codes import ExitCode
+from asyncckpt.cli.findings import ExitCode
 from tests.end_to_end.merged_ranks import as_boxes, save_each
 
 

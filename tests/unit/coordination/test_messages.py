@@ -25,7 +25,8 @@ from asyncckpt.coordination.messages import (
     encode,
 )
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, UsageError
-from asyncckpt.format.names import STEP_MAX, Attempt
+from asyncckpt.format.limits import STEP_MAX
+from asyncckpt.format.names import Attempt
 
 pytestmark = pytest.mark.once
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from asyncckpt.errors import CorruptError, IncompatibleError
-from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import (
+    Chain,
     FileFacts,
     Manifest,
     ManifestHead,
@@ -28,11 +28,9 @@ from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Node
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Column, OwnsIds, Role, TableSchema
-from asyncckpt.plan.contents import contents_of
+from asyncckpt.plan.contents import contents_of, joined_tree
 from asyncckpt.plan.load_plan import make_load_plan
-from asyncckpt.plan.load_targets import DenseTargets
-from asyncckpt.plan.merge_rank_trees import joined_tree
-from asyncckpt.plan.overlap import overlap
+from asyncckpt.plan.load_targets import DenseTargets, overlap
 
 pytestmark = pytest.mark.once
 HEADER_BYTES = 4096

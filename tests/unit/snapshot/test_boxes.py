@@ -24,8 +24,7 @@ from asyncckpt.model.table import Role
 from asyncckpt.native import core
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.load_plan import DenseLoad, LoadPlan
-from asyncckpt.plan.load_targets import InPlace
-from asyncckpt.plan.overlap import overlap
+from asyncckpt.plan.load_targets import InPlace, overlap
 from asyncckpt.snapshot import boxes, windows
 from asyncckpt.snapshot.restore import OpenLoads, restore
 

@@ -1,11 +1,12 @@
-"""The exit codes of commands."""
+"""What a command found out about one step: a fact, or an error."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Generic, TypeVar
 
-from asyncckpt.cli.finding import Finding
 from asyncckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -15,6 +16,21 @@ from asyncckpt.errors import (
     UnsupportedError,
     UsageError,
 )
+
+Fact = TypeVar("Fact", covariant=True)
+
+
+@dataclass(frozen=True)
+class Finding(Generic[Fact]):
+    """Exactly one of fact and error is set."""
+
+    step: int
+    fact: Fact | None = None
+    error: CheckpointError | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        return self.error is None
 
 
 class ExitCode(IntEnum):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.plan.newest_rows import LayerIds, newest_rows
+from asyncckpt.snapshot.layer_rows import LayerIds, newest_rows
 
 
 def layer(ids: list[int], removed: list[int] | None = None) -> LayerIds:
