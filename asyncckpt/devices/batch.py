@@ -132,3 +132,12 @@ def failed(error: BaseException, what: str) -> DeviceError:
         f"the device failed in {what}: {error}",
         hint="a CUDA error stays with its process: save what is on the host, and restart from the last checkpoint",
     )
+
+
+def not_pinned(bytes: int, *, found: str) -> DeviceError:
+    """Return the DeviceError for host memory that the system refuses to pin."""
+    return DeviceError(
+        f"{bytes} bytes of host memory could not be pinned",
+        found=found,
+        hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
+    )

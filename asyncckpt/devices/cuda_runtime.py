@@ -1,11 +1,17 @@
 """CUDA devices through torch.cuda: its streams, events and allocators, so that torch knows all queued work.
 
 Nothing here starts CUDA: it is used only for tensors that are already on a device. On ROCm the same calls reach HIP.
+
+Kernels are those of the CUDA library if they run, else torch's own operations. ASYNCCKPT_CUDA=0 chooses torch's;
+ASYNCCKPT_CUDA=1 makes it an error when the library cannot be used.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,17 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.devices.batch import failed
-from asyncckpt.devices.choose_kernels import choose_kernels
-from asyncckpt.devices.contract import Event, Kernels, Stream
+from asyncckpt.devices.batch import failed, not_pinned
+from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
-from asyncckpt.devices.waiting import wait_until
-from asyncckpt.errors import DeviceError
+from asyncckpt.devices.torch_kernels import TorchKernels
+from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
+from asyncckpt.native import UnusableLibrary
+from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
+from asyncckpt.options import DEVICE_DEADLINE_S
 
+ENVIRONMENT_VARIABLE = "ASYNCCKPT_CUDA"
+PAUSE_S_MIN, PAUSE_S_MAX = 50e-6, 2e-3
 SIDE_PRIORITY = -1
 """The priority of side streams: the trainer waits for their kernels, so these run before its own."""
 
 _PORTABLE, _MAPPED, _ALREADY_REGISTERED = 1, 2, 712
+
+_log = logging.getLogger("asyncckpt")
 
 
 class CudaEvent:
@@ -131,11 +143,7 @@ class CudaRuntime:
         with _failing("pinning host memory"), torch.cuda.device(self._home):
             code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
-            raise DeviceError(
-                f"{bytes} bytes of host memory could not be pinned",
-                found=f"CUDA error {code}",
-                hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
-            )
+            raise not_pinned(bytes, found=f"CUDA error {code}")
 
     def unregister(self, address: int) -> None:
         kernels = self.kernels(self._home)
@@ -178,3 +186,40 @@ def _failing(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise failed(error, what) from error
+
+
+def choose_kernels(runtime: Runtime, device: int) -> Kernels:
+    """Return the kernels for a device. Raises UsageError for a wrong variable, UnsupportedError if 1 is impossible."""
+    wish = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if wish not in ("", "0", "1"):
+        raise UsageError(f"{ENVIRONMENT_VARIABLE} is wrong", found=wish, expected="0, 1 or unset")
+    if wish == "0":
+        return TorchKernels(runtime, device)
+    try:
+        library = load_cuda_library()
+        library.check_usable(device)
+    except (UnusableLibrary, DeviceFailure) as error:
+        if wish == "1":
+            raise UnsupportedError(
+                f"{ENVIRONMENT_VARIABLE}=1 but the CUDA library cannot be used on device {device}", found=str(error)
+            ) from error
+        _log.warning("asyncckpt: torch copies on device %d, slower for small tensors and rows: %s", device, error)
+        return TorchKernels(runtime, device)
+    return LibraryKernels(runtime, device, library)
+
+
+def wait_until(is_done: Callable[[], bool], *, deadline_s: float = DEVICE_DEADLINE_S) -> None:
+    """Block this thread, not the interpreter, until `is_done`. Raises DeadlineError after deadline_s seconds.
+
+    A hanging stream of the trainer would block all saves.
+    """
+    until = time.monotonic() + deadline_s
+    pause = PAUSE_S_MIN
+    while not is_done():
+        if time.monotonic() >= until:
+            raise DeadlineError(
+                f"a device was not done with its copies after {deadline_s} s",
+                hint="a stream of the trainer may hang: copies wait for what was queued before them",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSE_S_MAX)

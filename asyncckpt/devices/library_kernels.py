@@ -7,10 +7,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from asyncckpt.devices.batch import failed
-from asyncckpt.devices.contract import Holder, Runtime
-from asyncckpt.devices.sizes import LARGE_BYTES
-from asyncckpt.errors import DeviceError
+from asyncckpt.devices.batch import failed, not_pinned
+from asyncckpt.devices.contract import LARGE_BYTES, Holder, Runtime
 from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
@@ -61,11 +59,7 @@ class LibraryKernels:
         try:
             self._library.host_register(self._device, address, bytes)
         except DeviceFailure as error:
-            raise DeviceError(
-                f"{bytes} bytes of host memory could not be pinned",
-                found=str(error),
-                hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
-            ) from error
+            raise not_pinned(bytes, found=str(error)) from error
 
     def unregister(self, address: int) -> None:
         """See Runtime.unregister."""

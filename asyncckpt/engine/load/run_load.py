@@ -20,7 +20,7 @@ import torch
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, newest_step
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.devices.caller_streams import check_not_capturing
+from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.verify import mark_verified, verify, verify_blocks
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError

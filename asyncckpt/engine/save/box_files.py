@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.caller_streams import check_not_capturing
-from asyncckpt.devices.current_runtime import device_of
+from asyncckpt.devices.current_runtime import check_not_capturing, device_of
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import writers

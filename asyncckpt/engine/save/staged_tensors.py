@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncckpt.devices.caller_streams import check_not_capturing
+from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.errors import DeadlineError, DeviceError
