@@ -18,10 +18,9 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CutVersion
 from asyncckpt.native import I64
-from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import FirstCaller, TableLock
 
 
 class HashTableCut:
