@@ -64,7 +64,7 @@ def _path_text(*parts: str) -> str:
 
 
 def read_dcp_metadata(folder: Path) -> Metadata:
-    """The metadata of a checkpoint that a FileSystemWriter wrote. NotFoundError, CorruptError, UnsupportedError."""
+    """Read the metadata of a FileSystemWriter. Raises NotFoundError, CorruptError, UnsupportedError."""
     path = folder / METADATA_NAME
     try:
         if path.stat().st_size > METADATA_BYTES_MAX:

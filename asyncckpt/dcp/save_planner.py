@@ -164,12 +164,12 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _forget(finished: _Finished) -> None:
-    """Another save of this process may have done so already."""
+    """Forget a plan; another save of this process may have done so already."""
     _memory.finished = [other for other in _memory.finished if other is not finished]
 
 
 def _in_full(plan: SavePlan) -> SavePlan:
-    """A plan as its rank has sent it once."""
+    """Return a plan as its rank had sent it."""
     token = plan.planner_data
     if not isinstance(token, PlanToken):
         return plan
@@ -183,7 +183,7 @@ def _in_full(plan: SavePlan) -> SavePlan:
 
 
 def _facts(state: dict[str, Any], mappings: Any, options: tuple[Any, ...]) -> Any:
-    """What a plan depends on; None where that is not known."""
+    """Return what a plan depends on; None where that is not known."""
     values = list(state.values())
     types = list(map(type, values))
     plain, spread = [], []
@@ -199,5 +199,5 @@ def _facts(state: dict[str, Any], mappings: Any, options: tuple[Any, ...]) -> An
 
 
 def _is_dtensor(value: Any) -> bool:
-    """By its name, for its module has moved between versions of torch."""
+    """Judge by the name of the class, because its module has moved between versions of torch."""
     return type(value).__name__ == "DTensor" and hasattr(value, "placements") and hasattr(value, "device_mesh")

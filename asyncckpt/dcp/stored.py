@@ -122,7 +122,7 @@ _TENSOR: Any = object()
 
 
 def _flattened(node: Node, values: Iterator[Json], path: DcpPath) -> Iterator[tuple[DcpPath, Json]]:
-    """What DCP would flatten the state into: tensors and encoded values, with their paths.
+    """Yield what DCP would flatten the state into: tensors and encoded values, with their paths.
 
     Keys of dicts become text. A tuple is one value, and so is a list that holds neither tensors nor dicts.
     """
@@ -145,7 +145,7 @@ def _holds_tensors(node: Node) -> bool:
 
 
 def _holds_dicts(node: Node) -> bool:
-    """Whether a list has dicts in it, or in lists in it."""
+    """Return whether a list contains dicts, also in lists in it."""
     return node[0] in ("dict", "state") or (node[0] == "list" and any(map(_holds_dicts, node[1])))
 
 
@@ -157,7 +157,7 @@ def _children(node: Node) -> tuple[Node, ...]:
 
 
 def _collapsed(node: Node, values: Iterator[Json]) -> Json:
-    """A node without tensors as one encoded value."""
+    """Return a node without tensors as one encoded value."""
     if node is VALUE:
         return next(values)
     if node[0] == "state":
