@@ -65,7 +65,7 @@ def wrong_steps(storage: object, cache: object, seed: int, path: Path) -> list[i
             device=asyncckpt.DeviceOptions(
                 scratch_bytes=choices.choice([0, 600, 3000, 1 << 20]),
                 pinned_memory_limit=choices.choice([None, None, 0]),
-                prints=choices.random() < 0.5,
+                fingerprints=choices.random() < 0.5,
             ),
             filters=[asyncckpt.filters.skip_zero_rows("table@sum")] if choices.random() < 0.2 else [],
         )

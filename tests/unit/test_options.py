@@ -42,7 +42,7 @@ RECORDS = (
         (asyncckpt.DeviceOptions, {"optimizers": [torch.nn.Linear(1, 1)]}),
         (asyncckpt.DeviceOptions, {"optimizers": 5}),
         (asyncckpt.DeviceOptions, {"streams": None}),
-        (asyncckpt.DeviceOptions, {"prints": "yes"}),
+        (asyncckpt.DeviceOptions, {"fingerprints": "yes"}),
         (asyncckpt.DeviceOptions, {"host_level": "first"}),
         (asyncckpt.DebugOptions, {"refresh": None}),
         (asyncckpt.DebugOptions, {"audit": 1}),
