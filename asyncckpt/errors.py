@@ -149,8 +149,7 @@ class PeerInDoubtError(PeerError, IndeterminateError):
 
 
 def close_beside(error: BaseException | None, close: Callable[[], object], what: str) -> None:
-    """Close at the end of a `with` block, from which `error` is on its way: it matters more than an error of closing,
-    of which it gets a note."""
+    """Close at the end of a `with` block that raised `error`, if any: then an error of closing becomes a note of it."""
     try:
         close()
     except Exception as later:

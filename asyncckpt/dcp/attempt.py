@@ -6,8 +6,8 @@
 3. `close`, in any case: without a commit, the folder is removed.
 
 DCP does not inform a writer of a save that failed on another rank. So an attempt that was not committed is closed with
-the next save, with the writer, or when nobody holds it any more. The save lock of the process is held only while one of
-these runs, never from one to the next.
+the next save, with the writer, or when it is collected. The save lock of the process is held only while one of these
+runs, never from one to the next.
 
 A rank gets an AttemptRef in the plan that DCP scatters. A planner that caches its plans then returns the plan of an
 earlier save, with the reference of that save. So what counts is the reference that this thread has received last: DCP

@@ -83,7 +83,7 @@ def import_checkpoint(
 def export_checkpoint(
     path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None
 ) -> None:
-    """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this process alone.
+    """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this one process.
 
     The dense tensors in full, and the plain values; tables are left out. Needs memory for all of it. What is written
     holds pickles: that is the format of the target. ConflictError when there is a checkpoint in dcp_dir already.

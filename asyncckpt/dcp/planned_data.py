@@ -48,7 +48,7 @@ def encode_values(names: Sequence[str], plan: SavePlan, planner: SavePlanner) ->
 def _value(name: str, items: dict[str, WriteItem], planner: SavePlanner) -> Any:
     if isinstance(planner, DefaultSavePlanner) and _hands_on(planner):
         return planner.lookup_object(MetadataIndex(name))
-    # What DCP has given to another rank to write is in nobody's plan here, but the item is the same.
+    # What DCP lets another rank write is not in this rank's plan, but the item is the same.
     item = items.get(name) or WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
     found = planner.resolve_data(item)
     if not isinstance(found, io.BytesIO):

@@ -94,7 +94,7 @@ class PartPlans:
     ) -> PartPlan:
         """Return the plan of a rank's part. Raises UsageError, UnsupportedError.
 
-        items: what it writes. local: what it has, be it written by others. paths: where DCP found what it flattened.
+        items: what it writes. local: what it has, also what others write. paths: where DCP found what it flattened.
         """
         place = (rank, parallel, None if paths is None else dict(paths))
         for kept in self._kept:

@@ -1,6 +1,6 @@
 """A SavePlanner that plans only what has changed: DCP's default one, whose plans are kept from save to save.
 
-For thousands of tensors DCP's planning takes longer than the writing, and holds the interpreter lock all along. While
+For thousands of tensors DCP's planning takes longer than the writing, and holds the interpreter lock meanwhile. While
 nothing changes its name, shape, dtype or placement, this planner sends no plan:
 
 1. A rank whose state has the facts of a plan that it has finished before sends the token of that plan instead.
@@ -38,7 +38,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class PlanToken:
-    """In the planner_data of a plan: the plan of this token. Of plain values alone."""
+    """In the planner_data of a plan: the plan of this token. Only plain values."""
 
     token: str
     rank: int

@@ -1,6 +1,6 @@
 """A checkpoint as DCP's metadata: every dense tensor with its chunks, every plain value, and where DCP flattened them.
 
-Made from the manifest alone, of whatever checkpoint: a name is the dotted path, a chunk is a block. Plain values are
+Made only from the manifest, of any checkpoint: a name is the dotted path, a chunk is a block. Plain values are
 those of the first rank that has them. Tables are not DCP's business and are left out, as are tensors of dtypes that
 this torch does not know.
 """
@@ -64,7 +64,10 @@ def stored_of(chain: Chain) -> Stored:
                 paths.setdefault(name, (name,))
                 dtype = dtype_by_name(spec.dtype, owner=name).dtype
                 index = MetadataIndex(name, spec.begin)
-                item = items.setdefault(name, _tensor(dtype, spec.whole_shape or spec.shape))
+                new = TensorStorageMetadata(
+                    TensorProperties(dtype), torch.Size(spec.whole_shape or spec.shape), chunks=[]
+                )
+                item = items.setdefault(name, new)
                 assert isinstance(item, TensorStorageMetadata)
                 item.chunks.append(ChunkStorageMetadata(offsets=torch.Size(spec.begin), sizes=torch.Size(spec.shape)))
                 blocks[index] = number
@@ -89,10 +92,6 @@ def _metadata(items: dict[str, Any], paths: dict[str, DcpPath], blocks: dict[Met
     }
     known = {field.name for field in dataclasses.fields(Metadata)}
     return Metadata(**{name: value for name, value in members.items() if name in known})
-
-
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=[])
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncckpt.devices.batch import failed, not_pinned
+from asyncckpt.devices.batch import failed, failing, not_pinned
 from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.devices.torch_kernels import TorchKernels
@@ -46,12 +45,12 @@ class CudaEvent:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        with _failing("recording an event"), torch.cuda.device(self._device):
+        with failing("recording an event"), torch.cuda.device(self._device):
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     def is_done(self) -> bool:
-        with _failing("a copy"), torch.cuda.device(self._device):
+        with failing("a copy"), torch.cuda.device(self._device):
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -83,7 +82,7 @@ class CudaRuntime:
         return [device for device in range(torch.cuda.device_count()) if has_context(device)]
 
     def side_stream(self, device: int) -> Stream:
-        with self._guard, _failing("making a stream"):
+        with self._guard, failing("making a stream"):
             if device not in self._side_streams:
                 self._side_streams[device] = torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
             return self._side_streams[device]
@@ -101,7 +100,7 @@ class CudaRuntime:
             return False
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
-        with _failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
+        with failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
             work()
 
     def handle(self, stream: Stream) -> int:
@@ -112,11 +111,11 @@ class CudaRuntime:
 
     def hold_back(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        with _failing("ordering a stream"):
+        with failing("ordering a stream"):
             stream.wait_event(event.event)
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
-        with _failing("allocating pinned memory"):
+        with failing("allocating pinned memory"):
             return torch.empty(bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
@@ -140,7 +139,7 @@ class CudaRuntime:
         if isinstance(kernels, LibraryKernels):  # It ensures that kernels can use the memory at this address.
             kernels.register(address, bytes)
             return
-        with _failing("pinning host memory"), torch.cuda.device(self._home):
+        with failing("pinning host memory"), torch.cuda.device(self._home):
             code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
             raise not_pinned(bytes, found=f"CUDA error {code}")
@@ -150,7 +149,7 @@ class CudaRuntime:
         if isinstance(kernels, LibraryKernels):
             kernels.unregister(address)
             return
-        with _failing("unpinning host memory"), torch.cuda.device(self._home):
+        with failing("unpinning host memory"), torch.cuda.device(self._home):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def kernels(self, device: int) -> Kernels:
@@ -177,15 +176,6 @@ def _described(address: int, bytes: int) -> dict[str, Any]:
 def host_view(address: int, bytes: int) -> torch.Tensor:
     """Return host memory at an address, uint8 [bytes]; the caller keeps it alive."""
     return torch.from_numpy(np.asarray(_OnHost(address, bytes)))
-
-
-@contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Turn errors of the runtime into DeviceError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise failed(error, what) from error
 
 
 def choose_kernels(runtime: Runtime, device: int) -> Kernels:

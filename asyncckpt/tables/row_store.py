@@ -219,7 +219,8 @@ class RowStore:
         """
         rows = self._ids.find(ids)
         missing = rows < 0
-        absent = _first_mentions(ids[missing])
+        distinct, first = np.unique(ids[missing], return_index=True)
+        absent = distinct[np.argsort(first)]
         if not absent.size:
             return rows, absent
         if max(self._ids.rows_end, len(self._ids) + absent.size) > self._capacity:
@@ -285,11 +286,6 @@ class RowStore:
                 self._tensors[name] = new
         self.marks.grow(capacity)
         self._capacity = capacity
-
-
-def _first_mentions(ids: I64) -> I64:
-    distinct, first = np.unique(ids, return_index=True)
-    return distinct[np.argsort(first)]
 
 
 def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:

@@ -64,12 +64,7 @@ def check_slot(schema: TableSchema, name: object, *, table: str) -> None:
 
 
 def checked_values(
-    schema: TableSchema,
-    rows: object,
-    slots: Mapping[str, object],
-    *,
-    ids_shape: tuple[int, ...],
-    table: str,
+    schema: TableSchema, rows: object, slots: Mapping[str, object], *, ids_shape: tuple[int, ...], table: str
 ) -> dict[str, torch.Tensor]:
     """Return values per column as `[n, *row_shape]`, from embedding rows and slots in the shape of their ids."""
     for name in slots:
