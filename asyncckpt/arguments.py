@@ -9,7 +9,7 @@ from asyncckpt.errors import UsageError
 
 
 def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None, optional: bool = False) -> None:
-    """An int, no bool, within bounds; with `optional` None too."""
+    """Check for an int, not a bool, within bounds; with `optional`, None too."""
     if optional and value is None:
         return
     if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
@@ -19,7 +19,7 @@ def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = Non
 
 
 def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Seconds that a wait can take."""
+    """Check for seconds that a wait can take."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= threading.TIMEOUT_MAX:
         raise UsageError(f"{name} is wrong", found=value, expected=f"seconds in [0, {threading.TIMEOUT_MAX:.0f}]")
     if above_zero and not value:
@@ -27,12 +27,12 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
-    """One of some words."""
+    """Check for one of some words."""
     if value not in choices:
         raise UsageError(f"{name} is wrong", found=value, expected=choices)
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
-    """An object of a class."""
+    """Check for an object of a class."""
     if not isinstance(value, kind):
         raise UsageError(f"{name} is wrong", found=type(value).__name__, expected=kind.__name__)

@@ -1,25 +1,14 @@
 """The one error tree.
 
 Every failure that a user can meet is a CheckpointError. Its message says what failed, on what, what was expected and
-what was found, and where we have one, a hint what to do. Foreign errors (OSError, struct.error, a filter's own) are
+found, and often what to do. Foreign errors (OSError, struct.error, a filter's own) are
 wrapped once, at the storage or native door, and stay reachable as `__cause__`.
 
-    CheckpointError
-    +-- CorruptError         bytes on disk are not what was written
-    +-- IncompatibleError    written by a newer version, or does not fit the target
-    +-- NotFoundError        there is no such checkpoint
-    +-- UnsupportedError     a dtype, layout or feature that this version does not handle
-    +-- ConflictError        somebody else holds or wrote this place
-    |   +-- SaveInProgressError   a save or load of this process is in flight
-    +-- IndeterminateError   the commit may or may not have become durable; `resolve()` finds out
-    +-- IOFailedError        the operating system refused
-    +-- UsageError           an argument or a call out of order
-    |   +-- FilterError      a filter function raised or returned nonsense
-    +-- SaveCancelledError   the save was cancelled before its commit
-    +-- DeadlineError        a wait ended before what it waited for
-    +-- DeviceError          an accelerator or its runtime failed
-    +-- PeerError            another rank failed or went silent, so the save of all ranks did not happen
-        +-- PeerInDoubtError      ... after this rank had done its part: also an IndeterminateError
+    CheckpointError     CorruptError  IncompatibleError  NotFoundError  UnsupportedError  ConflictError  UsageError
+                        IndeterminateError  IOFailedError  SaveCancelledError  DeadlineError  DeviceError  PeerError
+    ConflictError       SaveInProgressError
+    UsageError          FilterError
+    PeerError           PeerInDoubtError, which is an IndeterminateError too
 """
 
 from __future__ import annotations
@@ -56,7 +45,7 @@ class CheckpointError(Exception):
 
 
 def _received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
-    """An error of another process."""
+    """Make an error of another process."""
     error = kind.__new__(kind, message)
     Exception.__init__(error, message)
     error.__dict__.update({"expected": None, "found": None, **facts})
@@ -146,7 +135,7 @@ class PeerError(CheckpointError):
 
 
 class PeerInDoubtError(PeerError, IndeterminateError):
-    """This rank did its part and was not told the outcome: the checkpoint may or may not be committed.
+    """This rank did its part and did not learn the outcome: the checkpoint may or may not be committed.
 
     `resolve()` looks again: True when the checkpoint is there and durable, False when it is not there (so far: a
     coordinator that still lives may publish it later).
@@ -160,8 +149,7 @@ class PeerInDoubtError(PeerError, IndeterminateError):
 
 
 def close_beside(error: BaseException | None, close: Callable[[], object], what: str) -> None:
-    """Close at the end of a `with` block, from which `error` is on its way: it matters more than an error of closing,
-    of which it gets a note."""
+    """Close at the end of a `with` block that raised `error`, if any: then an error of closing becomes a note of it."""
     try:
         close()
     except Exception as later:

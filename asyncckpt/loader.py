@@ -12,7 +12,7 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.devices.caller_streams import CallerStreams
+from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.future import FutureState, LoadFuture

@@ -73,7 +73,7 @@ class BusyPolicy:
     def of(
         on_busy: OnBusy | BusyPolicy, *, deadline: float = BUSY_DEADLINE_S, actions: tuple[str, ...] = ON_BUSY
     ) -> BusyPolicy:
-        """The policy that a caller gave, or named by its action. UsageError when it is none of `actions`."""
+        """Return the policy that was given, or named by its action. Raises UsageError if it is none of `actions`."""
         policy = on_busy if isinstance(on_busy, BusyPolicy) else BusyPolicy(on_busy, deadline)
         check_choice("on_busy", policy.action, actions)
         return policy

@@ -27,8 +27,8 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN, TableSchema
 from asyncckpt.native import I64, core
-from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import flat_ids
+from asyncckpt.tables.table_lock import FirstCaller
 
 Rows: TypeAlias = Mapping[str, torch.Tensor]
 """Column name -> contiguous CPU tensor `[n, *row_shape]`; ids are distinct, all columns are in one row order."""

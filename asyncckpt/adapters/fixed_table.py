@@ -30,10 +30,9 @@ from asyncckpt.adapters.fixed_marks import FixedMarks, TracksFixedRows
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.native import I64
-from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import FirstCaller, TableLock
 
 LiveColumns: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
 LiveMarks: TypeAlias = Callable[[], FixedMarks | None]

@@ -1,13 +1,17 @@
-"""The coordinator's side of a DCP save: it alone makes attempts and commits them.
+"""The attempt of a DCP save: the coordinator makes and commits it, and the other ranks get a reference to it.
 
 1. `begin`: open the directory and take its lock, sweep what failed saves left, choose the step, make the attempt's
    folder. Every rank then writes its files into it.
 2. `commit`: publish the manifest that all parts make up; then, without the save lock, let old checkpoints go.
 3. `close`, in any case: without a commit, the folder is removed.
 
-DCP tells a writer nothing of a save that failed on another rank. So an attempt that was not committed is closed with
-the next save, with the writer, or when nobody holds it any more. The save lock of the process is held only while one of
-these runs, never from one to the next.
+DCP does not inform a writer of a save that failed on another rank. So an attempt that was not committed is closed with
+the next save, with the writer, or when it is collected. The save lock of the process is held only while one of these
+runs, never from one to the next.
+
+A rank gets an AttemptRef in the plan that DCP scatters. A planner that caches its plans then returns the plan of an
+earlier save, with the reference of that save. So what counts is the reference that this thread has received last: DCP
+unpickles it in the thread that calls `write_data` afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -104,3 +109,36 @@ def make_parents(path: Path) -> None:
             raise io_failed(f"folder {str(folder)!r} cannot be made", error) from error
         with Directory.open(folder.parent) as parent:
             parent.sync()
+
+
+@dataclass(frozen=True)
+class AttemptRef:
+    """To which attempt a rank writes its files, as rank `rank` of `ranks_count`. Only plain values."""
+
+    step: int
+    id: str
+    rank: int
+    ranks_count: int
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(step=self.step, id=self.id)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return receive_ref, (self.step, self.id, self.rank, self.ranks_count)
+
+
+_received = threading.local()
+
+
+def receive_ref(step: int, id: str, rank: int, ranks_count: int) -> AttemptRef:
+    """Make a reference and remember it as the newest of this thread."""
+    _received.newest = ref = AttemptRef(step=step, id=id, rank=rank, ranks_count=ranks_count)
+    return ref
+
+
+def take_newest_ref() -> AttemptRef | None:
+    """Return the reference that this thread has received last, and forget it."""
+    newest: AttemptRef | None = getattr(_received, "newest", None)
+    _received.newest = None
+    return newest

@@ -1,8 +1,8 @@
-"""From DCP's own format and back to it, in one process: for those who come, and for those who leave.
+"""Convert checkpoints from DCP's own format and back to it, in one process.
 
 import_checkpoint   reads what dcp.FileSystemWriter wrote: chunk by chunk, so memory holds a chunk and two buffers
 export_checkpoint   writes it with dcp.FileSystemWriter: the whole checkpoint is in memory, and the result holds
-                    pickles, for that is its format
+                    pickles, as that format does
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from asyncckpt.dcp.writer import check_whole
 from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes, stream_boxes
 from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import U64, Progress
@@ -62,7 +61,7 @@ def import_checkpoint(
     files = _DcpFiles(folder, metadata)
     with files.open():
         plan, names, chunks = _plan(metadata, parallel=parallel)
-        values = [_encoded(files.value(name), name) for name in names]
+        values = [encode_value(files.value(name), owner=repr(name)) for name in names]
         options = SaveOptions(durability=durability, parallel=parallel)
         begun = CoordinatedAttempt(check_path(path), step, options)
         try:
@@ -72,12 +71,7 @@ def import_checkpoint(
             ]
             with save_lock_held("save", begun.root.path, begun.attempt.step):
                 written = stream_boxes(
-                    plan,
-                    sources,
-                    folder=begun.folder,
-                    attempt=begun.attempt,
-                    options=options,
-                    progress=Progress(),
+                    plan, sources, folder=begun.folder, attempt=begun.attempt, options=options, progress=Progress()
                 )
             head = begun.transaction.head(files=written.files, values=tuple(values))
             begun.commit(Draft(head, plan.body, written.digests))
@@ -89,7 +83,7 @@ def import_checkpoint(
 def export_checkpoint(
     path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None
 ) -> None:
-    """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this process alone.
+    """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this one process.
 
     The dense tensors in full, and the plain values; tables are left out. Needs memory for all of it. What is written
     holds pickles: that is the format of the target. ConflictError when there is a checkpoint in dcp_dir already.
@@ -108,7 +102,7 @@ def export_checkpoint(
 
 
 def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], list[MetadataIndex]]:
-    """The plan of all chunks, the names of the values in the order of the tree, and the chunk of every box."""
+    """Return the plan of all chunks, the names of the values in the order of the tree, and the chunk of every box."""
     items = metadata.state_dict_metadata
     tensors = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
     values = [name for name, item in items.items() if isinstance(item, BytesStorageMetadata)]
@@ -129,12 +123,8 @@ def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], lis
     return plan_boxes(boxes, tree, parallel=parallel, rank=0), value_names, chunks
 
 
-def _encoded(value: Any, name: str) -> Json:
-    return encode_value(value, owner=repr(name))
-
-
 class _DcpFiles:
-    """The `.distcp` files of a DCP checkpoint: what lies where is told by its metadata, and checked."""
+    """The `.distcp` files of a DCP checkpoint; its metadata says what is where, and is checked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
@@ -154,7 +144,7 @@ class _DcpFiles:
         return from_stream(self._stream(MetadataIndex(name)), name=name)
 
     def tensor(self, index: MetadataIndex, *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A chunk, contiguous on the CPU; the one that was read before while anybody holds it."""
+        """Return a chunk, contiguous on the CPU; the one that was read before while it is still held."""
         held = self._held.get(index)
         if held is not None:
             return held

@@ -1,4 +1,4 @@
-"""Read the `.metadata` of a DCP checkpoint: a pickle, so it is read by an unpickler that knows DCP's own records alone.
+"""Read the `.metadata` of a DCP checkpoint: a pickle, so it is read by an unpickler that knows only DCP's records.
 
 It makes the dataclasses of DCP's metadata, sizes, dtypes and layouts of torch, and plain paths. Anything else that a
 pickle names is refused before it is even imported; nothing of what is admitted runs foreign code.
@@ -50,21 +50,17 @@ class _RecordsOnly(pickle.Unpickler):
             return getattr(torch, name)
         if name in _RECORDS.get(module, ()):
             if name.endswith(("WindowsPath", "PosixPath")):
-                return _path_text
+                return lambda *parts: "/".join(parts)
             return super().find_class(module, name)
         raise UnsupportedError(
-            "the metadata of the DCP checkpoint names something that is none of DCP's own records",
+            "the metadata of the DCP checkpoint names something that is not one of DCP's own records",
             found=f"{module}.{name}",
             hint="nothing of it was run",
         )
 
 
-def _path_text(*parts: str) -> str:
-    return "/".join(parts)
-
-
 def read_dcp_metadata(folder: Path) -> Metadata:
-    """The metadata of a checkpoint that a FileSystemWriter wrote. NotFoundError, CorruptError, UnsupportedError."""
+    """Read the metadata of a FileSystemWriter. Raises NotFoundError, CorruptError, UnsupportedError."""
     path = folder / METADATA_NAME
     try:
         if path.stat().st_size > METADATA_BYTES_MAX:

@@ -25,7 +25,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor]:
-    """The tensor, or this rank's box of it, of every item; UsageError when the planner gives something else."""
+    """Return the tensor, or this rank's box of it, of every item. Raises UsageError if it is something else."""
     state = planner.state_dict if isinstance(planner, DefaultSavePlanner) and _is_plain(planner) else {}
     tensors = []
     for item in items:
@@ -40,7 +40,7 @@ def tensors_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.T
 
 
 def encode_values(names: Sequence[str], plan: SavePlan, planner: SavePlanner) -> list[Json]:
-    """The values of these names, encoded; UsageError naming the first that is not plain. Nothing was written yet."""
+    """Encode the values of these names. Raises UsageError, naming the first that is not plain."""
     items = {item.index.fqn: item for item in plan.items if item.type is WriteItemType.BYTE_IO}
     return [encode_value(_value(name, items, planner), owner=repr(name)) for name in names]
 
@@ -48,7 +48,7 @@ def encode_values(names: Sequence[str], plan: SavePlan, planner: SavePlanner) ->
 def _value(name: str, items: dict[str, WriteItem], planner: SavePlanner) -> Any:
     if isinstance(planner, DefaultSavePlanner) and _hands_on(planner):
         return planner.lookup_object(MetadataIndex(name))
-    # What DCP has given to another rank to write is in nobody's plan here, but the item is the same.
+    # What DCP lets another rank write is not in this rank's plan, but the item is the same.
     item = items.get(name) or WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
     found = planner.resolve_data(item)
     if not isinstance(found, io.BytesIO):
@@ -58,7 +58,7 @@ def _value(name: str, items: dict[str, WriteItem], planner: SavePlanner) -> Any:
 
 
 def _hands_on(planner: DefaultSavePlanner) -> bool:
-    """Whether a planner hands on what it has looked up."""
+    """Return whether a planner passes on what it has looked up."""
     kind = type(planner)
     return (
         kind.resolve_data is DefaultSavePlanner.resolve_data
@@ -67,12 +67,12 @@ def _hands_on(planner: DefaultSavePlanner) -> bool:
 
 
 def _is_plain(planner: DefaultSavePlanner) -> bool:
-    """Whether a planner hands on what is in its state."""
+    """Return whether a planner passes on what is in its state."""
     return _hands_on(planner) and type(planner).lookup_object is DefaultSavePlanner.lookup_object
 
 
 def from_stream(stream: io.BytesIO, *, name: str) -> Any:
-    """What torch.save wrote, if that is plain; UnsupportedError naming the item."""
+    """Return what torch.save wrote. Raises UnsupportedError, naming the item, if that is not plain."""
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:

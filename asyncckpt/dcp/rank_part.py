@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from asyncckpt.engine.save.box_files import BoxPlan, WrittenBoxes, plan_boxes
+from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, PartText, encode_part
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name, leaves
+from asyncckpt.native import U8
 from asyncckpt.plan.dense_blocks import box_spec
 
 # A path as DCP flattens a state: keys of dicts as text, places in lists as numbers.
@@ -51,52 +51,19 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class SentPart:
-    """A rank's part on its way to the coordinator; plain values alone. The body is a BodyTemplate taken apart."""
+    """A rank's part on its way to the coordinator."""
 
     rank: int
-    step: int
     attempt: str
-    files: tuple[tuple[str, int, int, bytes, int], ...]
+    files: tuple[FileFacts, ...]
     values: tuple[Json, ...]
-    text: bytes
-    holes: bytes
-    features: tuple[str, ...]
-    digests: bytes
-
-    @staticmethod
-    def of(
-        rank: int, step: int, attempt: str, plan: PartPlan, values: Sequence[Json], written: WrittenBoxes
-    ) -> SentPart:
-        body = plan.boxes.body
-        return SentPart(
-            rank=rank,
-            step=step,
-            attempt=attempt,
-            files=tuple((f.path, f.rank, f.header_bytes, f.header_digest, f.bytes) for f in written.files),
-            values=tuple(values),
-            text=body.text,
-            holes=body.holes.tobytes(),
-            features=tuple(sorted(body.features)),
-            digests=written.digests.tobytes(),
-        )
-
-    @property
-    def file_facts(self) -> tuple[FileFacts, ...]:
-        return tuple(FileFacts(*file) for file in self.files)
-
-    @property
-    def body(self) -> BodyTemplate:
-        holes = np.frombuffer(self.holes, dtype=np.int64)
-        return BodyTemplate(text=self.text, holes=holes, features=frozenset(self.features))
-
-    @property
-    def digest_rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return np.frombuffer(self.digests, dtype=np.uint8).reshape(-1, 16)
+    body: BodyTemplate
+    digests: U8
 
     @property
     def part_text(self) -> PartText:
         """As the part of a rank other than 0."""
-        return encode_part(self.file_facts, self.values, self.body, self.digest_rows)
+        return encode_part(self.files, self.values, self.body, self.digests)
 
 
 @dataclass(frozen=True)
@@ -124,9 +91,9 @@ class PartPlans:
         rank: int,
         parallel: int,
     ) -> PartPlan:
-        """The plan of rank's part. UsageError, UnsupportedError.
+        """Return the plan of a rank's part. Raises UsageError, UnsupportedError.
 
-        items: what it writes. local: what it has, be it written by others. paths: where DCP found what it flattened.
+        items: what it writes. local: what it has, also what others write. paths: where DCP found what it flattened.
         """
         place = (rank, parallel, None if paths is None else dict(paths))
         for kept in self._kept:
@@ -147,7 +114,7 @@ part_plans = PartPlans()
 
 
 def _facts(item: WriteItem) -> tuple[Any, ...]:
-    """What a block depends on."""
+    """Return what a block depends on."""
     data = item.tensor_data
     assert data is not None
     return item.index.fqn, data.chunk.offsets, data.chunk.sizes, data.size, data.properties.dtype
@@ -170,7 +137,7 @@ def _plan(
 
 
 def tree_of(keys: LocalKeys, paths: Mapping[str, DcpPath]) -> tuple[Node, list[str], list[str]]:
-    """The tree of named leaves, and the names of its tensors and of its values in the order of the tree.
+    """Return the tree of named leaves, and the names of its tensors and of its values in the order of the tree.
 
     A name whose path does not spell it was given by the planner: it is a leaf of that name below the root.
     """
@@ -188,7 +155,7 @@ def tree_of(keys: LocalKeys, paths: Mapping[str, DcpPath]) -> tuple[Node, list[s
 
 
 def _put(root: dict[str | int, Any], path: DcpPath, leaf: tuple[str, Node]) -> bool:
-    """Whether there was room for the leaf at its path."""
+    """Put a leaf at its path, and return whether there was room."""
     at: Any = root
     for key in path[:-1]:
         at = at.setdefault(key, {})

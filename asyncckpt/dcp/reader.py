@@ -73,7 +73,7 @@ class StorageReader(DcpStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a checkpoint directory."""
+        """Return whether it names a checkpoint directory."""
         try:
             CheckpointRoot.for_reading(check_path(checkpoint_id)).close()
         except (NotFoundError, UsageError):
@@ -87,7 +87,7 @@ class StorageReader(DcpStorageReader):
         self._chain = self._stored = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's view of the checkpoint; see asyncckpt/dcp/stored.py."""
+        """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py."""
         with CheckpointRoot.for_reading(self._path) as root:
             self._chain = read_chain(root, newest_step(root) if self._step is None else self._step)
         self._stored = stored_of(self._chain)
@@ -161,7 +161,7 @@ def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPl
 
 
 def _fits(target: torch.Tensor, spec: BlockSpec) -> bool:
-    """Whether a block's bytes are those of the target."""
+    """Return whether a block's bytes are those of the target."""
     on_host = target.is_cpu and device_of(target) is None
     plain = on_host and target.is_contiguous() and not target.is_conj() and not target.is_neg()
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
@@ -172,7 +172,7 @@ _Wanted = tuple[int, list[tuple[ReadItem, torch.Tensor]]]
 
 
 def _batches(wanted: Sequence[_Wanted], reader: ChainReader) -> Iterator[list[_Wanted]]:
-    """As many blocks as fit the window, or a single larger one."""
+    """Yield as many blocks as fit the window, or a single larger one."""
     batch: list[_Wanted] = []
     used = 0
     for number, targets in wanted:
@@ -207,7 +207,7 @@ def _read_batch(batch: Sequence[_Wanted], reader: ChainReader, planner: LoadPlan
 
 
 def _rows_needed(spec: BlockSpec, targets: Sequence[tuple[ReadItem, torch.Tensor]], *, whole: bool) -> tuple[int, int]:
-    """Rows [low, high) of the block that the items lie in; (0, -1) for all of it."""
+    """Return the rows [low, high) of the block that contain the items; (0, -1) for all of it."""
     if whole or spec.encoding or not spec.shape or not spec.bytes:
         return 0, -1
     low = min(item.storage_offsets[0] for item, _ in targets)
@@ -216,7 +216,7 @@ def _rows_needed(spec: BlockSpec, targets: Sequence[tuple[ReadItem, torch.Tensor
 
 
 def _values(spec: BlockSpec, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> torch.Tensor:
-    """The block, or whole rows of it, as the array that was saved."""
+    """Return the block, or whole rows of it, as the array that was saved."""
     if spec.encoding:
         return decode(memory, spec)
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype

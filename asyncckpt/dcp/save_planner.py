@@ -1,6 +1,6 @@
 """A SavePlanner that plans only what has changed: DCP's default one, whose plans are kept from save to save.
 
-For thousands of tensors DCP's planning takes longer than the writing, and holds the interpreter lock all along. While
+For thousands of tensors DCP's planning takes longer than the writing, and holds the interpreter lock meanwhile. While
 nothing changes its name, shape, dtype or placement, this planner sends no plan:
 
 1. A rank whose state has the facts of a plan that it has finished before sends the token of that plan instead.
@@ -38,7 +38,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class PlanToken:
-    """In the planner_data of a plan: the plan of this token. Of plain values alone."""
+    """In the planner_data of a plan: the plan of this token. Only plain values."""
 
     token: str
     rank: int
@@ -164,12 +164,12 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _forget(finished: _Finished) -> None:
-    """Another save of this process may have done so already."""
+    """Forget a plan; another save of this process may have done so already."""
     _memory.finished = [other for other in _memory.finished if other is not finished]
 
 
 def _in_full(plan: SavePlan) -> SavePlan:
-    """A plan as its rank has sent it once."""
+    """Return a plan as its rank had sent it."""
     token = plan.planner_data
     if not isinstance(token, PlanToken):
         return plan
@@ -183,7 +183,7 @@ def _in_full(plan: SavePlan) -> SavePlan:
 
 
 def _facts(state: dict[str, Any], mappings: Any, options: tuple[Any, ...]) -> Any:
-    """What a plan depends on; None where that is not known."""
+    """Return what a plan depends on; None where that is not known."""
     values = list(state.values())
     types = list(map(type, values))
     plain, spread = [], []
@@ -199,5 +199,5 @@ def _facts(state: dict[str, Any], mappings: Any, options: tuple[Any, ...]) -> An
 
 
 def _is_dtensor(value: Any) -> bool:
-    """By its name, for its module has moved between versions of torch."""
+    """Judge by the name of the class, because its module has moved between versions of torch."""
     return type(value).__name__ == "DTensor" and hasattr(value, "placements") and hasattr(value, "device_mesh")

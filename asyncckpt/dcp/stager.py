@@ -100,7 +100,7 @@ class AsyncStager(DcpAsyncStager):
 
 
 def _when_settled(copied: StagedTensors, staged: dict[str, Any], done: Future[None]) -> Future[dict[str, Any]]:
-    """A Future of a staged state, which a thread of its own resolves, and `done`, when all copies are there."""
+    """Return a Future of a staged state; a thread of its own resolves it, and `done`, when all copies have arrived."""
     future: Future[dict[str, Any]] = Future()
 
     def settle() -> None:
@@ -138,7 +138,7 @@ def _collect(value: Any, found: dict[int, torch.Tensor]) -> None:
 
 
 def _rebuild(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
-    """The same structure with the copies in the places of the tensors that were found."""
+    """Return the same structure with the copies in place of the tensors that were found."""
     kind = type(value)
     if value is None or kind in _ATOMS:
         return value
@@ -153,7 +153,7 @@ def _rebuild(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
-    """What a subclass is made of, if that is known: a wrapper's inner tensors (DTensor), a ShardedTensor's shards."""
+    """Return the parts of a subclass, if known: a wrapper's inner tensors (DTensor), a ShardedTensor's shards."""
     if _is_sharded_tensor(value):
         return [shard.tensor for shard in value.local_shards()]
     if hasattr(value, "__tensor_flatten__"):
@@ -179,7 +179,7 @@ def _is_sharded_tensor(value: torch.Tensor) -> TypeGuard[ShardedTensor]:
 
 
 def _rebuilt_sharded_tensor(value: ShardedTensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """With its metadata, which names devices: as ShardedTensor.cpu makes it."""
+    """Rebuild it with its metadata, which names devices, as ShardedTensor.cpu does."""
     shards = [Shard(_rebuild(shard.tensor, copies), _on_cpu(shard.metadata)) for shard in value.local_shards()]
     metadata = copy.copy(value.metadata())
     metadata.shards_metadata = [_on_cpu(shard) for shard in metadata.shards_metadata]
@@ -190,7 +190,7 @@ def _rebuilt_sharded_tensor(value: ShardedTensor, copies: Mapping[int, torch.Ten
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """A shard's metadata, with a placement on the CPU."""
+    """Return a shard's metadata, with a placement on the CPU."""
     placement = shard.placement
     if placement is None or placement.device().type == "cpu":
         return shard

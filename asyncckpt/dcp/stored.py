@@ -1,6 +1,6 @@
 """A checkpoint as DCP's metadata: every dense tensor with its chunks, every plain value, and where DCP flattened them.
 
-Made from the manifest alone, of whatever checkpoint: a name is the dotted path, a chunk is a block. Plain values are
+Made only from the manifest, of any checkpoint: a name is the dotted path, a chunk is a block. Plain values are
 those of the first rank that has them. Tables are not DCP's business and are left out, as are tensors of dtypes that
 this torch does not know.
 """
@@ -62,7 +62,10 @@ def stored_of(chain: Chain) -> Stored:
                 paths.setdefault(name, (name,))
                 dtype = dtype_by_name(spec.dtype, owner=name).dtype
                 index = MetadataIndex(name, spec.begin)
-                item = items.setdefault(name, _tensor(dtype, spec.whole_shape or spec.shape))
+                new = TensorStorageMetadata(
+                    TensorProperties(dtype), torch.Size(spec.whole_shape or spec.shape), chunks=[]
+                )
+                item = items.setdefault(name, new)
                 assert isinstance(item, TensorStorageMetadata)
                 item.chunks.append(ChunkStorageMetadata(offsets=torch.Size(spec.begin), sizes=torch.Size(spec.shape)))
                 blocks[index] = number
@@ -87,10 +90,6 @@ def _metadata(items: dict[str, Any], paths: dict[str, DcpPath], blocks: dict[Met
     }
     known = {field.name for field in dataclasses.fields(Metadata)}
     return Metadata(**{name: value for name, value in members.items() if name in known})
-
-
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata:
-    return TensorStorageMetadata(properties=TensorProperties(dtype=dtype), size=torch.Size(shape), chunks=[])
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ _TENSOR: Any = object()
 
 
 def _flattened(node: Node, values: Iterator[Json], path: DcpPath) -> Iterator[tuple[DcpPath, Json]]:
-    """What DCP would flatten the state into: tensors and encoded values, with their paths.
+    """Yield what DCP would flatten the state into: tensors and encoded values, with their paths.
 
     Keys of dicts become text. A tuple is one value, and so is a list that holds neither tensors nor dicts.
     """
@@ -143,7 +142,7 @@ def _holds_tensors(node: Node) -> bool:
 
 
 def _holds_dicts(node: Node) -> bool:
-    """Whether a list has dicts in it, or in lists in it."""
+    """Return whether a list contains dicts, also in lists in it."""
     return node[0] in ("dict", "state") or (node[0] == "list" and any(map(_holds_dicts, node[1])))
 
 
@@ -155,7 +154,7 @@ def _children(node: Node) -> tuple[Node, ...]:
 
 
 def _collapsed(node: Node, values: Iterator[Json]) -> Json:
-    """A node without tensors as one encoded value."""
+    """Return a node without tensors as one encoded value."""
     if node is VALUE:
         return next(values)
     if node[0] == "state":

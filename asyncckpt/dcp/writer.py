@@ -3,7 +3,7 @@
     dcp calls               on            here
     set_up_storage_writer   every rank    begin anew; what an earlier save left open is closed
     prepare_local_plan      every rank    tensors that cannot be stored are refused, before anything is written
-    prepare_global_plan     coordinator   the attempt: directory, lock, step, folder; told to the ranks in their plans
+    prepare_global_plan     coordinator   the attempt: directory, lock, step, folder; sent to the ranks in their plans
     write_data              every rank    plain values are encoded, tensors copied into an arena and written, synced
     finish                  coordinator   the parts of all ranks are put together and published: the commit
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ from torch.futures import Future
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.proof import Draft, body_structure
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
-from asyncckpt.dcp.attempt_ref import AttemptRef, newest_received, tell
+from asyncckpt.dcp.attempt import AttemptRef, CoordinatedAttempt, receive_ref, save_lock_held, take_newest_ref
 from asyncckpt.dcp.planned_data import encode_values, tensors_of
 from asyncckpt.dcp.rank_part import SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
@@ -53,14 +53,13 @@ from asyncckpt.storage.directory import Directory, check_path
 PART_INDEX = MetadataIndex("asyncckpt.part")
 
 
+@dataclass
 class _Saving:
     """One save of one writer, in the thread that makes it."""
 
-    def __init__(self, rank: int | None) -> None:
-        self.rank = rank
-        self.local: list[WriteItem] | None = None
-        self.attempt: CoordinatedAttempt | None = None
-        self.ranks_count = 0
+    local: list[WriteItem] | None = None
+    attempt: CoordinatedAttempt | None = None
+    ranks_count: int = 0
 
     def close(self) -> None:
         if self.attempt is not None:
@@ -121,7 +120,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can name a directory."""
+        """Return whether it can name a directory."""
         try:
             check_path(checkpoint_id)
         except UsageError:
@@ -144,12 +143,12 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.close()
-        newest_received()
+        take_newest_ref()
         if not kwargs.get("use_collectives", True) and own_rank(None, None)[1] > 1:
             raise UnsupportedError(
                 "use_collectives=False would commit every rank by itself", expected="one checkpoint of all ranks"
             )
-        _savings()[self] = _Saving(kwargs.get("rank"))
+        _savings()[self] = _Saving()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
@@ -167,46 +166,38 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         except BaseException as error:
             raise as_checkpoint_error(error, self._step) from error.__cause__
         saving.ranks_count = len(plans)
-        told = [
-            AttemptRef(step=begun.attempt.step, id=begun.attempt.id, rank=rank, ranks_count=len(plans))
-            for rank in range(len(plans))
-        ]
-        if len(plans) == 1:
-            tell(told[0].step, told[0].id, 0, 1)  # Without other ranks nothing is sent, nor made anew.
-        return [replace(plan, storage_data=one) for plan, one in zip(plans, told, strict=True)]
+        step, id, count = begun.attempt.step, begun.attempt.id, len(plans)
+        if count == 1:
+            receive_ref(step, id, 0, 1)  # Nothing is sent to a single rank.
+        return [replace(plan, storage_data=AttemptRef(step, id, rank, count)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        saving, told = self._saving(), newest_received()
-        if told is None:
+        saving, ref = self._saving(), take_newest_ref()
+        if ref is None:
             raise UsageError("the plan was not made by this StorageWriter", found=type(plan.storage_data).__name__)
         try:
-            sent = self._write(plan, planner, saving, told)
+            sent = self._write(plan, planner, saving, ref)
         except BaseException as error:
-            if told.ranks_count == 1:
+            if ref.ranks_count == 1:
                 self.close()
-            raise as_checkpoint_error(error, told.step) from error.__cause__
+            raise as_checkpoint_error(error, ref.step) from error.__cause__
         future: Future[list[WriteResult]] = Future()
-        bytes_written = sum(file.bytes for file in sent.file_facts)
+        bytes_written = sum(file.bytes for file in sent.files)
         future.set_result([WriteResult(index=PART_INDEX, size_in_bytes=bytes_written, storage_data=sent)])
         return future
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, saving: _Saving, told: AttemptRef) -> SentPart:
+    def _write(self, plan: SavePlan, planner: SavePlanner, saving: _Saving, ref: AttemptRef) -> SentPart:
         local = saving.local or local_items(planner)
         paths = getattr(planner, "mappings", None)
-        part = part_plans.plan(plan.items, local, paths, rank=told.rank, parallel=self._options.parallel)
-        values = encode_values(part.values, plan, planner)
+        part = part_plans.plan(plan.items, local, paths, rank=ref.rank, parallel=self._options.parallel)
+        values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
-        with save_lock_held("save", self._path, told.step), _folder_of(saving, self._path, told) as folder:
+        with save_lock_held("save", self._path, ref.step), _folder_of(saving, self._path, ref) as folder:
             written = write_boxes(
-                part.boxes,
-                tensors,
-                folder=folder,
-                attempt=told.attempt,
-                options=self._options,
-                progress=Progress(),
+                part.boxes, tensors, folder=folder, attempt=ref.attempt, options=self._options, progress=Progress()
             )
-            check_listed(folder, written.files, step=told.step)
-        return SentPart.of(told.rank, told.step, told.id, part, values, written)
+            check_listed(folder, written.files, step=ref.step)
+        return SentPart(ref.rank, ref.id, tuple(written.files), values, part.boxes.body, written.digests)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saving = self._saving()
@@ -243,7 +234,7 @@ def _savings() -> weakref.WeakKeyDictionary[StorageWriter, _Saving]:
 
 
 def local_items(planner: SavePlanner) -> list[WriteItem]:
-    """Of a planner that has sent no plan because nothing has changed: what it sent last."""
+    """Return what a planner has sent last that sends no plan now because nothing has changed."""
     if isinstance(planner, OwnSavePlanner):
         return planner.local_items or []
     cached: Mapping[str, SavePlan] = getattr(planner, "_cached_save_plan", {})
@@ -251,37 +242,27 @@ def local_items(planner: SavePlanner) -> list[WriteItem]:
     return [] if plan is None else plan.items
 
 
-class _folder_of:
-    """The attempt's folder: the coordinator's own, or opened for the time of the writing."""
-
-    def __init__(self, saving: _Saving, path: Path, told: AttemptRef) -> None:
-        self._saving, self._path, self._told = saving, path, told
-        self._opened: list[CheckpointRoot | Directory] = []
-
-    def __enter__(self) -> Directory:
-        if self._saving.attempt is not None:
-            return self._saving.attempt.folder
+@contextmanager
+def _folder_of(saving: _Saving, path: Path, ref: AttemptRef) -> Iterator[Directory]:
+    """Give the attempt's folder: the coordinator's own, or opened for the time of the writing."""
+    if saving.attempt is not None:
+        yield saving.attempt.folder
+        return
+    with ExitStack() as opened:
         try:
-            root = CheckpointRoot.for_joining(self._path, exact_modes=False)
-            self._opened.append(root)
-            folder = root.data.child(self._told.attempt.directory)
+            root = opened.enter_context(CheckpointRoot.for_joining(path, exact_modes=False))
+            folder = opened.enter_context(root.data.child(ref.attempt.directory))
         except NotFoundError as error:
-            self.__exit__()
             raise UsageError(
                 "the folder that the coordinator has made is not there on this rank",
-                found=str(self._path),
+                found=str(path),
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
-        self._opened.append(folder)
-        return folder
-
-    def __exit__(self, *_: object) -> None:
-        while self._opened:
-            self._opened.pop().close()
+        yield folder
 
 
 def _parts(begun: CoordinatedAttempt, results: Sequence[Sequence[WriteResult]], ranks_count: int) -> list[SentPart]:
-    """The parts of all ranks, in their order; UsageError for one that is missing or of another attempt."""
+    """Return the parts of all ranks, in their order. Raises UsageError if one is missing or of another attempt."""
     parts = [one.storage_data for result in results for one in result if isinstance(one.storage_data, SentPart)]
     by_rank = {part.rank: part for part in parts if part.attempt == begun.attempt.id}
     for rank in range(ranks_count):
@@ -297,11 +278,11 @@ def _parts(begun: CoordinatedAttempt, results: Sequence[Sequence[WriteResult]], 
 def _draft(begun: CoordinatedAttempt, parts: Sequence[SentPart]) -> Draft:
     first, others = parts[0], parts[1:]
     return Draft(
-        head=begun.transaction.head(ranks_count=len(parts), files=first.file_facts, values=first.values),
+        head=begun.transaction.head(ranks_count=len(parts), files=first.files, values=first.values),
         body=first.body,
-        digests=first.digest_rows,
+        digests=first.digests,
         others=[part.part_text for part in others],
-        other_files=[file for part in others for file in part.file_facts],
+        other_files=[file for part in others for file in part.files],
         structures=[body_structure(part.body) for part in parts],
     )
 
@@ -311,7 +292,7 @@ _checked: list[object] = []
 
 
 def check_whole(metadata: Metadata) -> None:
-    """UsageError for a tensor of which the ranks together do not have every element once."""
+    """Raise UsageError for a tensor of which the ranks together do not have every element exactly once."""
     if any(checked is metadata.state_dict_metadata for checked in _checked):
         return  # A planner that keeps its plans gives the very same.
     for name, item in metadata.state_dict_metadata.items():

@@ -6,7 +6,8 @@ memory, scratch memory, tensors that their owner may drop meanwhile. A Batch kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -131,4 +132,22 @@ def failed(error: BaseException, what: str) -> DeviceError:
     return DeviceError(
         f"the device failed in {what}: {error}",
         hint="a CUDA error stays with its process: save what is on the host, and restart from the last checkpoint",
+    )
+
+
+@contextmanager
+def failing(what: str, *, on: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Turn errors of a runtime into DeviceError."""
+    try:
+        yield
+    except on as error:
+        raise failed(error, what) from error
+
+
+def not_pinned(bytes: int, *, found: str) -> DeviceError:
+    """Return the DeviceError for host memory that the system refuses to pin."""
+    return DeviceError(
+        f"{bytes} bytes of host memory could not be pinned",
+        found=found,
+        hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
     )

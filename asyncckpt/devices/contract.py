@@ -21,6 +21,10 @@ from asyncckpt.native import I64, U64
 Stream = Any
 """A stream of a runtime; only that runtime looks into it."""
 
+LARGE_BYTES = 1 << 20  # A segment of at least this size is a copy of its own, which takes the host some microseconds.
+PACK_BYTES = 64 << 20  # Device memory in which short segments are packed if kernels cannot write to the host.
+SLOT_BYTES = 256  # Slots in device memory are aligned like their targets modulo this, for wide loads.
+
 
 class Event(Protocol):
     """A point on a stream."""

@@ -1,29 +1,40 @@
 """CUDA devices through torch.cuda: its streams, events and allocators, so that torch knows all queued work.
 
 Nothing here starts CUDA: it is used only for tensors that are already on a device. On ROCm the same calls reach HIP.
+
+Kernels are those of the CUDA library if they run, else torch's own operations. ASYNCCKPT_CUDA=0 chooses torch's;
+ASYNCCKPT_CUDA=1 makes it an error when the library cannot be used.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncckpt.devices.batch import failed
-from asyncckpt.devices.choose_kernels import choose_kernels
-from asyncckpt.devices.contract import Event, Kernels, Stream
+from asyncckpt.devices.batch import failed, failing, not_pinned
+from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
-from asyncckpt.devices.waiting import wait_until
-from asyncckpt.errors import DeviceError
+from asyncckpt.devices.torch_kernels import TorchKernels
+from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
+from asyncckpt.native import UnusableLibrary
+from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
+from asyncckpt.options import DEVICE_DEADLINE_S
 
+ENVIRONMENT_VARIABLE = "ASYNCCKPT_CUDA"
+PAUSE_S_MIN, PAUSE_S_MAX = 50e-6, 2e-3
 SIDE_PRIORITY = -1
 """The priority of side streams: the trainer waits for their kernels, so these run before its own."""
 
 _PORTABLE, _MAPPED, _ALREADY_REGISTERED = 1, 2, 712
+
+_log = logging.getLogger("asyncckpt")
 
 
 class CudaEvent:
@@ -34,12 +45,12 @@ class CudaEvent:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        with _failing("recording an event"), torch.cuda.device(self._device):
+        with failing("recording an event"), torch.cuda.device(self._device):
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     def is_done(self) -> bool:
-        with _failing("a copy"), torch.cuda.device(self._device):
+        with failing("a copy"), torch.cuda.device(self._device):
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -71,7 +82,7 @@ class CudaRuntime:
         return [device for device in range(torch.cuda.device_count()) if has_context(device)]
 
     def side_stream(self, device: int) -> Stream:
-        with self._guard, _failing("making a stream"):
+        with self._guard, failing("making a stream"):
             if device not in self._side_streams:
                 self._side_streams[device] = torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
             return self._side_streams[device]
@@ -89,7 +100,7 @@ class CudaRuntime:
             return False
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
-        with _failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
+        with failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
             work()
 
     def handle(self, stream: Stream) -> int:
@@ -100,11 +111,11 @@ class CudaRuntime:
 
     def hold_back(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        with _failing("ordering a stream"):
+        with failing("ordering a stream"):
             stream.wait_event(event.event)
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
-        with _failing("allocating pinned memory"):
+        with failing("allocating pinned memory"):
             return torch.empty(bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
@@ -128,21 +139,17 @@ class CudaRuntime:
         if isinstance(kernels, LibraryKernels):  # It ensures that kernels can use the memory at this address.
             kernels.register(address, bytes)
             return
-        with _failing("pinning host memory"), torch.cuda.device(self._home):
+        with failing("pinning host memory"), torch.cuda.device(self._home):
             code = int(torch.cuda.cudart().cudaHostRegister(address, bytes, _PORTABLE | _MAPPED))  # type: ignore[no-untyped-call]
         if code not in (0, _ALREADY_REGISTERED):
-            raise DeviceError(
-                f"{bytes} bytes of host memory could not be pinned",
-                found=f"CUDA error {code}",
-                hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
-            )
+            raise not_pinned(bytes, found=f"CUDA error {code}")
 
     def unregister(self, address: int) -> None:
         kernels = self.kernels(self._home)
         if isinstance(kernels, LibraryKernels):
             kernels.unregister(address)
             return
-        with _failing("unpinning host memory"), torch.cuda.device(self._home):
+        with failing("unpinning host memory"), torch.cuda.device(self._home):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def kernels(self, device: int) -> Kernels:
@@ -171,10 +178,38 @@ def host_view(address: int, bytes: int) -> torch.Tensor:
     return torch.from_numpy(np.asarray(_OnHost(address, bytes)))
 
 
-@contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Turn errors of the runtime into DeviceError."""
+def choose_kernels(runtime: Runtime, device: int) -> Kernels:
+    """Return the kernels for a device. Raises UsageError for a wrong variable, UnsupportedError if 1 is impossible."""
+    wish = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if wish not in ("", "0", "1"):
+        raise UsageError(f"{ENVIRONMENT_VARIABLE} is wrong", found=wish, expected="0, 1 or unset")
+    if wish == "0":
+        return TorchKernels(runtime, device)
     try:
-        yield
-    except RuntimeError as error:
-        raise failed(error, what) from error
+        library = load_cuda_library()
+        library.check_usable(device)
+    except (UnusableLibrary, DeviceFailure) as error:
+        if wish == "1":
+            raise UnsupportedError(
+                f"{ENVIRONMENT_VARIABLE}=1 but the CUDA library cannot be used on device {device}", found=str(error)
+            ) from error
+        _log.warning("asyncckpt: torch copies on device %d, slower for small tensors and rows: %s", device, error)
+        return TorchKernels(runtime, device)
+    return LibraryKernels(runtime, device, library)
+
+
+def wait_until(is_done: Callable[[], bool], *, deadline_s: float = DEVICE_DEADLINE_S) -> None:
+    """Block this thread, not the interpreter, until `is_done`. Raises DeadlineError after deadline_s seconds.
+
+    A hanging stream of the trainer would block all saves.
+    """
+    until = time.monotonic() + deadline_s
+    pause = PAUSE_S_MIN
+    while not is_done():
+        if time.monotonic() >= until:
+            raise DeadlineError(
+                f"a device was not done with its copies after {deadline_s} s",
+                hint="a stream of the trainer may hang: copies wait for what was queued before them",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, PAUSE_S_MAX)

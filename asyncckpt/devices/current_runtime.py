@@ -1,4 +1,4 @@
-"""The device runtime of this process: CUDA when it is in use, else none. Tests replace it."""
+"""The device runtime of this process: CUDA when it is in use, else none; and the streams of a thread that calls."""
 
 from __future__ import annotations
 
@@ -37,6 +37,32 @@ def device_of(tensor: torch.Tensor) -> int | None:
     """Return the index of the device of a tensor's storage; None for the host or an unknown kind of device."""
     found = runtime()
     return None if found is None else found.device_of(tensor)
+
+
+class CallerStreams:
+    """What this thread's streams have queued so far, on every device in use: a thread has current streams of its own.
+
+    A load in the background orders its work after that of its caller: made on the caller's thread, then `follow` and,
+    at the end, `wait` on the loading thread. Raises UsageError while a graph is being captured, DeviceError.
+    """
+
+    def __init__(self) -> None:
+        check_not_capturing("a load")
+        self._runtime = found = runtime()
+        devices = [] if found is None else found.devices_in_use()
+        self._events = [(device, found.record(found.current_stream(device))) for device in devices if found is not None]
+
+    def follow(self) -> None:
+        """Make the streams of this thread wait for those of the caller, not the host. Raises DeviceError."""
+        for device, event in self._events:
+            assert self._runtime is not None
+            self._runtime.hold_back(self._runtime.current_stream(device), event)
+
+    def wait(self) -> None:
+        """Wait for everything that this thread has queued on these devices. Raises DeviceError."""
+        for device, _ in self._events:
+            assert self._runtime is not None
+            self._runtime.record(self._runtime.current_stream(device)).wait()
 
 
 def check_not_capturing(what: str) -> None:

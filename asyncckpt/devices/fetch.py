@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from asyncckpt.devices.contract import Stream
+from asyncckpt.devices.contract import SLOT_BYTES, Stream
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.devices.sizes import SLOT_BYTES
 from asyncckpt.devices.upload_copies import is_plain
 
 

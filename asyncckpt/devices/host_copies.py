@@ -23,9 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.changed_rows import ChangedRowsCopy, DeviceFingerprints
 from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
-from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy, Work
+from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
 from asyncckpt.native import I64, U64
 

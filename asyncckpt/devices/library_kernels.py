@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
-from asyncckpt.devices.batch import failed
-from asyncckpt.devices.contract import Holder, Runtime
-from asyncckpt.devices.sizes import LARGE_BYTES
-from asyncckpt.errors import DeviceError
+from asyncckpt.devices.batch import failing, not_pinned
+from asyncckpt.devices.contract import LARGE_BYTES, Holder, Runtime
 from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
+
+_queueing = partial(failing, "queueing a copy", on=DeviceFailure)
 
 
 class LibraryKernels:
@@ -30,7 +29,7 @@ class LibraryKernels:
         stream = self._runtime.handle(holder.stream)
         is_large = segments[:, 2] >= LARGE_BYTES
         large, small = np.ascontiguousarray(segments[is_large]), np.ascontiguousarray(segments[~is_large])
-        with _failing():
+        with _queueing():
             if len(small):
                 size = self._library.batch_table_bytes(len(small))
                 table = holder.new_pinned(size)
@@ -39,13 +38,13 @@ class LibraryKernels:
                 self._library.copy(self._device, large, stream)
 
     def transfer(self, segments: U64, holder: Holder, *, to_host: bool) -> None:
-        with _failing():
+        with _queueing():
             self._library.copy(self._device, segments, self._runtime.handle(holder.stream))
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, holder: Holder) -> None:
         rows = target_rows if source_rows is None else source_rows
         assert rows is not None
-        with _failing():
+        with _queueing():
             sources = self._on_device(source_rows, holder)
             self._library.copy_rows(
                 self._device,
@@ -61,23 +60,19 @@ class LibraryKernels:
         try:
             self._library.host_register(self._device, address, bytes)
         except DeviceFailure as error:
-            raise DeviceError(
-                f"{bytes} bytes of host memory could not be pinned",
-                found=str(error),
-                hint="set DeviceOptions(pinned_memory_limit=...) lower; copies from the device are slower then",
-            ) from error
+            raise not_pinned(bytes, found=str(error)) from error
 
     def unregister(self, address: int) -> None:
         """See Runtime.unregister."""
-        with _failing():
+        with _queueing():
             self._library.host_unregister(self._device, address)
 
     def fingerprint_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
-        with _failing():
+        with _queueing():
             self._library.fingerprints(self._device, columns, rows_count, target, self._runtime.handle(holder.stream))
 
     def copy_marked(self, columns: U64, marks: int, rows_count: int, holder: Holder) -> None:
-        with _failing():
+        with _queueing():
             self._library.copy_marked_rows(
                 self._device, columns, marks, 0, rows_count, self._runtime.handle(holder.stream)
             )
@@ -101,11 +96,3 @@ def _near_table(bytes: int, holder: Holder) -> int:
         return holder.device_memory(bytes)
     except MemoryError:
         return 0
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    try:
-        yield
-    except DeviceFailure as error:
-        raise failed(error, "queueing a copy") from error

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.sizes import LARGE_BYTES, SLOT_BYTES
+from asyncckpt.devices.contract import LARGE_BYTES, SLOT_BYTES
 from asyncckpt.native import I64, U64
 
 GAP_BYTES_MAX = 64 << 10
@@ -32,14 +32,6 @@ class Upload(Protocol):
     def run(self, batch: Batch, scratch: int) -> None:
         """Queue the copy on the current side stream. scratch: the address of the memory, aligned to 256."""
         ...
-
-
-def run_uploads(uploads: list[Upload], batch: Batch) -> None:
-    """Queue all of them, in their order, on the current side stream. Raises MemoryError."""
-    needed = max((upload.scratch_bytes for upload in uploads), default=0)
-    scratch = batch.device_memory(needed) if needed else 0
-    for upload in uploads:
-        upload.run(batch, scratch)
 
 
 class SegmentUpload:

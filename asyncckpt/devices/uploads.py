@@ -19,7 +19,7 @@ import torch
 
 from asyncckpt.devices.batch import Batch
 from asyncckpt.devices.contract import Event, Runtime
-from asyncckpt.devices.upload_copies import RowUpload, SegmentUpload, TensorUpload, Upload, is_plain, run_uploads
+from asyncckpt.devices.upload_copies import RowUpload, SegmentUpload, TensorUpload, Upload, is_plain
 from asyncckpt.errors import DeviceError
 from asyncckpt.native import I64, U8
 
@@ -168,10 +168,14 @@ class Uploads:
 
 
 def _run(item: _Listed, batch: Batch, window: tuple[int, int]) -> None:
-    uploads = [make(batch) for make in item.others]
+    """Queue all copies on the current side stream. Raises MemoryError."""
+    uploads: list[Upload] = [make(batch) for make in item.others]
     if item.segments:
         uploads.insert(0, SegmentUpload(np.array(item.segments, dtype=np.uint64), batch, window=window))
-    run_uploads(uploads, batch)
+    needed = max((upload.scratch_bytes for upload in uploads), default=0)
+    scratch = batch.device_memory(needed) if needed else 0
+    for upload in uploads:
+        upload.run(batch, scratch)
 
 
 def _settle(windows: list[_Window]) -> None:

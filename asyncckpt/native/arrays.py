@@ -77,22 +77,17 @@ def check_count(count: int, *, name: str) -> None:
 def check_files(files: Sequence[FileImage]) -> None:
     """Raise ValueError unless the extents of every file are as FileImage says."""
     for item, file in enumerate(files):
-        _check_file(file, item)
-
-
-def _check_file(file: FileImage, item: int) -> None:
-    for index, (address, bytes) in enumerate(file.extents):
-        what = f"extent {index} of file {item}"
-        if bytes < 0 or address < 0 or (bytes and not address):
-            raise ValueError(f"{what} has address {address:#x} and {bytes} bytes")
-        if not file.direct or not bytes:
-            continue
-        if address % PAGE_BYTES:
-            raise ValueError(f"{what} is direct but its address {address:#x} is not a multiple of {PAGE_BYTES}")
-        if index + 1 < len(file.extents) and bytes % PAGE_BYTES:
-            raise ValueError(
-                f"{what} is direct and not the last one but has {bytes} bytes, no multiple of {PAGE_BYTES}"
-            )
+        for index, (address, bytes) in enumerate(file.extents):
+            what = f"extent {index} of file {item}"
+            if bytes < 0 or address < 0 or (bytes and not address):
+                raise ValueError(f"{what} has address {address:#x} and {bytes} bytes")
+            if not file.direct or not bytes:
+                continue
+            what += " is direct"
+            if address % PAGE_BYTES:
+                raise ValueError(f"{what} but its address {address:#x} is not a multiple of {PAGE_BYTES}")
+            if index + 1 < len(file.extents) and bytes % PAGE_BYTES:
+                raise ValueError(f"{what} and not the last one but has {bytes} bytes, no multiple of {PAGE_BYTES}")
 
 
 def _shown(array: NDArray[Any]) -> str:

@@ -24,7 +24,7 @@ U8 = NDArray[np.uint8]
 
 
 def paged(bytes: int) -> int:
-    """Bytes rounded up to whole pages."""
+    """Round bytes up to whole pages."""
     return -(-bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -80,7 +80,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class DrainOptions:
-    """Options of a drain; see ac_drain_options in asyncckpt.h."""
+    """Options of a drain, in the order of ac_drain_options in asyncckpt.h; see there."""
 
     block_bytes: int = 16 << 20
     writers: int = 1

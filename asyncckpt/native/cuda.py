@@ -82,7 +82,7 @@ class CudaLibrary:
         self._call(self._library.ac_cuda_copy, device, segments.ctypes.data, len(segments), stream)
 
     def batch_table_bytes(self, count: int) -> int:
-        """The bytes of the table for `copy_batch` of `count` segments."""
+        """Return the bytes of the table for `copy_batch` of `count` segments."""
         check_count(count, name="count")
         return int(self._library.ac_cuda_batch_table_bytes(count))
 

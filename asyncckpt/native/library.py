@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_uint64
+from dataclasses import astuple
 
 import numpy as np
 
@@ -106,23 +107,14 @@ class NativeCore:
         arrays.check_table(spans, columns_count=2, name="spans")
         arrays.check_files(files)
         extents = [np.array(file.extents, dtype=np.uint64).reshape(-1, 2) for file in files]
-        images = (AcFile * len(files))(
-            *(
-                AcFile(table.ctypes.data, len(table), file.fd, file.direct)
-                for file, table in zip(files, extents, strict=True)
-            )
-        )
+        tables = [
+            AcFile(table.ctypes.data, len(table), file.fd, file.direct)
+            for file, table in zip(files, extents, strict=True)
+        ]
         digests = _empty_digests(len(spans))
-        call(
-            self._library.ac_drain,
-            images,
-            len(files),
-            spans.ctypes.data,
-            len(spans),
-            digests.ctypes.data,
-            byref(_drain_options(options)),
-            *_shared(progress),
-        )
+        places = spans.ctypes.data, len(spans), digests.ctypes.data
+        settings = byref(AcDrainOptions(*astuple(options)))
+        call(self._library.ac_drain, (AcFile * len(files))(*tables), len(files), *places, settings, *_shared(progress))
         return digests
 
     def write(self, fd: int, address: int, bytes: int, *, offset: int, direct: bool) -> None:
@@ -149,9 +141,3 @@ def _empty_digests(count: int) -> U8:
 def _shared(progress: Progress) -> tuple[int, int]:
     """Return the addresses of what a running call shares with other threads."""
     return progress._done.ctypes.data, progress._cancel.ctypes.data
-
-
-def _drain_options(options: DrainOptions) -> AcDrainOptions:
-    return AcDrainOptions(
-        options.block_bytes, options.writers, options.digest_threads, options.background, options.sync
-    )

@@ -147,10 +147,7 @@ class NativeIdMap:
         call(self._library.ac_idmap_reserve, self._handle, capacity)
 
     def find(self, ids: I64) -> I64:
-        ids = check_ids(ids)
-        rows = np.empty(len(ids), dtype=np.int64)
-        call(self._library.ac_idmap_find, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
-        return rows
+        return self._rows_by(self._library.ac_idmap_find, ids)
 
     def insert(self, ids: I64) -> tuple[I64, I64]:
         ids = check_ids(ids)
@@ -161,10 +158,7 @@ class NativeIdMap:
         return rows, new_rows[: new_count.value].copy()
 
     def remove(self, ids: I64) -> I64:
-        ids = check_ids(ids)
-        rows = np.empty(len(ids), dtype=np.int64)
-        call(self._library.ac_idmap_remove, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
-        return rows
+        return self._rows_by(self._library.ac_idmap_remove, ids)
 
     def runs(self) -> I64:
         room = _RUNS_ROOM
@@ -180,6 +174,12 @@ class NativeIdMap:
 
     def clear(self) -> None:
         self._library.ac_idmap_clear(self._handle)
+
+    def _rows_by(self, function: Callable[..., int], ids: I64) -> I64:
+        ids = check_ids(ids)
+        rows = np.empty(len(ids), dtype=np.int64)
+        call(function, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
+        return rows
 
 
 def _handle_of(address: int | None) -> int:

@@ -1,7 +1,6 @@
-"""The portable twin of the compiled core: the same results from NumPy, xxhash and plain system calls, slower.
+"""The portable twin of the compiled core: the same results and errors from NumPy, xxhash and plain system calls.
 
-It takes the same arguments, produces the same files, digests and rows, and raises the same errors. It is slower: one
-thread, buffered writes, and a copy where the core remaps.
+It is slower: one thread, buffered writes, and a copy where the core remaps.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
@@ -35,12 +35,15 @@ from asyncckpt.native.contract import (
     ShortFile,
 )
 from asyncckpt.native.twin_id_map import TwinIdMap
-from asyncckpt.native.twin_memory import memory_at
-from asyncckpt.native.twin_rows import copy_rows, fingerprints, mark
 
 _MAPPED_UNIT_BYTES = 2 << 20
 _READ_BYTES_MAX = 8 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+def memory_at(address: int, bytes: int) -> memoryview:
+    """Return the bytes at an address; the caller keeps them alive."""
+    return memoryview((ctypes.c_uint8 * bytes).from_address(address)).cast("B") if bytes else memoryview(bytearray())
 
 
 def _digest_of(data: memoryview) -> bytes:
@@ -142,16 +145,30 @@ class TwinCore:
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
         arrays.check_table(columns, columns_count=3, name="columns")
         sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
-        copy_rows(columns, sources, targets, count)
+        if any(rows is not None and count and int(rows.min()) < 0 for rows in (sources, targets)):
+            raise ValueError("a row to copy is negative")
+        for source_address, target_address, row_bytes in columns.tolist():
+            if count and row_bytes:
+                source = _rows_at(source_address, row_bytes, sources, count)
+                target = _rows_at(target_address, row_bytes, targets, count)
+                target[_index(targets, count)] = source[_index(sources, count)]
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
         arrays.checked_row_columns(columns, rows_count)
-        return fingerprints(columns, rows_count)
+        found = [0] * rows_count
+        for address, row_bytes in columns.tolist():
+            rows = memory_at(address, rows_count * row_bytes)
+            for row, seed in enumerate(found):
+                found[row] = xxhash.xxh3_64_intdigest(rows[row * row_bytes : (row + 1) * row_bytes], seed)
+        return np.array(found, dtype=np.uint64)
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
         arrays.check_marks(marks, writable=True)
         arrays.check_mark(value, name="value")
-        mark(marks, arrays.check_ids(rows, name="rows"), value)
+        rows = arrays.check_ids(rows, name="rows")
+        if len(rows) and (int(rows.min()) < -1 or int(rows.max()) >= len(marks)):
+            raise ValueError("a row to mark is neither -1 nor one of the rows")
+        marks[rows[rows >= 0]] = value
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
         arrays.check_marks(marks, writable=False)
@@ -262,3 +279,13 @@ def _check_cancelled(progress: Progress) -> None:
 
 def _io_error(error: OSError, what: str, item: int) -> CoreIOError:
     return CoreIOError(error.errno or 0, f"{what}: {error.strerror}", item)
+
+
+def _rows_at(address: int, row_bytes: int, rows: I64 | None, count: int) -> NDArray[np.void]:
+    """Return the rows of a column up to the last one in rows, each as one opaque value."""
+    rows_count = count if rows is None else int(rows.max()) + 1
+    return np.frombuffer(memory_at(address, rows_count * row_bytes), dtype=np.dtype((np.void, row_bytes)))
+
+
+def _index(rows: I64 | None, count: int) -> I64 | slice:
+    return slice(count) if rows is None else rows

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.changed_rows import DeviceFingerprints
+from asyncckpt.devices.copies import DeviceFingerprints
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.model.abilities import is_overlaid, tracks_ids, tracks_rows

@@ -50,7 +50,7 @@ def _door(what: str) -> Iterator[None]:
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path from what a user gave; UsageError for what cannot be a local folder."""
+    """Return an absolute path. Raises UsageError for what cannot be a local folder."""
     if not isinstance(path, (str, os.PathLike)):
         raise UsageError("path is not a path", found=type(path).__name__, expected="str or os.PathLike")
     text = os.fspath(path)
@@ -101,7 +101,7 @@ class Directory:
             raise io_failed(f"folder {str(path)!r} cannot be opened", error) from error
 
     def child(self, name: str, *, create: bool = False) -> Directory:
-        """Open a folder below this one; with create it is made (and this folder synced) when it is missing."""
+        """Open a folder below this one; with `create`, make it if it is missing, and sync this folder."""
         if create:
             made = _door(f"folder {name!r} in {str(self.path)!r} cannot be made")
             with made, contextlib.suppress(FileExistsError):
@@ -132,7 +132,7 @@ class Directory:
         self.close()
 
     def sync(self) -> None:
-        """Make the entries of this folder durable. Folders that cannot be synced (some FUSE, SMB) are let pass."""
+        """Make the entries of this folder durable. Ignores folders that cannot be synced (some FUSE, SMB)."""
         try:
             os.fsync(self.fd)
         except OSError as error:
@@ -140,7 +140,7 @@ class Directory:
                 raise io_failed(f"folder {str(self.path)!r} cannot be synced", error) from error
 
     def check_writable(self) -> None:
-        """IOFailedError when files cannot be made here, without making one."""
+        """Raise IOFailedError when files cannot be made here, without making one."""
         if not os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True):
             error = OSError(errno.EACCES, os.strerror(errno.EACCES))
             raise io_failed(f"folder {str(self.path)!r} is not writable", error)
@@ -197,7 +197,7 @@ class Directory:
         return fd
 
     def read_file(self, name: str, *, bytes_max: int) -> bytes:
-        """The bytes of a small regular file; CorruptError when it is larger than bytes_max."""
+        """Return the bytes of a small regular file. Raises CorruptError if it is larger than bytes_max."""
         fd = self.open_file(name)
         try:
             with _door(f"file {str(self.path / name)!r} cannot be read"):
@@ -223,11 +223,11 @@ class Directory:
             return True
 
     def size(self, name: str) -> int:
-        """Bytes of a regular file; NotFoundError, CorruptError, IOFailedError."""
+        """Return the bytes of a regular file. Raises NotFoundError, CorruptError, IOFailedError."""
         return self._status(name).st_size
 
     def check_file(self, name: str, *, bytes: int) -> None:
-        """CorruptError unless a regular file of this size has this name, the very one that was created here, if any."""
+        """Raise CorruptError unless this is the name of a regular file of this size: the one created here, if any."""
         status = self._status(name)
         shown = repr(str(self.path / name))
         if status.st_size != bytes:
@@ -264,7 +264,7 @@ class Directory:
             os.unlink(name, dir_fd=self.fd)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder of plain files; what others remove meanwhile is passed over."""
+        """Remove a folder of plain files; ignore what others remove meanwhile."""
         failed: list[OSError] = []
         with _door(f"folder {str(self.path / name)!r} cannot be removed"):
             with contextlib.suppress(NotFoundError), self.child(name) as folder:
@@ -281,7 +281,7 @@ class Directory:
                 os.rmdir(name, dir_fd=self.fd)
 
     def has(self, name: str, identity: tuple[int, int]) -> bool:
-        """Whether this name leads to the file or folder with this device and inode; IOFailedError."""
+        """Return whether this name leads to the file or folder with this device and inode. Raises IOFailedError."""
         with _door(f"{str(self.path / name)!r} cannot be looked up"):
             try:
                 return _identity(os.stat(name, dir_fd=self.fd, follow_symlinks=False)) == identity
@@ -294,7 +294,7 @@ class Directory:
         return _identity(os.fstat(self.fd))
 
     def is_still(self, path: Path) -> bool:
-        """Whether `path` still leads to this folder."""
+        """Return whether `path` still leads to this folder."""
         try:
             return _identity(os.stat(path)) == self.identity
         except OSError:

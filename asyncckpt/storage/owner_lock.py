@@ -69,9 +69,9 @@ class OwnerLock:
             raise UsageError("this Saver belongs to the parent process", hint="make a new Saver in the child")
 
     def check_held(self, root: Directory) -> None:
-        """See that the file of this name in `root` is the one that is locked; one that was removed is locked anew.
+        """Ensure that the file of this name in `root` is the one that is locked; lock one that was removed anew.
 
-        ConflictError when another process has locked it by now.
+        Raises ConflictError if another process has locked it by now.
         """
         self.check()
         with _registry.guard:

@@ -10,12 +10,9 @@ import torch
 
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.native import I64
-from asyncckpt.tables.cut import HashTableCut
-from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import Layout
 from asyncckpt.tables.stored_table import StoredTable
-from asyncckpt.tables.table_arguments import check_eviction
 
 COUNT_COLUMN = "count"
 FIRST_ROWS = 1024
@@ -59,26 +56,3 @@ class CandidateTable(StoredTable):
             admitted: I64 = ids[(seen >= admit_at).numpy()]
             self._store.remove(admitted)
             return admitted
-
-    def forget(self, ids: I64) -> int:
-        """Remove ids and return how many of them were there."""
-        with self._lock.hold("removal"):
-            return self._store.remove(ids)
-
-    def evict(self, column: str, *, below: float) -> int:
-        """Remove the ids whose number in a column (`count`) is below a bound; return how many. Raises UsageError."""
-        check_eviction(_SCHEMA, column, below, table=self._name)
-        with self._lock.hold("eviction"):
-            rows = self._store.rows()
-            values = self._store.column(column)[torch.from_numpy(rows)]
-            return self._store.remove(self._store.ids_of(rows[is_below(values, below)]))
-
-    def clear(self) -> None:
-        """Remove all ids."""
-        with self._lock.hold("clear"):
-            self._store.clear()
-
-    def begin_cut(self) -> HashTableCut:
-        """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
-        with self._lock.hold_for_result("cut"):
-            return HashTableCut(self._name, store=self._store, lock=self._lock)

@@ -3,7 +3,7 @@
     from   to     done by                the table
     free   cut    HashTable.begin_cut    does not change; columns may be read
     cut    free   fence, or end          may change again
-    free   load   HashTable.begin_load   is used by the load alone
+    free   load   HashTable.begin_load   is used only by the load
     load   free   end                    is filled on end(True), empty on end(False)
 
 The table's lock is held in the states cut and load.
@@ -18,10 +18,9 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CutVersion
 from asyncckpt.native import I64
-from asyncckpt.tables.first_caller import FirstCaller
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import FirstCaller, TableLock
 
 
 class HashTableCut:

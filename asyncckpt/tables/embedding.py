@@ -139,10 +139,7 @@ class HashEmbeddingBag(HashEmbedding):
         self.include_last_offset = include_last_offset
 
     def forward(
-        self,
-        ids: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-        per_sample_weights: torch.Tensor | None = None,
+        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return one row per bag, `[bags, dim]`.
 

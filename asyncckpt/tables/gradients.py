@@ -76,9 +76,7 @@ class PendingGradients:
         self._entries.clear()
 
 
-def sum_per_id(
-    gradients: list[tuple[I64, torch.Tensor]],
-) -> tuple[I64, torch.Tensor]:
+def sum_per_id(gradients: list[tuple[I64, torch.Tensor]]) -> tuple[I64, torch.Tensor]:
     """Sum gradients of the same id in list order; return the distinct ids, ascending, and a gradient row for each.
 
     The ids of one entry are distinct, so each step below writes a row once: the sum has the same order on every device.

@@ -22,16 +22,13 @@ from collections.abc import Mapping
 import torch
 
 from asyncckpt.native import I64
-from asyncckpt.tables.cut import HashTableCut
-from asyncckpt.tables.expiry import is_below
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import row_device, sent
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
 from asyncckpt.tables.stored_table import StoredTable
 from asyncckpt.tables.table_arguments import (
-    check_eviction,
     check_slot,
     checked_count,
     checked_device,
@@ -98,11 +95,6 @@ class HashTable(StoredTable):
         check_slot(self._schema, name, table=self._name)
         return self._store.column(name)
 
-    def __contains__(self, id: object) -> bool:
-        flat = one_id(id, table=self._name)
-        with self._lock.hold("lookup"):
-            return bool(self._store.find(flat)[0] >= 0)
-
     def __repr__(self) -> str:
         return f"HashTable({self._name!r}, dim={self.dim}, rows={len(self)}, shard={self._shard})"
 
@@ -150,37 +142,7 @@ class HashTable(StoredTable):
             source = torch.from_numpy(order)
             self._store.write(found[order], {name: value[sent(source, value.device)] for name, value in values.items()})
 
-    def remove(self, ids: IdsLike) -> int:
-        """Remove ids (int64, any shape) and return how many of them were there; other ids may get their rows."""
-        flat = flat_ids(ids, table=self._name)
-        with self._lock.hold("removal"):
-            return self._store.remove(flat)
-
-    def evict(self, column: str, *, below: float) -> int:
-        """Remove the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
-
-        By age or frequency: `evict("last_seen", below=step - 1000)`, `evict("count", below=3)` on the columns that
-        HashEmbedding keeps. Raises UsageError.
-        """
-        check_eviction(self._schema, column, below, table=self._name)
-        with self._lock.hold("eviction"):
-            rows = self._store.rows()
-            self._store.place.follow()
-            values = self._store.column(column)[self._store.place.index(rows)]
-            return self._store.remove(self._store.ids_of(rows[is_below(values, below)]))
-
-    def clear(self) -> None:
-        """Remove all ids; the capacity stays."""
-        with self._lock.hold("clear"):
-            self._store.clear()
-
     def rows(self) -> torch.Tensor:
         """Return the rows in use, int64 [n] on the table's device, ascending: the order of `ids()`."""
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
-
-    def begin_cut(self) -> HashTableCut:
-        """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
-        with self._lock.hold_for_result("cut"):
-            self._store.place.follow()
-            return HashTableCut(self._name, store=self._store, lock=self._lock)

@@ -23,11 +23,11 @@ def flat_ids(ids: IdsLike, *, table: str) -> I64:
     """Return ids as a contiguous int64 [n] array on the CPU; a view if possible. Raises UsageError."""
     if isinstance(ids, torch.Tensor):
         if ids.dtype is not torch.int64:
-            raise _wrong_dtype(table, found=ids.dtype, hint=_tensor_hint(ids.dtype))
+            raise _wrong_dtype(table, found=ids.dtype, view="view(torch.int64)", convert="long()")
         return ids.detach().cpu().contiguous().view(-1).numpy()
     if isinstance(ids, np.ndarray):
         if ids.dtype != np.int64:
-            raise _wrong_dtype(table, found=ids.dtype, hint=_array_hint(ids.dtype))
+            raise _wrong_dtype(table, found=ids.dtype, view="view(np.int64)", convert="astype(np.int64)")
         return np.ascontiguousarray(ids).reshape(-1)
     expected = "an int64 torch.Tensor or numpy.ndarray"
     raise UsageError(f"ids for table {table!r} are wrong", found=type(ids), expected=expected)
@@ -86,21 +86,12 @@ def check_owned(ids: I64, *, shard: tuple[int, int], table: str) -> None:
     raise UsageError(what, expected=shard[0], found=owner, hint="select ids with table.owns(ids) first")
 
 
-def _wrong_dtype(table: str, *, found: object, hint: str) -> UsageError:
+def _wrong_dtype(table: str, *, found: object, view: str, convert: str) -> UsageError:
+    name = str(found).removeprefix("torch.")
+    if name == "uint64":
+        hint = f"use ids.{view}: an id is a bit pattern"
+    elif getattr(found, "kind", name[:1]) in ("i", "u"):  # NumPy's dtypes have a kind, torch's a name.
+        hint = f"use ids.{convert}"
+    else:
+        hint = "ids are integers; a float has lost bits of large ids already"
     return UsageError(f"ids for table {table!r} have the wrong dtype", found=found, expected=torch.int64, hint=hint)
-
-
-def _tensor_hint(dtype: torch.dtype) -> str:
-    if dtype is torch.uint64:
-        return "use ids.view(torch.int64): an id is a bit pattern"
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        return "ids are integers; a float has lost bits of large ids already"
-    return "use ids.long()"
-
-
-def _array_hint(dtype: np.dtype[np.generic]) -> str:
-    if dtype == np.uint64:
-        return "use ids.view(np.int64): an id is a bit pattern"
-    if dtype.kind not in "iu":
-        return "ids are integers; a float has lost bits of large ids already"
-    return "use ids.astype(np.int64)"

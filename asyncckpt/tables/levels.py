@@ -196,20 +196,15 @@ class Levels:
         """Evict until `count` rows are free or no other row may be evicted; return how many are free."""
         while self.cache.free_count < count:
             short = count - self.cache.free_count
-            victims = self._victims(short, awaited_too=awaited_too)
+            victims = self.cache.use.victims(short, used=self.cache.host_rows, awaited_too=False)
+            if awaited_too and not victims.size:
+                victims = self.cache.use.victims(short, used=self.cache.host_rows, awaited_too=True)
             if not victims.size:
                 break
             self._write_back(victims)
             self.cache.drop(victims)
             self.counts.evictions_count += victims.size
         return self.cache.free_count
-
-    def _victims(self, count: int, *, awaited_too: bool) -> I64:
-        use, used = self.cache.use, self.cache.host_rows
-        victims = use.victims(count, used=used, awaited_too=False)
-        if awaited_too and not victims.size:
-            victims = use.victims(count, used=used, awaited_too=True)
-        return victims
 
     def _write_back(self, rows: I64) -> None:
         """Write rows back to their host rows: now, or at the next `begin` if the cache is on a device."""

@@ -5,12 +5,6 @@ and `slot(name)`. Evicted rows are written back to the host level, all columns. 
 the next lookup, insert, remove, evict, clear or load on the table; a prefetch never moves the rows of the latest
 lookup. So modules and optimizers look their ids up again whenever they need rows.
 
-    lookup     ids -> cache rows; absent ids get a row (host row too) if they are admitted
-    prefetch   a hint: bring rows of known ids into the cache ahead of their lookup. It changes no value, gives no id a
-               row, counts nothing, and stops when it finds no room
-    evict      removes ids by age or count; not the same as evicting rows from the cache
-    touch      marks cache rows as written, as in HashTable; a prefetch and a move between the levels mark nothing
-
 Threads: see stored_table.py. The cache map and the cache rows change together under the lock, so a cut reads the map of
 the same step as its weights, even if prefetches for later steps have moved rows. No history of maps is needed (compare
 RecSDK, whose map runs ahead of the weights). Callers keep in-place updates of rows apart from a cut: the training
@@ -41,7 +35,7 @@ from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
@@ -172,11 +166,6 @@ class MultiLevelTable(StoredTable):
         """
         return {} if self._candidates is None else {CANDIDATES: self._candidates}
 
-    def __contains__(self, id: object) -> bool:
-        flat = one_id(id, table=self._name)
-        with self._lock.hold("lookup"):
-            return bool(self._levels.known(flat)[0])
-
     def __repr__(self) -> str:
         where = f"cache_rows={self.cache_rows}, device={str(self._device)!r}"
         return f"MultiLevelTable({self._name!r}, dim={self.dim}, rows={len(self)}, {where}, shard={self._shard})"
@@ -189,13 +178,16 @@ class MultiLevelTable(StoredTable):
         are not int64 or one that would be inserted belongs to another shard. Warns once per table if the cache had to
         grow.
         """
-        rows = self._lookup(ids, insert)
-        self._warn_of_growth()
-        return sent(torch.from_numpy(rows).view(ids.shape), self._device)
+        return sent(torch.from_numpy(self.lookup_rows(ids, insert)).view(ids.shape), self._device)
 
     def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
         """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the cache's device."""
-        rows = self._lookup(ids, insert)
+        flat = flat_ids(ids, table=self._name)
+        if insert:
+            check_owned(flat, shard=self._shard, table=self._name)
+        admitted = self._admitted(flat) if insert and self._candidates is not None else None
+        with self._lock.hold("lookup"):
+            rows = self._levels.lookup(flat, insert=insert, admitted=admitted)
         self._warn_of_growth()
         return rows
 
@@ -213,9 +205,9 @@ class MultiLevelTable(StoredTable):
     def prefetch(self, ids: IdsLike) -> int:
         """Bring rows of known ids (int64, any shape) into the cache for a coming batch; return how many came.
 
-        Rows that an earlier prefetch brought stay until a lookup has used them, so it may run several batches ahead; it
-        stops when no other row can be evicted. It may run on another thread while training uses looked-up rows. Raises
-        UsageError.
+        A hint: it changes no value, gives no id a row and counts nothing. Rows that an earlier prefetch brought stay
+        until a lookup has used them, so it may run several batches ahead; it stops when no other row can be evicted. It
+        may run on another thread while training uses looked-up rows. Raises UsageError.
         """
         flat = flat_ids(ids, table=self._name)
         with self._lock.hold("prefetch"):
@@ -236,7 +228,7 @@ class MultiLevelTable(StoredTable):
         with self._lock.hold("insert"):
             self._levels.insert(flat[order], distinct)
         if self._candidates is not None:
-            self._candidates.forget(flat[order])
+            self._candidates.remove(flat[order])
 
     def remove(self, ids: IdsLike) -> int:
         """Remove ids (int64, any shape) and return how many of them were there; other ids may get their rows."""
@@ -314,14 +306,6 @@ class MultiLevelTable(StoredTable):
         self._store.watchers.storage_moves()
         self._levels.empty_cache(write_back=not clear)
 
-    def _lookup(self, ids: IdsLike, insert: bool) -> I64:
-        flat = flat_ids(ids, table=self._name)
-        if insert:
-            check_owned(flat, shard=self._shard, table=self._name)
-        admitted = self._admitted(flat) if insert and self._candidates is not None else None
-        with self._lock.hold("lookup"):
-            return self._levels.lookup(flat, insert=insert, admitted=admitted)
-
     def _admitted(self, ids: I64) -> I64:
         """Count a lookup of the absent ids among ids and return those that get a row now, distinct.
 
@@ -338,7 +322,7 @@ class MultiLevelTable(StoredTable):
             return
         self._growth_warned = True
         what = f"cache of table {self._name!r} grew from {self._cache_rows_wished} to {self._cache.rows_count} rows"
-        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=4)
 
     def _add_pause(self, seconds: float) -> None:
         self._paused_seconds += seconds

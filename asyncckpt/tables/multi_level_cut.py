@@ -13,35 +13,63 @@ map belongs to the same step as the weights, whatever a prefetch has moved befor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
+from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
-from asyncckpt.tables.cache_overlay import CacheOverlay
 from asyncckpt.tables.cut import HashTableCut
 from asyncckpt.tables.cut_places import CutPlaces
-from asyncckpt.tables.row_copy import RowMemory, copy_runs
+from asyncckpt.tables.row_copy import RowMemory, copy_rows, copy_runs
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.table_lock import TableLock
 from asyncckpt.tables.undo_log import UndoLog
 
 
-@dataclass(frozen=True)
-class _OpenParts:
-    """What a deferred cut needs behind its fence."""
+class CacheOverlay:
+    """The cache level as it was at the cut, laid over windows of the host rows: a cached row wins.
 
-    places: CutPlaces
-    columns: Mapping[str, RowMemory]
-    log: UndoLog
-    overlay: CacheOverlay
+    ids: the id of every cache row, int64 [>= used cache rows].
+
+    `id` is overlaid too, so a row that was cached at the cut needs nothing of what its storage row holds later.
+    """
+
+    def __init__(self, copy: CacheCopy, *, ids: I64, places: CutPlaces) -> None:
+        self._map = copy.map
+        self._places = places
+        self._columns = {name: RowMemory.of(column) for name, column in copy.columns.items()}
+        self._columns[ID_COLUMN] = RowMemory.of(torch.from_numpy(ids))
+        self._guard = threading.Lock()
+        self._by_place: tuple[I64, I64] | None = None
+
+    def lay_over(self, index: int, targets: Mapping[str, int]) -> None:
+        """Copy the cached rows of a window to their places behind the address of each column."""
+        places, cache_rows = self._sorted()
+        begin, end = self._places.bounds(index)
+        low, high = np.searchsorted(places, [begin, end])
+        if low == high:
+            return
+        for name, target in targets.items():
+            copy_rows(self._columns[name], cache_rows[low:high], target=target, target_rows=places[low:high] - begin)
+
+    def _sorted(self) -> tuple[I64, I64]:
+        """Return the places, ascending, and the cache row of each. Sorts at the first export, not during the stall."""
+        with self._guard:
+            if self._by_place is None:
+                cache_rows = np.flatnonzero(self._map >= 0)
+                places = self._places.of(self._map[cache_rows])
+                order = np.argsort(places)
+                self._by_place = places[order], cache_rows[order]
+            return self._by_place
 
 
 class MultiLevelCut(HashTableCut):
-    """An DeferredCut of a MultiLevelTable. The caller holds the lock, which `fence` releases from any thread.
+    """A DeferredCut of a MultiLevelTable. The caller holds the lock, which `fence` releases from any thread.
 
     `column`, `runs`, `rows_count` and marks are those of the host level: a row that was written in the cache is marked
     at its host row.
@@ -61,7 +89,7 @@ class MultiLevelCut(HashTableCut):
         self._cache = cache
         self._undo_bytes_max = undo_bytes_max
         self._on_pause = on_pause
-        self._open: _OpenParts | None = None
+        self._open: tuple[UndoLog, CacheOverlay] | None = None
 
     @property
     def cache_map(self) -> torch.Tensor:
@@ -104,13 +132,12 @@ class MultiLevelCut(HashTableCut):
             bytes_max=self._undo_bytes_max,
             on_pause=self._on_pause,
         )
-        overlay = CacheOverlay(copy, ids=self._cache.ids_by_row().copy(), places=places)
-        self._open = _OpenParts(places=places, columns=columns, log=log, overlay=overlay)
+        self._open = log, CacheOverlay(copy, ids=self._cache.ids_by_row().copy(), places=places)
         self._store.watchers.add(log)
 
     def most_urgent(self, left: Sequence[int]) -> int:
         """Return the window with most kept rows when the log of old values is more than half full, else the first."""
-        return self._opened().log.most_urgent(left)
+        return self._opened()[0].most_urgent(left)
 
     def export(self, index: int, targets: Mapping[str, int]) -> None:
         """Copy the rows of a window, as they were at the cut, to the address of each column.
@@ -118,27 +145,27 @@ class MultiLevelCut(HashTableCut):
         Runs on any thread, without the table's lock; exports each window once. Raises IOFailedError if old values could
         not be kept, UsageError out of order.
         """
-        parts = self._opened()
-        if not 0 <= index < parts.places.windows_count:
+        log, overlay = self._opened()
+        if not 0 <= index < log.places.windows_count:
             what = f"window of a cut of table {self._table!r} is wrong"
-            raise UsageError(what, found=index, expected=f"below {parts.places.windows_count}")
-        with parts.log.reading(index):
-            runs = parts.places.runs_of(index)
+            raise UsageError(what, found=index, expected=f"below {log.places.windows_count}")
+        with log.reading(index):
+            runs = log.places.runs_of(index)
             for name, target in targets.items():
-                copy_runs(parts.columns[name], runs, target=target)
-            parts.log.lay_over(index, targets)
-        parts.overlay.lay_over(index, targets)
+                copy_runs(log.columns[name], runs, target=target)
+            log.lay_over(index, targets)
+        overlay.lay_over(index, targets)
 
     def end(self, ok: bool) -> None:
         """End the save: drop the old values and let waiting changes go on. Idempotent."""
         self.fence()
-        parts = self._open
-        if parts is not None:
+        if self._open is not None:
+            log, _ = self._open
             # In this order: after the drop, a change no longer waits for an export that reads.
-            parts.log.end()
-            self._store.watchers.drop(parts.log)
+            log.end()
+            self._store.watchers.drop(log)
 
-    def _opened(self) -> _OpenParts:
+    def _opened(self) -> tuple[UndoLog, CacheOverlay]:
         if self._open is None:
             raise UsageError(f"export of a cut of table {self._table!r} was asked for without be_deferred")
         return self._open

@@ -1,7 +1,7 @@
 """The rows of a hash table: the id -> row map and one tensor per column, kept in step.
 
 Callers hold the table's lock. The invariants:
-1. Every row below the map's rows_end lies inside every column tensor.
+1. Every row below the map's rows_end is inside every column tensor.
 2. A row that `insert` assigns to an id holds initial values in every column, whatever an earlier id left there.
 3. An insert that fails (no memory, a faulty initializer) adds no id.
 4. `watchers` are notified before a used row changes in any column, and before any column moves, the ids included.
@@ -11,8 +11,9 @@ Callers hold the table's lock. The invariants:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -23,13 +24,54 @@ from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64, core
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice, move_rows
-from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.touched_rows import TouchedRows
 
 # By half: growth stays geometric, and the new pages are not touched before rows reach them.
 GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
 INITIALIZER_ROWS_MAX = 1 << 16
+
+
+class RowWatcher(Protocol):
+    """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
+
+    def rows_change(self, rows: I64) -> None:
+        """Rows, int64 [n], distinct, are about to change in some column; `id` is one of them."""
+        ...
+
+    def storage_moves(self) -> None:
+        """All columns are about to move to other memory, or to be rewritten."""
+        ...
+
+
+class RowWatchers:
+    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
+        self._all: tuple[RowWatcher, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, watcher: RowWatcher) -> None:
+        with self._guard:
+            self._all = (*self._all, watcher)
+
+    def drop(self, watcher: RowWatcher) -> None:
+        """Remove a watcher, if it is there."""
+        with self._guard:
+            self._all = tuple(other for other in self._all if other is not watcher)
+
+    def rows_change(self, rows: I64) -> None:
+        if rows.size:
+            for watcher in self._all:
+                watcher.rows_change(rows)
+
+    def storage_moves(self) -> None:
+        for watcher in self._all:
+            watcher.storage_moves()
 
 
 class RowStore:
@@ -177,7 +219,8 @@ class RowStore:
         """
         rows = self._ids.find(ids)
         missing = rows < 0
-        absent = _first_mentions(ids[missing])
+        distinct, first = np.unique(ids[missing], return_index=True)
+        absent = distinct[np.argsort(first)]
         if not absent.size:
             return rows, absent
         if max(self._ids.rows_end, len(self._ids) + absent.size) > self._capacity:
@@ -243,11 +286,6 @@ class RowStore:
                 self._tensors[name] = new
         self.marks.grow(capacity)
         self._capacity = capacity
-
-
-def _first_mentions(ids: I64) -> I64:
-    distinct, first = np.unique(ids, return_index=True)
-    return distinct[np.argsort(first)]
 
 
 def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:

@@ -17,6 +17,7 @@ from typing import TypeAlias, cast
 
 import torch
 
+from asyncckpt.arguments import check_int
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 
@@ -54,7 +55,7 @@ def table_layout(
     metadata: Mapping[str, SlotSpec] | None,
 ) -> Layout:
     """Build the columns of a table: id, embedding, optimizer slots, metadata. Raises UsageError or UnsupportedError."""
-    _check_count("dim of a table", dim)
+    check_int("dim of a table", dim, at_least=1)
     _check_dtype("dtype of a table", dtype, allowed=WEIGHT_DTYPES)
     columns = [
         Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
@@ -104,7 +105,7 @@ def _resolve_slot(name: str, spec: object, *, table_dtype: torch.dtype, plain_sh
             expected = "a torch.dtype, a row shape, (dtype, row shape) or Slot"
             raise UsageError(f"spec of column {name!r} is wrong", found=spec, expected=expected)
     _check_dtype(f"dtype of column {name!r}", slot.dtype, allowed=SLOT_DTYPES)
-    if not isinstance(slot.row_shape, tuple) or not all(_is_count(size) for size in slot.row_shape):
+    if not isinstance(slot.row_shape, tuple) or not all(type(size) is int and size >= 1 for size in slot.row_shape):
         raise UsageError(f"row shape of column {name!r} is wrong", found=slot.row_shape, expected="a tuple of int >= 1")
     _check_fill(f"fill of column {name!r}", slot)
     # A torch.Size is a tuple too; the schema has plain ones.
@@ -129,12 +130,3 @@ def _check_dtype(what: str, dtype: object, *, allowed: tuple[torch.dtype, ...]) 
         raise UsageError(f"{what} is wrong", found=dtype, expected="a torch.dtype")
     if dtype not in allowed:
         raise UnsupportedError(f"{what} is not supported", found=dtype, expected=allowed)
-
-
-def _check_count(what: str, value: object) -> None:
-    if not _is_count(value):
-        raise UsageError(f"{what} is wrong", found=value, expected="an int >= 1")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -11,10 +11,11 @@ from collections.abc import Collection
 import torch
 
 from asyncckpt.model.table import TableSchema
-from asyncckpt.tables.cut import HashTableLoad
-from asyncckpt.tables.ids import IdsLike, flat_ids, owned_mask
+from asyncckpt.tables.cut import HashTableCut, HashTableLoad
+from asyncckpt.tables.expiry import is_below
+from asyncckpt.tables.ids import IdsLike, flat_ids, one_id, owned_mask
 from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.table_arguments import checked_count
+from asyncckpt.tables.table_arguments import check_eviction, checked_count
 from asyncckpt.tables.table_lock import TableLock
 
 
@@ -73,6 +74,41 @@ class StoredTable:
                 self._store.clear()
             self._store.reserve(len(self._store) + rows_count)
             return HashTableLoad(self._name, store=self._store, lock=self._lock, shard=self._shard, filled=filled)
+
+    def __contains__(self, id: object) -> bool:
+        flat = one_id(id, table=self._name)
+        with self._lock.hold("lookup"):
+            return bool(self._store.find(flat)[0] >= 0)
+
+    def remove(self, ids: IdsLike) -> int:
+        """Remove ids (int64, any shape) and return how many of them were there; other ids may get their rows."""
+        flat = flat_ids(ids, table=self._name)
+        with self._lock.hold("removal"):
+            return self._store.remove(flat)
+
+    def evict(self, column: str, *, below: float) -> int:
+        """Remove the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
+
+        By age or frequency: `evict("last_seen", below=step - 1000)`, `evict("count", below=3)` on the columns that
+        HashEmbedding keeps. Raises UsageError.
+        """
+        check_eviction(self._schema, column, below, table=self._name)
+        with self._lock.hold("eviction"):
+            rows = self._store.rows()
+            self._store.place.follow()
+            values = self._store.column(column)[self._store.place.index(rows)]
+            return self._store.remove(self._store.ids_of(rows[is_below(values, below)]))
+
+    def clear(self) -> None:
+        """Remove all ids; the capacity stays."""
+        with self._lock.hold("clear"):
+            self._store.clear()
+
+    def begin_cut(self) -> HashTableCut:
+        """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
+        with self._lock.hold_for_result("cut"):
+            self._store.place.follow()
+            return HashTableCut(self._name, store=self._store, lock=self._lock)
 
     def _prepare_load(self, *, clear: bool) -> None:
         """Make the store ready for a load. The lock is held."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from asyncckpt.arguments import check_int
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.native import I64
@@ -21,16 +22,15 @@ def checked_name(name: object) -> str:
     return name
 
 
-def checked_count(what: str, value: object, *, table: str, at_least: int = 1) -> int:
+def checked_count(what: str, value: int, *, table: str, at_least: int = 1) -> int:
     """Return a number of rows, bytes or times; `what` names it."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise UsageError(f"{what} of table {table!r} is wrong", found=value, expected=f"an int >= {at_least}")
+    check_int(f"{what} of table {table!r}", value, at_least=at_least)
     return value
 
 
 def checked_shard(name: str, shard: object) -> tuple[int, int]:
     """Return (index, count) of a table."""
-    if isinstance(shard, tuple) and len(shard) == 2 and all(_is_int(part) for part in shard):
+    if isinstance(shard, tuple) and len(shard) == 2 and all(type(part) is int for part in shard):
         index, count = shard
         if 0 <= index < count:
             return index, count
@@ -64,12 +64,7 @@ def check_slot(schema: TableSchema, name: object, *, table: str) -> None:
 
 
 def checked_values(
-    schema: TableSchema,
-    rows: object,
-    slots: Mapping[str, object],
-    *,
-    ids_shape: tuple[int, ...],
-    table: str,
+    schema: TableSchema, rows: object, slots: Mapping[str, object], *, ids_shape: tuple[int, ...], table: str
 ) -> dict[str, torch.Tensor]:
     """Return values per column as `[n, *row_shape]`, from embedding rows and slots in the shape of their ids."""
     for name in slots:
@@ -106,7 +101,3 @@ def last_mentions(values: I64) -> I64:
     """Return where each value is mentioned last, ordered by value: index_copy_ has no order among equal rows."""
     _, first_from_end = np.unique(values[::-1], return_index=True)
     return np.asarray(values.size - 1 - first_from_end, dtype=np.int64)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,19 +10,19 @@ The epoch counter is unbounded, a mark is one byte: the epoch minus an offset.
     2 .. 255  written in epoch offset + mark
 
 When the bytes are used up, the older half of the marks becomes 1, the others are lowered, and versions of the older
-half are no longer known. Removed ids are logged beside the marks (epoch_log.py), because their rows may belong to other
+half are no longer known. Removed ids are logged beside the marks (EpochLog), because their rows may belong to other
 ids by now, and so are rows that were assigned to an id.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 
 import numpy as np
 
 from asyncckpt.model.table import CutVersion
 from asyncckpt.native import I64, U8, core
-from asyncckpt.tables.epoch_log import EpochLog
 
 FREE, OLD, FIRST, LAST = 0, 1, 2, 255
 # By how much marks are lowered when they have reached the last one.
@@ -33,6 +33,8 @@ PART_ROWS = 1 << 18
 REMOVED_IDS_MAX = 1_000_000
 # The log of rows assigned to an id may hold this many. Beyond it, ids are copied for all touched rows.
 BEGUN_ROWS_MAX = 1 << 18
+# Room of a log to begin with.
+FIRST_ROOM = 1024
 
 _sources = itertools.count(1)
 
@@ -141,6 +143,79 @@ class TouchedRows:
             part *= used
         self._offset = offset
         self._known_from = max(self._known_from, offset + OLD)
+
+
+class EpochLog:
+    """A log of int64 numbers by epoch: ids that were removed, rows that were assigned to an id.
+
+    Epochs are ascending. Frequent calls of `add` with few numbers are cheap: all are in one array that doubles. Above
+    its bound the log drops the oldest epochs, and then cannot answer for cuts before them. Callers hold the table's
+    lock.
+    """
+
+    def __init__(self) -> None:
+        # The log knows nothing of what happened up to the end of this epoch.
+        self._known_from = 0
+        self._reset()
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    def add(self, numbers: I64, *, epoch: int, count_max: int) -> None:
+        """Log numbers of an epoch, then drop oldest epochs until at most count_max numbers are left."""
+        if not numbers.size:
+            return
+        if numbers.size > count_max:
+            self.forget_all(epoch=epoch)
+            return
+        self._make_room(numbers.size)
+        if not self._epochs or self._epochs[-1] != epoch:
+            self._epochs.append(epoch)
+            self._begins.append(self._end)
+        self._numbers[self._end : self._end + numbers.size] = numbers
+        self._end += numbers.size
+        self._drop_oldest(count_max)
+
+    def since(self, epoch: int) -> I64 | None:
+        """Return the distinct numbers logged after the end of an epoch, ascending; None if unknown."""
+        if epoch < self._known_from:
+            return None
+        later = bisect_right(self._epochs, epoch)
+        begin = self._begins[later] if later < len(self._begins) else self._end
+        found = self._numbers[begin : self._end]
+        return np.unique(found) if len(found) else found.copy()
+
+    def forget_all(self, *, epoch: int) -> None:
+        """Drop everything; the log is complete again from the end of `epoch` on."""
+        self._known_from = epoch
+        self._reset()
+
+    def _reset(self) -> None:
+        self._numbers: I64 = np.empty(FIRST_ROOM, dtype=np.int64)
+        self._begin = self._end = 0
+        # Epoch i of the log begins at index begins[i] of the array.
+        self._epochs: list[int] = []
+        self._begins: list[int] = []
+
+    def _make_room(self, more: int) -> None:
+        if self._end + more <= len(self._numbers):
+            return
+        held = self._numbers[self._begin : self._end]
+        # Not zeroed: pages that no number has reached cost nothing.
+        self._numbers = np.empty(max(FIRST_ROOM, 2 * (held.size + more)), dtype=np.int64)
+        self._numbers[: held.size] = held
+        self._begins = [begin - self._begin for begin in self._begins]
+        self._begin, self._end = 0, held.size
+
+    def _drop_oldest(self, count_max: int) -> None:
+        if len(self) <= count_max:
+            return
+        # Keep the epochs that begin within the last count_max numbers.
+        kept = bisect_right(self._begins, self._end - count_max - 1)
+        self._known_from = self._epochs[kept - 1]
+        self._begin = self._begins[kept] if kept < len(self._begins) else self._end
+        del self._epochs[:kept]
+        del self._begins[:kept]
 
 
 def _no_marks(capacity: int) -> U8:

@@ -66,8 +66,8 @@ class UndoLog:
         on_pause: Callable[[float], None],
     ) -> None:
         self._table = table
-        self._places = places
-        self._columns = columns
+        self.places = places
+        self.columns = columns
         self._spared = spared
         self._on_pause = on_pause
         entry_bytes = ENTRY_OVERHEAD_BYTES + sum(column.row_bytes for column in columns.values())
@@ -137,9 +137,9 @@ class UndoLog:
         if not batches:
             return
         places, entries = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-        places = places - self._places.bounds(index)[0]
+        places = places - self.places.bounds(index)[0]
         for name, target in targets.items():
-            kept = RowMemory(self._targets[name], self._columns[name].row_bytes, owner=self._memory)
+            kept = RowMemory(self._targets[name], self.columns[name].row_bytes, owner=self._memory)
             copy_rows(kept, entries, target=target, target_rows=places)
         with self._changed:
             self._kept_count[index] = 0
@@ -173,19 +173,19 @@ class UndoLog:
             self._wait(lambda: self._entries.used_count < self._entries.count_max, what="a full log of old values")
             if self._state is not LogState.OPEN:
                 return
-            left = ~self._exported[places // self._places.window_rows]
+            left = ~self._exported[places // self.places.window_rows]
             rows, places = rows[left], places[left]
 
     def _to_keep(self, rows: I64) -> tuple[I64, I64]:
         """Return the rows that have to be kept, ordered by place, and their places."""
         if self._settled is None:
-            self._settled = np.zeros(self._places.storage_end, dtype=np.bool_)
+            self._settled = np.zeros(self.places.storage_end, dtype=np.bool_)
             self._settled[self._spared] = True
         rows = rows[rows < len(self._settled)]
         rows = rows[~self._settled[rows]]
-        places = self._places.of(rows)
+        places = self.places.of(rows)
         # Place -1 gives window -1, the last one, which does no harm: the place itself excludes the row.
-        needed = (places >= 0) & ~self._exported[places // self._places.window_rows]
+        needed = (places >= 0) & ~self._exported[places // self.places.window_rows]
         rows, places = rows[needed], places[needed]
         order = np.argsort(places)
         return rows[order], places[order]
@@ -195,9 +195,9 @@ class UndoLog:
         if self._memory is None:
             self._map_memory()
         entries = self._entries.take(rows.size)
-        for name, column in self._columns.items():
+        for name, column in self.columns.items():
             copy_rows(column, rows, target=self._targets[name], target_rows=entries)
-        windows = places // self._places.window_rows
+        windows = places // self.places.window_rows
         begins = np.flatnonzero(np.diff(windows, prepend=-1))
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(windows)], strict=True):
             index = int(windows[begin])
@@ -209,7 +209,7 @@ class UndoLog:
     def _map_memory(self) -> None:
         # Pages that no row has reached cost nothing, so map the whole bound at once.
         at, offsets = 0, {}
-        for name, column in self._columns.items():
+        for name, column in self.columns.items():
             offsets[name] = at
             at += -(-self._entries.count_max * column.row_bytes // ALIGNMENT) * ALIGNMENT
         self._memory = core.map_memory(at)

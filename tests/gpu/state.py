@@ -12,7 +12,7 @@ from tests.gpu.device import DEVICE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64, torch.int16)
 LARGE_FLOATS = 3 << 20  # 12 MiB: long enough on its way to the host for a change to overtake it.
-MIDDLING_FLOATS = 100_000  # More than what goes in batches (devices/sizes.py).
+MIDDLING_FLOATS = 100_000  # More than what goes in batches (devices/contract.py).
 
 
 class State:

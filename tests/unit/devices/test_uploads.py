@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from asyncckpt.devices import library_kernels, upload_copies
-from asyncckpt.devices.caller_streams import CallerStreams
 from asyncckpt.devices.cuda_runtime import CudaRuntime
+from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.devices.uploads import WINDOWS_COUNT, Uploads
 from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.native import U8

@@ -206,7 +206,7 @@ def test_insert_refuses_before_any_change(rows: Any, slots: dict[str, torch.Tens
     [
         ({"name": ""}, "name of a table is wrong"),
         ({"dim": 0}, "dim of a table is wrong, found 0"),
-        ({"cache_rows": 0}, "cache_rows of table 'user' is wrong, found 0, expected 'an int >= 1'"),
+        ({"cache_rows": 0}, "cache_rows of table 'user' is wrong, found 0, expected 'an int of at least 1'"),
         ({"cache_rows": 2.0}, "cache_rows of table 'user' is wrong"),
         ({"capacity": True}, "capacity of table 'user' is wrong"),
         ({"policy": "fifo"}, r"policy of table 'user' is wrong, found 'fifo', expected \('lru', 'lfu'\)"),

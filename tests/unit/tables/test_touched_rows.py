@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion
-from asyncckpt.tables import epoch_log, touched_rows
+from asyncckpt.tables import touched_rows
 from asyncckpt.tables.touched_rows import LAST, STEP_DOWN, TouchedRows
 
 ROWS = 60
@@ -194,7 +194,7 @@ def test_the_log_of_removed_ids_may_be_as_long_as_there_are_rows(monkeypatch: py
     marks.end_epoch()
     marks.remove(array([0]), array([77]), used_count=1)
     assert removed(marks, version) is None
-    assert epoch_log.FIRST_ROOM > 10
+    assert touched_rows.FIRST_ROOM > 10
 
 
 def test_rows_that_begin_are_told_apart_from_others() -> None:

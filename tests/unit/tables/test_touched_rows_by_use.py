@@ -277,7 +277,7 @@ def test_candidates_track_their_counts() -> None:
     assert touched(candidates, version) == [2, 3]
     table.lookup(batch(2, 4))
     assert (touched(candidates, version), removed(candidates, version)) == ([3, 4], [2])
-    candidates.forget(np.array([1]))
+    candidates.remove(np.array([1]))
     assert removed(candidates, version) == [1, 2]
 
 

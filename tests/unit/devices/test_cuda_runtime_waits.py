@@ -13,8 +13,8 @@ import torch
 
 import asyncckpt
 from asyncckpt.devices import batch as batch_module
+from asyncckpt.devices.cuda_runtime import wait_until
 from asyncckpt.devices.host_copies import Launched, Pending
-from asyncckpt.devices.waiting import wait_until
 from asyncckpt.errors import DeadlineError
 from asyncckpt.staging.pool import pool
 from tests.simulated_device import SimulatedRuntime

@@ -1,11 +1,11 @@
-"""The log of removed ids: what it tells, and what it forgets."""
+"""The log of removed ids: what it knows, and what it forgets."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from asyncckpt.tables.epoch_log import EpochLog
+from asyncckpt.tables.touched_rows import EpochLog
 
 
 def log_of(*epochs: tuple[int, list[int]], count_max: int = 1000) -> EpochLog:
