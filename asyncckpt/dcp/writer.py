@@ -48,6 +48,7 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, SaveOptions
+from asyncckpt.shard.target import ShardTarget
 from asyncckpt.storage.directory import Directory, check_path
 
 PART_INDEX = MetadataIndex("asyncckpt.part")
@@ -197,14 +198,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         values = encode_values(part.values, plan, planner)
         tensors = tensors_of(part.items, planner)
         with save_lock_held("save", self._path, told.step), _folder_of(saving, self._path, told) as folder:
-            written = write_boxes(
-                part.boxes,
-                tensors,
-                folder=folder,
-                attempt=told.attempt,
-                options=self._options,
-                progress=Progress(),
-            )
+            written = write_boxes(part.boxes, tensors, ShardTarget(folder, told.attempt, self._options, Progress()))
             check_listed(folder, written.files, step=told.step)
         return SentPart.of(told.rank, told.step, told.id, part, values, written)
 

@@ -37,6 +37,7 @@ from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.export import export_tables
 from asyncckpt.shard.stream import stream_sources
+from asyncckpt.shard.target import ShardTarget
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
 
@@ -60,6 +61,7 @@ class Written:
 
 def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: Attempt) -> Written:
     """On a worker thread: write all shard files."""
+    target = ShardTarget(folder, attempt, job.target.options, job.future.native_progress)
     has_regions = job.staged is not None and bool(job.staged.tables)
     selections = select_rows(job) if has_regions else Selections()
     has_rows_to_choose = bool(job.target.filters or selections.rows or _is_partly_by_peers(job))
@@ -70,12 +72,12 @@ def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: At
         else:
             out = tuple(OutBlock(block.spec, block.data.source(), block.replaced) for block in blocks)
             state = FilteredState(tables=table_facts(job, blocks), blocks=out)
-        written = _stream_changed(job, state, folder, attempt)
+        written = _stream_changed(job, state, target)
     elif job.staged is not None:
-        written = _drain(job, folder, attempt)
+        written = _drain(job, target)
     else:
         plan, sources = job.plan, planned_sources(job, filtered)
-        written = _stream(job, plan.image, plan.body, plan.tables, sources, folder, attempt)
+        written = _stream(job, plan.image, plan.body, plan.tables, sources, target)
     return replace(written, fingerprints=selections.fingerprints, missed=selections.missed)
 
 
@@ -88,29 +90,20 @@ def _is_partly_by_peers(job: SaveJob) -> bool:
 # -- tables left open --------------------------------------------------------------------------------------------------
 
 
-def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[FileFacts, ...], U8]:
+def _export(job: SaveJob, target: ShardTarget) -> tuple[tuple[FileFacts, ...], U8]:
     """Write the tables that were left open; first, for until then the old values of rows that change take memory."""
     opened = job.plan.deferred
     if not opened.tables:
         return (), np.empty((0, DIGEST_BYTES), dtype=np.uint8)
     cuts = [cast(DeferredCut, job.cut.tables[item.table].cut) for item in opened.tables]
     with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
-        return export_tables(
-            opened,
-            cuts,
-            buffers=buffers,
-            writer=writers,
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
+        return export_tables(opened, cuts, target, buffers=buffers, writer=writers)
 
 
 # -- from the arena ----------------------------------------------------------------------------------------------------
 
 
-def _drain(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+def _drain(job: SaveJob, target: ShardTarget) -> Written:
     assert job.staged is not None
     plan, staged, options = job.plan, job.staged, job.target.options
     images = [(plan.image, staged.base)]
@@ -121,15 +114,9 @@ def _drain(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
         )
         images.append((regions, 0))
     job.future.expect_bytes(sum(file.bytes for image, _ in images for file in image.files) + plan.deferred.files_bytes)
-    exported, late_digests = _export(job, folder, attempt)
+    exported, late_digests = _export(job, target)
     arena = staged.arena
-    files, digests = drain_image(
-        ArenaImage(plans=images, address=arena.address, raw=arena.view()),
-        folder=folder,
-        attempt=attempt,
-        options=options,
-        progress=job.future.native_progress,
-    )
+    files, digests = drain_image(ArenaImage(plans=images, address=arena.address, raw=arena.view()), target)
     tables, body = plan.tables, plan.body
     if staged.tables:
         tables = _in_order(job, (*plan.tables, *(table.facts for table in staged.tables)))
@@ -153,7 +140,7 @@ def _in_order(job: SaveJob, facts: Sequence[TableFacts]) -> tuple[TableFacts, ..
 # -- through chunk buffers ---------------------------------------------------------------------------------------------
 
 
-def _stream_changed(job: SaveJob, state: FilteredState, folder: Directory, attempt: Attempt) -> Written:
+def _stream_changed(job: SaveJob, state: FilteredState, target: ShardTarget) -> Written:
     """Write other blocks than those of the plan."""
     opened = job.plan.deferred
     image = plan_image(
@@ -166,7 +153,7 @@ def _stream_changed(job: SaveJob, state: FilteredState, folder: Directory, attem
     tables = _in_order(job, (*state.tables, *_open_facts(job)))
     replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
     body = render_body(tables, job.tree, [*image.blocks, *opened.blocks], filtered=replaced)
-    return _stream(job, image, body, tables, [block.source for block in state.blocks], folder, attempt)
+    return _stream(job, image, body, tables, [block.source for block in state.blocks], target)
 
 
 def _stream(
@@ -175,22 +162,12 @@ def _stream(
     body: BodyTemplate,
     tables: tuple[TableFacts, ...],
     sources: Sequence[ByteSource],
-    folder: Directory,
-    attempt: Attempt,
+    target: ShardTarget,
 ) -> Written:
     job.future.expect_bytes(job.plan.deferred.files_bytes + sum(file.bytes for file in image.files))
-    exported, late_digests = _export(job, folder, attempt)
+    exported, late_digests = _export(job, target)
     with chunk_buffers.borrow(max((file.bytes for file in image.files), default=0)) as buffers:
-        files, digests = stream_sources(
-            image,
-            sources,
-            buffers=buffers,
-            writer=writers,
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
+        files, digests = stream_sources(image, sources, target, buffers=buffers, writer=writers)
     return Written(files=exported + files, body=body, digests=np.concatenate([digests, late_digests]), tables=tables)
 
 
