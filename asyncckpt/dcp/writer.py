@@ -38,8 +38,8 @@ from asyncckpt.dcp.rank_part import SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
 from asyncckpt.dcp.stager import AsyncStager
 from asyncckpt.dcp.stored import DCP_VERSION
+from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.save.box_files import write_boxes
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers

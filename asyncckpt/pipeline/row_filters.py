@@ -17,12 +17,16 @@ import torch
 
 from asyncckpt.errors import FilterError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.encodings import ENCODED_BYTES_MAX, Encoded, StoredAs, Unfit, encode, stored_as
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, TableFacts
+from asyncckpt.model.source import RowsSource, SpanSource, as_bytes
 from asyncckpt.model.table import Role
+from asyncckpt.native import U8
+from asyncckpt.options import BLOCK_BYTES_MAX
 from asyncckpt.pipeline.filter_rules import RowFilter, check_filters, check_named, row_rules, steps_for
-from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock, StagedColumn, StagedTable
+from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, Rows, StagedBlock, StagedColumn, StagedTable
 from asyncckpt.pipeline.kept_rows import keep_rows
-from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of
+from asyncckpt.plan.image import split_rows
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
 
@@ -83,7 +87,7 @@ class _Run:
             return f"the row of id {int(table.columns[0].rows(position, position + 1)[0])}"
 
         replaced = any(block.replaced for block in column.blocks)
-        return self._blocks(FilteredRows(spec, column.dtype, steps, rows, row_name, replaced))
+        return _FilteredRows(spec, column.dtype, steps, rows, row_name, replaced).blocks(self.enter_state)
 
     def removed_blocks(self, table: StagedTable) -> Iterator[OutBlock]:
         """The ids that a delta takes out, where there are any."""
@@ -92,7 +96,8 @@ class _Run:
         ids = table.columns[0].spec.with_rows(len(table.removed))
         spec = replace(ids, name=f"{ids.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
         removed = torch.from_numpy(table.removed)
-        return self._blocks(FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str))
+        rows = _FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str)
+        return rows.blocks(self.enter_state)
 
     def dense_blocks(self, item: StagedBlock) -> Iterator[OutBlock]:
         spec = item.spec
@@ -104,17 +109,81 @@ class _Run:
         def row_name(row: int) -> str:
             return f"row {spec.row_begin + row}"
 
-        return self._blocks(FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced))
-
-    def _blocks(self, rows: FilteredRows) -> Iterator[OutBlock]:
-        return blocks_of(rows, enter_state=self.enter_state)
+        return _FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced).blocks(self.enter_state)
 
     def _steps(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[EncodingStep, ...]:
         return steps_for(self.filters, spec.name, spec.role, dtype, spec.shape, error=FilterError)
 
 
+@dataclass(frozen=True)
+class _FilteredRows:
+    """The rows of a column, or of a tensor, that are written; a number without shape is one row.
+
+    spec:       of all of them, as they are; a part of a large tensor keeps its place in it
+    row_name:   what an error calls a row
+    """
+
+    spec: BlockSpec
+    dtype: torch.dtype
+    steps: tuple[EncodingStep, ...]
+    rows: Rows
+    row_name: Callable[[int], str]
+    replaced: bool = False
+
+    def blocks(self, enter_state: Callable[[], None]) -> Iterator[OutBlock]:
+        """The blocks in the order of their rows; those that are encoded beforehand hold their bytes.
+
+        Raises FilterError when an encoding cannot take a value.
+        """
+        for part in split_rows(self.spec, bytes_max=ENCODED_BYTES_MAX if self.steps else BLOCK_BYTES_MAX):
+            count = part.shape[0] if part.shape else 1
+            steps = self.steps
+            stored = stored_as(self.dtype, part.shape, steps)
+            if stored is None:
+                enter_state()
+                encoded = self._encoded(part, steps, 0, count)
+                if any(stored_as(self.dtype, part.shape, (step,)) is None for step in encoded.steps):
+                    held = SpanSource(encoded.raw.ctypes.data, encoded.raw)
+                    yield OutBlock(_stored_spec(part, encoded.stored, encoded.steps), held, self.replaced)
+                    continue
+                # What did not become smaller need not be held.
+                steps, stored = encoded.steps, encoded.stored
+            spec = _stored_spec(part, stored, steps) if steps else part
+            yield OutBlock(spec, self._source(part, spec, max(1, spec.bytes // max(1, count))), self.replaced)
+
+    def _source(self, part: BlockSpec, spec: BlockSpec, row_bytes: int) -> RowsSource:
+        """The bytes of a block whose size is known, made when they are asked for."""
+        first = part.row_begin - self.spec.row_begin
+
+        def made(begin: int, end: int) -> U8:
+            if spec.encoding:
+                return self._encoded(part, spec.encoding, begin, end).raw
+            return as_bytes(self.rows(first + begin, first + end))
+
+        return RowsSource(made, row_bytes=row_bytes)
+
+    def _encoded(self, part: BlockSpec, steps: tuple[EncodingStep, ...], begin: int, end: int) -> Encoded:
+        first = part.row_begin - self.spec.row_begin
+        try:
+            return encode(self.rows(first + begin, first + end), steps)
+        except Unfit as error:
+            kinds = " and ".join(step["kind"] for step in steps)
+            where = "" if error.row is None else f" in {self.row_name(first + begin + error.row)}"
+            raise FilterError(f"block {part.name!r} cannot be stored by {kinds}: {error}{where}") from error
+
+
+def _stored_spec(part: BlockSpec, stored: StoredAs, steps: tuple[EncodingStep, ...]) -> BlockSpec:
+    return replace(
+        part,
+        stored_dtype=stored.dtype,
+        stored_itemsize=stored.itemsize,
+        stored_shape=stored.shape,
+        encoding=steps,
+    )
+
+
 def _facts(table: StagedTable) -> TableFacts:
-    """What the manifest tells of a table, with the numbers of what is written of it."""
+    """What the manifest says of a table, with the numbers of what is written of it."""
     count = table.columns[0].spec.shape[0] if table.kept is None else len(table.kept)
     return replace(table.facts, rows_count=count, removed_count=len(table.removed))
 

@@ -6,8 +6,7 @@ from asyncckpt.commit.discover import newest_step
 from asyncckpt.engine.compact.run_compaction import run_compaction
 from asyncckpt.engine.process.background import rewriters
 from asyncckpt.engine.process.future import FutureState, SaveFuture
-from asyncckpt.engine.save.save_target import SaveTarget
-from asyncckpt.errors import SaveCancelledError
+from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 
@@ -39,8 +38,7 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
                 may_commit=lambda: future.enter(FutureState.COMMITTING),
             )
         except BaseException as error:
-            cancelled = isinstance(error, SaveCancelledError)
-            future.fail(error, FutureState.CANCELLED if cancelled else FutureState.FAILED)
+            future.fail(error)
         else:
             future.resolve(result, FutureState.COMMITTED)
 

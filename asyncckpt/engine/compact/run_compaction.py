@@ -25,7 +25,7 @@ from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
 from asyncckpt.engine.process.background import background
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
+from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.chain import Chain
 from asyncckpt.format.manifest import BodyTemplate, encode_part, render_body

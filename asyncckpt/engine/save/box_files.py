@@ -38,7 +38,7 @@ from asyncckpt.plan.leaf_facts import addresses, check_leaf
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.shard.target import ShardTarget
-from asyncckpt.snapshot.source import tensor_source
+from asyncckpt.snapshot.block_data import tensor_source
 from asyncckpt.snapshot.tensor_copies import copied_by_address
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers

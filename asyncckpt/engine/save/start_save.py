@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,16 +13,14 @@ from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
-from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.announce_failure import announce_skipped
 from asyncckpt.engine.save.delta_chain import Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
-from asyncckpt.engine.save.save_job import SaveJob, Staged
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
-from asyncckpt.engine.save.save_target import SaveTarget, begin_cut
-from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage, warn_of_fallback
+from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
+from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format import limits
@@ -47,7 +46,7 @@ def start_save(
 ) -> SaveFuture:
     """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended.
 
-    call: its number, when several ranks save. They have to be told when it fails here (ranks_told.py).
+    call: its number, when several ranks save. They have to learn of it when it fails here.
     """
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
@@ -116,19 +115,20 @@ def _begin(
     call: int | None,
 ) -> SaveJob:
     options = target.options
-    cut, share = begin_cut(target)
+    cut = Cut.begin(target.state, target.tables, target.ranks, call)
     tree = cut.flat.tree
     snapshot: Staged | None = None
     try:
-        choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
+        choice = choose_kind(cut, target.memory.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
         if staged:
-            stage = choose_stage(target, cut, choice, share)
+            stage = choose_stage(target, cut, choice)
         else:
-            stage = StageChoice(target.plans.plan(cut.flat, cut.tables, by_peers=share.leaves_by_peers))
+            stage = StageChoice(target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers))
         values, versions = cut.values(), cut.versions()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
-            warn_of_fallback(stage.fallback, stacklevel=5)
+            text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()
@@ -141,7 +141,7 @@ def _begin(
         cut.end(ok=False)
         raise
     if choice.base is not None:
-        target.parent_steps.append(choice.base.parent.step)
+        target.memory.parent_steps.append(choice.base.parent.step)
     future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
     if snapshot is not None:
         future.expect_copies(snapshot.pending)
@@ -150,6 +150,7 @@ def _begin(
         ticket=ticket,
         claim=claim,
         future=future,
+        begun=begun,
         plan=stage.plan,
         choice=choice,
         tree=tree,
@@ -157,13 +158,9 @@ def _begin(
         metadata=metadata,
         cut=cut,
         versions=versions,
+        share=cut.share,
         staged=snapshot,
         fallback=stage.fallback,
-        ranks=target.ranks,
-        call=call,
-        replicas=share.replicas,
-        is_share=share.is_known,
-        begun=begun,
     )
 
 
