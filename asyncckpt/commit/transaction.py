@@ -289,7 +289,7 @@ class Transaction:
             try:
                 is_ours = find_manifest(self._root, self.attempt, compacted=self._is_compaction) is not None
             except IOFailedError:
-                # Nobody can tell now whether the manifest is there, so its data must stay.
+                # It is not known whether the manifest is there, so its data must stay.
                 raise self._doubt(error) from error
             if isinstance(error, ConflictError):
                 if is_ours:

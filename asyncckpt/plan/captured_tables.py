@@ -44,7 +44,7 @@ class TableRows:
 
 @dataclass(frozen=True)
 class CapturedTable:
-    """A table in an arena: the rows of its region are what `facts` tells. `version` is that of its cut, if it has one.
+    """A table in an arena: the rows of its region are what `facts` says. `version` is that of its cut, if it has one.
 
     places: where each storage row is, of a whole table. copied_count: rows that had to be copied; the other ones were
     there from an earlier snapshot.

@@ -27,7 +27,7 @@ SCHEMAS_MAX = 10_000
 
 @dataclass(frozen=True)
 class ColumnRegion:
-    """One column: its first row lies at `offset` of the arena, a page."""
+    """One column: its first row is at `offset` of the arena, a page."""
 
     offset: int
     row_bytes: int

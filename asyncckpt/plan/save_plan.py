@@ -27,12 +27,11 @@ from asyncckpt.format.tree import VALUE, Node, leaves, path_name
 from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema
-from asyncckpt.plan.deferred_tables import DeferredTables, can_be_exported, plan_deferred_tables
+from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf, is_plain
 from asyncckpt.plan.leaf_names import check_name, tensor_names
-from asyncckpt.plan.regions import row_bytes_of
 from asyncckpt.plan.state import FlatState
 
 
@@ -47,7 +46,7 @@ class CutTable:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """As the manifest tells it: of a table that owns its ids by another rule than their modulo, nothing."""
+        """As the manifest records it: of a table that owns its ids by another rule than their modulo, nothing."""
         return (0, 1) if isinstance(self.table, OwnsIds) else self.table.shard
 
 
@@ -65,7 +64,7 @@ class SavePlan:
 
     `raw` are the blocks copied by address, `on_devices` those of each device; `foreign` the dense blocks that torch has
     to copy (strides, other kinds of devices),
-    `sources` tells of every dense block where it is;
+    `sources` says of every dense block where it is;
     `columns` maps the other blocks of the image to (table number, column name). The blocks of `open` tables come behind
     those of the image: they are not captured but exported later.
     """
@@ -222,11 +221,6 @@ class _KeptPlan:
     key: object
     facts: LeafFacts
     plan: SavePlan
-
-
-def exportable(cuts: Sequence[CutTable]) -> list[str]:
-    """Names of the tables that can be left open."""
-    return [item.name for item in cuts if can_be_exported(item.cut, row_bytes_of(item.schema))]
 
 
 def _cache_facts(item: CutTable) -> object:

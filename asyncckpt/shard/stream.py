@@ -127,7 +127,8 @@ class _FileStream:
         segments: list[NDArray[np.uint64]] = []
         if begin < len(self._header):
             stop = min(end, len(self._header))
-            segments.append(_segments(_span(self._header, begin, stop), address))
+            source = self._header.ctypes.data + begin
+            segments.append(np.array([[source, address, stop - begin]], dtype=np.uint64))
         segments += [_segments(part.source.pieces(part.begin, part.end), part.address) for part in parts]
         core.copy(np.ascontiguousarray(np.concatenate(segments)))
         for part in parts:
@@ -164,10 +165,6 @@ def _fetch(parts: Sequence[_Part]) -> None:
     values = to_host_all([source.device_slice(part.begin, part.end) for source, part in sources])
     for (source, _), own in zip(sources, values, strict=True):
         source.supply(own)
-
-
-def _span(raw: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint64]:
-    return np.array([[raw.ctypes.data + begin, end - begin]], dtype=np.uint64)
 
 
 def _segments(pieces: NDArray[np.uint64], target: int) -> NDArray[np.uint64]:

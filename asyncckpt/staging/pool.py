@@ -87,7 +87,7 @@ class ArenaPool:
         return arena
 
     def take_to_prepare(self, bytes: int, *, layout: object = None) -> Arena | None:
-        """Take an arena only to touch it ahead of a save and release it; None when none is to be had now."""
+        """Take an arena only to touch it ahead of a save and release it; None when none is free."""
         with self._changed:
             arena = self._take(bytes, layout=layout)
             if arena is not None:

@@ -19,7 +19,7 @@ import torch
 import asyncckpt
 from asyncckpt.commit import transaction
 from asyncckpt.engine.process import background as background_module
-from asyncckpt.engine.save.start_save import run_save as save_job
+from asyncckpt.engine.save import run_save as save_job
 from asyncckpt.storage.directory import Directory
 
 DEADLINE_S = 60

@@ -8,15 +8,13 @@ from asyncckpt.engine.process.background import rewriters
 from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.format.limits import check_step
-from asyncckpt.model.result import SaveResult
 
 
 def skipped_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     """What a rank gets that leaves the work to rank 0."""
     chosen = newest_step(target.root) if step is None else step
     future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
-    result = SaveResult(step=chosen, kind="full", path=target.root.path, skipped=True)
-    future.resolve(result, FutureState.SKIPPED)
+    future.skip()
     return future
 
 

@@ -77,7 +77,7 @@ class Background:
                 self._wake()
 
     def withdraw(self, job: Job) -> bool:
-        """After an interrupted or failed `submit`: False when the job has begun or has been told that it is lost."""
+        """After an interrupted or failed `submit`: False when the job has begun, or knows that it is lost."""
         with self._guard:
             if job in self._jobs:
                 self._jobs.remove(job)

@@ -111,7 +111,7 @@ class CheckpointFuture(Generic[T]):
         after `timeout` seconds.
 
         With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
-        be on their way then: the streams that save_async knows of wait for them, others can be told to by `fence`.
+        be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
         """
         if not self._staged.is_set():
             self._check_can_end()
@@ -180,7 +180,7 @@ class CheckpointFuture(Generic[T]):
     def expect_bytes(self, total: int) -> None:
         self._bytes_total = total
 
-    def resolve(self, result: T, state: FutureState) -> None:
+    def resolve(self, result: T, state: FutureState = FutureState.COMMITTED) -> None:
         self._state = state
         self._staged.set()
         self._inner.set_result(result)
@@ -191,7 +191,7 @@ class CheckpointFuture(Generic[T]):
         self._inner.set_exception(error)
 
     def take_unclaimed_error(self) -> BaseException | None:
-        """The error nobody has been told of, once; None while somebody waits for it."""
+        """Return the error if nobody has got it yet, once; None while somebody waits for it."""
         with self._guard:
             if not self._inner.done() or self._claimed or self._waiters_count:
                 return None
@@ -211,12 +211,20 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         """Let a stream (None: the current ones of this thread) wait until the state on devices may be changed.
 
         stream: a torch.cuda.Stream. The host does not wait. Needed for streams that change the state and that the Saver
-        has not been told of.
+        does not know.
         """
         if self._pending is not None:
             self._pending.fence(stream)
 
     # -- for the engine ------------------------------------------------------------------------------------------
+
+    def skip(self, *, seconds: float = 0.0, stall_seconds: float = 0.0) -> None:
+        """Resolve without a save."""
+        step = -1 if self.step is None else self.step
+        result = SaveResult(
+            step=step, kind="full", path=self.path, skipped=True, seconds=seconds, stall_seconds=stall_seconds
+        )
+        self.resolve(result, FutureState.SKIPPED)
 
     def expect_copies(self, pending: Pending) -> None:
         """Devices still copy the state."""
@@ -248,7 +256,7 @@ def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException
 
 
 class OpenErrors:
-    """Futures of one Saver whose outcome somebody still has to hear of."""
+    """Futures of one Saver whose outcome was not reported yet."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -260,7 +268,7 @@ class OpenErrors:
         _reporters.add(self)
 
     def raise_first(self) -> None:
-        """Raise the oldest error that nobody was told of; it will not be raised again."""
+        """Raise the oldest error that was not reported; it will not be raised again."""
         with self._guard:
             futures = list(self._futures)
         try:
@@ -272,7 +280,7 @@ class OpenErrors:
             self._drop_settled()
 
     def _drop_settled(self) -> None:
-        """Keep no future longer than somebody may want to hear of it: its error's traceback holds the whole save."""
+        """Keep no future whose outcome was reported: its error's traceback holds the whole save."""
         with self._guard:
             self._futures = [f for f in self._futures if not f.done() or _is_open(f)]
             if not self._futures:
@@ -294,12 +302,12 @@ class OpenErrors:
                 raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
 
     def forget(self) -> None:
-        """In a forked child, these are the parent's to wait for and to hear of."""
+        """In a forked child, leave these to the parent."""
         self._guard = threading.Lock()
         self._futures = []
 
     def report(self) -> None:
-        """Print what nobody was told of."""
+        """Print errors that nobody has got."""
         for future in self._futures:
             error = future.take_unclaimed_error()
             if error is not None:

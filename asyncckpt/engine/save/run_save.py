@@ -39,29 +39,15 @@ async def run_save(job: SaveJob) -> None:
     except BaseException as error:
         fail_save(job, error)
     else:
-        is_skipped = isinstance(result, Outcome)
         try:
             _touch_ahead(job)
-            end_save(job, ok=not is_skipped)
+            end_save(job, ok=not isinstance(result, Outcome))
         finally:
-            if isinstance(result, Outcome):
-                job.future.resolve(_skipped_by(job, result), FutureState.SKIPPED)
+            if isinstance(result, Outcome):  # All ranks skip a save that one of them skips.
+                log_warning("save of step %d was skipped, as rank %s did: %s", job.step, result.rank, result.cause)
+                job.future.skip(seconds=time.perf_counter() - job.begun, stall_seconds=job.stall_seconds)
             else:
-                job.future.resolve(result, FutureState.COMMITTED)
-
-
-def _skipped_by(job: SaveJob, outcome: Outcome) -> SaveResult:
-    """All ranks skip a save that one of them skips."""
-    log_warning("save of step %d was skipped, as rank %s did: %s", job.step, outcome.rank, outcome.cause)
-    seconds = time.perf_counter() - job.begun
-    return SaveResult(
-        step=job.step,
-        kind="full",
-        path=job.target.root.path,
-        skipped=True,
-        seconds=seconds,
-        stall_seconds=job.stall_seconds,
-    )
+                job.future.resolve(result)
 
 
 def _touch_ahead(job: SaveJob) -> None:
@@ -119,10 +105,11 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         fallback=job.fallback,
         stall_seconds=job.stall_seconds if job.staged is not None else seconds,
         seconds=seconds,
-        bytes_logical=_logical_bytes(job),
+        bytes_logical=job.plan.logical_bytes + sum(table.payload_bytes for table in job.captured),
         bytes_written=committed.bytes_written,
         rows_count=sum(facts.rows_count for facts in written.tables),
-        rows_copied=_rows_copied(job),
+        rows_copied=sum(facts.rows_count for facts in job.plan.tables)
+        + sum(table.copied_count for table in job.captured),
         missed_ids=written.missed,
     )
 
@@ -182,15 +169,6 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
         deltas_count=base.deltas_count + 1,
         deltas_bytes=base.deltas_bytes + committed.bytes_written,
     )
-
-
-def _logical_bytes(job: SaveJob) -> int:
-    """Bytes of the tensors and rows that were captured."""
-    return job.plan.logical_bytes + sum(table.payload_bytes for table in job.captured)
-
-
-def _rows_copied(job: SaveJob) -> int:
-    return sum(facts.rows_count for facts in job.plan.tables) + sum(table.copied_count for table in job.captured)
 
 
 def start_retention(target: SaveTarget, step: int) -> None:

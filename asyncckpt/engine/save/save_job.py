@@ -22,7 +22,6 @@ from asyncckpt.engine.save.state_cut import Cut, RankShare
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, ParentFacts
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import Node
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import CutVersion, Table
 from asyncckpt.native import U8
@@ -118,7 +117,6 @@ class SaveJob:
     begun: float
     plan: SavePlan
     choice: Choice
-    tree: Node
     values: tuple[Json, ...]
     metadata: Json
     cut: Cut

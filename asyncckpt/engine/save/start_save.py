@@ -13,7 +13,7 @@ from asyncckpt.devices.caller_streams import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
-from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
+from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.announce_failure import announce_skipped
 from asyncckpt.engine.save.delta_chain import Choice, choose_kind
@@ -27,7 +27,6 @@ from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
-from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.snapshot.capture import capture
 from asyncckpt.snapshot.table_capture import TableCapture
@@ -59,7 +58,10 @@ def start_save(
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
-        return _skipped(target, step, begun)
+        future = SaveFuture(step=step, path=target.root.path, what="skipped save")
+        seconds = time.perf_counter() - begun
+        future.skip(seconds=seconds, stall_seconds=seconds)
+        return future
     claim: Claim | None = None
     try:
         claim = claims.save(target.root, step)
@@ -116,7 +118,6 @@ def _begin(
 ) -> SaveJob:
     options = target.options
     cut = Cut.begin(target.state, target.tables, target.ranks, call)
-    tree = cut.flat.tree
     snapshot: Staged | None = None
     try:
         choice = choose_kind(cut, target.memory.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
@@ -153,7 +154,6 @@ def _begin(
         begun=begun,
         plan=stage.plan,
         choice=choice,
-        tree=tree,
         values=values,
         metadata=metadata,
         cut=cut,
@@ -226,18 +226,3 @@ def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     found = {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
     limits.check_manifest_bytes(len(dumps(found)), last="the metadata")
     return found
-
-
-def _skipped(target: SaveTarget, step: int | None, begun: float) -> SaveFuture:
-    future = SaveFuture(step=step, path=target.root.path, what="skipped save")
-    seconds = time.perf_counter() - begun
-    result = SaveResult(
-        step=-1 if step is None else step,
-        kind="full",
-        path=target.root.path,
-        skipped=True,
-        seconds=seconds,
-        stall_seconds=seconds,
-    )
-    future.resolve(result, FutureState.SKIPPED)
-    return future

@@ -135,7 +135,7 @@ def _stream_changed(job: SaveJob, state: FilteredState, target: ShardTarget) -> 
     )
     tables = _in_order(job, (*state.tables, *_open_facts(job)))
     replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
-    body = render_body(tables, job.tree, [*image.blocks, *opened.blocks], filtered=replaced)
+    body = render_body(tables, job.plan.tree, [*image.blocks, *opened.blocks], filtered=replaced)
     return _stream(job, image, body, tables, [block.source for block in state.blocks], target)
 
 

@@ -15,7 +15,7 @@ from asyncckpt.errors import FilterError
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.source import SpanSource
 from asyncckpt.pipeline import filter_types as staged_state
-from asyncckpt.pipeline import kept_rows, row_filters
+from asyncckpt.pipeline import row_filters
 from asyncckpt.pipeline.filter_types import FilteredState
 from asyncckpt.pipeline.row_filters import run_row_filters
 from tests.unit.pipeline.staged import CountedRows, load_blocks, staged_dense, staged_table
@@ -27,7 +27,7 @@ ROWS = 1000
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> int:
     """Limits of some kilobytes, so that everything comes in many parts, windows and chunks; returns a chunk's bytes."""
     chunk_bytes = 5000
-    monkeypatch.setattr(kept_rows, "WINDOW_BYTES", 7000)
+    monkeypatch.setattr(row_filters, "WINDOW_BYTES", 7000)
     monkeypatch.setattr(row_filters, "BLOCK_BYTES_MAX", 9000)
     monkeypatch.setattr(row_filters, "ENCODED_BYTES_MAX", 4000)
     monkeypatch.setattr(staged_state, "CHUNK_BYTES", chunk_bytes)
