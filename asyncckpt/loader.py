@@ -133,7 +133,7 @@ class Loader:
                     streams.wait()
             except BaseException as error:
                 save_lock.release(ticket)
-                future.fail(error, FutureState.FAILED)
+                future.fail(error)
             else:
                 save_lock.release(ticket)
                 future.resolve(report, FutureState.COMMITTED)

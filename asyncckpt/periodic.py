@@ -145,11 +145,6 @@ class PeriodicSaver:
         elif callable(self._on_error):
             self._on_error(error)
 
-    def _count(self, *, begun_count: int = 0, skipped_count: int = 0, failed_count: int = 0) -> None:
+    def _count(self, **more: int) -> None:
         old = self._statistics
-        self._statistics = replace(
-            old,
-            begun_count=old.begun_count + begun_count,
-            skipped_count=old.skipped_count + skipped_count,
-            failed_count=old.failed_count + failed_count,
-        )
+        self._statistics = replace(old, **{name: getattr(old, name) + count for name, count in more.items()})

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_type
-from asyncckpt.commit.discover import newest_verified
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
-from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
-from asyncckpt.engine.process.unclaimed_errors import OpenErrors
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
+from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
-from asyncckpt.engine.save.save_counts import SaveCounts
-from asyncckpt.engine.save.save_target import SaveTarget
+from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
-from asyncckpt.engine.save.step_fences import StepFences
-from asyncckpt.errors import DeadlineError, UsageError, close_beside
+from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError, close_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -47,7 +46,6 @@ from asyncckpt.options import (
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
-from asyncckpt.plan.regions import RegionCache
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
 from asyncckpt.staging.pool import pool
@@ -131,7 +129,7 @@ class Saver:
         row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
         state = named_state(tensors)
         self._errors = OpenErrors()
-        self._counts = SaveCounts()
+        self._counts = _Counts()
         self._closed = False
         self._pid = os.getpid()
         opened = open_directory(
@@ -141,18 +139,19 @@ class Saver:
         self._target = SaveTarget(
             commits=commits_of(root, self._lock, durability),
             options=options,
-            plans=PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of),
             tables=tables,
+            state=state,
             filter_func=filter_func,
-            state=lambda: state,
-            protected=lambda: newest_verified(root),
             filters=row_filters,
             ranks=opened.ranks,
             step_fences=StepFences(device.optimizers),
+            memory=SaverMemory(
+                PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
+            ),
         )
         # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while
         # it saves lets the save end first.
-        self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.regions)
+        self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
 
     @property
     def path(self) -> str:
@@ -206,7 +205,7 @@ class Saver:
         return future
 
     def _leave_out_call(self, error: BaseException) -> None:
-        """Tell the other ranks that this one does not make the save which they make now, because of an error.
+        """Announce to the other ranks that this one does not make the save which they make now, because of an error.
 
         For code around a Saver that raises where other ranks save: ranks that do not count their saves alike would not
         find together again. Does nothing with one rank.
@@ -229,7 +228,7 @@ class Saver:
 
     def statistics(self) -> SaverStatistics:
         """Counts and sums over all saves of this Saver so far, and the arenas of the process."""
-        return self._counts.now(plans_made_count=self._target.plans.plans_made_count)
+        return self._counts.now(self._target.memory.plans.plans_made_count)
 
     def close(self) -> None:
         """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent.
@@ -282,7 +281,8 @@ class Saver:
         """Wait for saves, and for retention, which goes on when a save has ended."""
         until = time.monotonic() + timeout
         self._errors.wait(timeout)
-        if wait(self._target.retaining, max(0.0, until - time.monotonic())).not_done:
+        retention = self._target.memory.retention
+        if retention is not None and wait([retention], max(0.0, until - time.monotonic())).not_done:
             raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
 
     def _check_open(self) -> None:
@@ -294,12 +294,54 @@ class Saver:
             self._lock.check()
 
 
-def _give_back(opened: Opened, regions: RegionCache) -> None:
+def _give_back(opened: Opened, memory: SaverMemory) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
-    for layout in regions.layouts():
+    for layout in memory.regions.layouts():
         pool.forget(layout)
     if opened.ranks is not None:
         opened.ranks.close()
     if opened.lock is not None:
         opened.lock.release()
     opened.root.close()
+
+
+class _Counts:
+    """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._counted = SaverStatistics()
+
+    def now(self, plans_made_count: int) -> SaverStatistics:
+        """What was counted so far, with the plans made and the arenas of the process."""
+        arenas = pool.statistics()
+        return replace(
+            self._counted,
+            plans_made_count=plans_made_count,
+            arenas_count=arenas.arenas_count,
+            arena_bytes=arenas.touched_bytes,
+            arena_touches_count=arenas.touches_count,
+        )
+
+    def add(self, future: SaveFuture) -> None:
+        """Count the outcome of a save that is done."""
+        error = future._inner.exception()
+        if error is not None:
+            added: dict[str, float] = {
+                "cancelled_count" if isinstance(error, SaveCancelledError) else "failed_count": 1
+            }
+        else:
+            result = future._inner.result()
+            added = {
+                "saves_count": not result.skipped,
+                "skipped_count": result.skipped,
+                "fallback_count": result.fallback is not None,
+                "deltas_count": result.kind == "delta",
+                "bytes_written": result.bytes_written,
+                "rows_count": result.rows_count,
+                "rows_copied": result.rows_copied,
+                "stall_seconds": result.stall_seconds,
+            }
+        with self._guard:
+            sums: dict[str, Any] = {name: getattr(self._counted, name) + value for name, value in added.items()}
+            self._counted = replace(self._counted, **sums)

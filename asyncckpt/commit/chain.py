@@ -44,7 +44,7 @@ def read_chain(root: CheckpointRoot, step: int) -> Chain:
 def check_parent(child: ManifestHead, number: int, found: ManifestHead, *, digest: str | None) -> bool:
     """Whether the chain of `child` ends with its parent of this number, which is `found`; CorruptError if it is not it.
 
-    digest: the own one of the manifest found; None: not known, the attempt alone has to tell.
+    digest: the own one of the manifest found; None: not known, only the attempt is compared.
     """
     parent, rest = child.parents[number], child.parents[number + 1 :]
     if found.replaces == parent.digest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,8 +42,8 @@ class Claim:
         self.release()
 
 
-class Claims(Collection[str]):
-    """All claims of this process; as a collection, the ids of their attempts at the moment when it is asked."""
+class Claims(Container[str]):
+    """All claims of this process, by the ids of their attempts."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -89,12 +89,6 @@ class Claims(Collection[str]):
 
     def __contains__(self, attempt: object) -> bool:
         return attempt in self.held
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self.held))
-
-    def __len__(self) -> int:
-        return len(self.held)
 
 
 claims = Claims()

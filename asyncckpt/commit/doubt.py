@@ -57,7 +57,7 @@ def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False)
 
 def find_manifest(root: CheckpointRoot, attempt: Attempt, *, compacted: bool) -> ManifestHead | None:
     """The head of the manifest of an attempt, if it is that one that has the name; IOFailedError."""
-    name = final_name(attempt.step, compacted=compacted)
+    name = compacted_manifest_name(attempt.step) if compacted else manifest_name(attempt.step)
     try:
         head = read_named_head(root, name)
     except IOFailedError:
@@ -65,10 +65,6 @@ def find_manifest(root: CheckpointRoot, attempt: Attempt, *, compacted: bool) ->
     except CheckpointError:
         return None  # None there, or a damaged one: ours was complete and synced before it got its name.
     return head if head.attempt == attempt.id else None
-
-
-def final_name(step: int, *, compacted: bool) -> str:
-    return compacted_manifest_name(step) if compacted else manifest_name(step)
 
 
 def _make_sure(root: CheckpointRoot, step: int) -> None:

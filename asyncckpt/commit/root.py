@@ -20,13 +20,10 @@ class CheckpointRoot:
     """Open folders of one checkpoint directory."""
 
     def __init__(self, root: Directory, manifests: Directory, data: Directory) -> None:
+        self.path = root.path
         self.root = root
         self.manifests = manifests
         self.data = data
-
-    @property
-    def path(self) -> Path:
-        return self.root.path
 
     @staticmethod
     def for_writing(path: Path, *, exact_modes: bool = False) -> CheckpointRoot:

@@ -45,11 +45,10 @@ import aiofiles
 
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import check_files, read_manifest
-from asyncckpt.commit.doubt import InDoubt, final_name, find_manifest
+from asyncckpt.commit.doubt import InDoubt, find_manifest
 from asyncckpt.commit.proof import Draft, encode_proven
-from asyncckpt.commit.retention import KnownHeads, keep_latest
+from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError
 from asyncckpt.format.manifest import ManifestHead, ParentFacts, written_digest
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
@@ -184,6 +183,11 @@ class Transaction:
             self._abandon()
             self.folder.close()
 
+    async def give_up(self) -> None:
+        """Close in a loop. What stays because no thread can be started is swept later."""
+        with contextlib.suppress(CheckpointError):
+            await self._on_thread(self.close)
+
     def __enter__(self) -> Transaction:
         return self
 
@@ -278,14 +282,14 @@ class Transaction:
 
     def _rename(self) -> None:
         manifests, step = self._root.manifests, self.attempt.step
-        final = final_name(step, compacted=self._is_compaction)
+        final = compacted_manifest_name(step) if self._is_compaction else manifest_name(step)
         try:
             manifests.publish(temporary_manifest_name(self.attempt), final)
         except (ConflictError, IOFailedError) as error:
             try:
                 is_ours = find_manifest(self._root, self.attempt, compacted=self._is_compaction) is not None
             except IOFailedError:
-                # Nobody can tell now whether the manifest is there, so its data must stay.
+                # It is not known whether the manifest is there, so its data must stay.
                 raise self._doubt(error) from error
             if isinstance(error, ConflictError):
                 if is_ours:

@@ -29,8 +29,7 @@ from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.process.background import background
-from asyncckpt.engine.process.gil_switch_interval import short_handovers
+from asyncckpt.engine.process.background import background, short_handovers
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.names import Attempt

@@ -38,6 +38,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import U64, Progress
 from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.plan.dense_blocks import box_spec
+from asyncckpt.shard.target import ShardTarget
 from asyncckpt.storage.directory import check_path, io_failed
 
 
@@ -70,9 +71,7 @@ def import_checkpoint(
                 for box, placed in zip(plan.pieces.tensor.tolist(), plan.image.blocks, strict=True)
             ]
             with save_lock_held("save", begun.root.path, begun.attempt.step):
-                written = stream_boxes(
-                    plan, sources, folder=begun.folder, attempt=begun.attempt, options=options, progress=Progress()
-                )
+                written = stream_boxes(plan, sources, ShardTarget(begun.folder, begun.attempt, options, Progress()))
             head = begun.transaction.head(files=written.files, values=tuple(values))
             begun.commit(Draft(head, plan.body, written.digests))
         finally:

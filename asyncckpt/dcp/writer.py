@@ -38,8 +38,8 @@ from asyncckpt.dcp.rank_part import SentPart, part_plans
 from asyncckpt.dcp.save_planner import SavePlanner as OwnSavePlanner
 from asyncckpt.dcp.stager import AsyncStager
 from asyncckpt.dcp.stored import DCP_VERSION
+from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.save.box_files import write_boxes
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import covers
@@ -48,6 +48,7 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, SaveOptions
+from asyncckpt.shard.target import ShardTarget
 from asyncckpt.storage.directory import Directory, check_path
 
 PART_INDEX = MetadataIndex("asyncckpt.part")
@@ -193,9 +194,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
         with save_lock_held("save", self._path, ref.step), _folder_of(saving, self._path, ref) as folder:
-            written = write_boxes(
-                part.boxes, tensors, folder=folder, attempt=ref.attempt, options=self._options, progress=Progress()
-            )
+            written = write_boxes(part.boxes, tensors, ShardTarget(folder, ref.attempt, self._options, Progress()))
             check_listed(folder, written.files, step=ref.step)
         return SentPart(ref.rank, ref.id, tuple(written.files), values, part.boxes.body, written.digests)
 

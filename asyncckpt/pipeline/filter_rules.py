@@ -32,37 +32,29 @@ _RANKS = {"cast": 0, "quantize": 0, "skip_zero_rows": 1, "zstd": 2}
 
 @dataclass(frozen=True)
 class KeepRows:
-    """Only rows that the predicate wants, of the tables that `table` names."""
+    """Only rows that the predicate wants, of the tables that `pattern` names."""
 
-    table: str
+    pattern: str
     predicate: Predicate
-
-    @property
-    def pattern(self) -> str:
-        return self.table
 
     @property
     def predicate_name(self) -> str:
         return str(getattr(self.predicate, "__qualname__", type(self.predicate).__qualname__))
 
     def __str__(self) -> str:
-        return f"keep_rows({self.table!r}, {self.predicate_name})"
+        return f"keep_rows({self.pattern!r}, {self.predicate_name})"
 
 
 @dataclass(frozen=True)
 class EncodeBlocks:
-    """A step of the encoding of the blocks that `name` names, given as it is recorded."""
+    """A step of the encoding of the blocks that `pattern` names, given as it is recorded."""
 
-    name: str
+    pattern: str
     step: EncodingStep
-
-    @property
-    def pattern(self) -> str:
-        return self.name
 
     def __str__(self) -> str:
         members = ", ".join(f"{key}={value}" for key, value in self.step.items() if key != "kind")
-        return f"{self.step['kind']}({self.name!r}{', ' if members else ''}{members})"
+        return f"{self.step['kind']}({self.pattern!r}{', ' if members else ''}{members})"
 
 
 RowFilter = KeepRows | EncodeBlocks
@@ -154,10 +146,10 @@ def _check_name(item: RowFilter, tables: Mapping[str, TableSchema]) -> None:
     if is_pattern(item.pattern):
         return
     if isinstance(item, KeepRows):
-        if item.table not in tables:
-            raise UsageError(f"filter {item} names no table", found=item.table, expected=sorted(tables))
+        if item.pattern not in tables:
+            raise UsageError(f"filter {item} names no table", found=item.pattern, expected=sorted(tables))
         return
-    table, at, column = item.name.rpartition("@")
+    table, at, column = item.pattern.rpartition("@")
     if at and table in tables and tables[table].column(column) is None:
         columns = [column.name for column in tables[table].columns]
         raise UsageError(f"filter {item} names no column of table {table!r}", found=column, expected=columns)

@@ -41,67 +41,61 @@ class FilteredBlock:
 
 def run_filter(function: FilterFunction, blocks: list[WriteBlock]) -> list[FilteredBlock] | None:
     """Apply the filter. None means: all blocks, unchanged and in order."""
+    owner = f"filter {getattr(function, '__qualname__', type(function).__qualname__)!r}"
     numbers = {id(block): number for number, block in enumerate(blocks)}
     try:
         answer = function(list(blocks))
     except CheckpointError as error:
-        raise FilterError(f"filter {_name(function)} raised: {error}") from error
+        raise FilterError(f"{owner} raised: {error}") from error
     except BaseException as error:  # On a thread of ours, sys.exit() in a filter is no exit but an error too.
-        raise FilterError(f"filter {_name(function)} raised {type(error).__name__}: {error}") from error
+        raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
     if not isinstance(answer, (list, tuple)):
-        raise FilterError(
-            f"filter {_name(function)} returned nonsense", found=type(answer).__name__, expected="a list of WriteBlock"
-        )
+        raise FilterError(f"{owner} returned nonsense", found=type(answer).__name__, expected="a list of WriteBlock")
     if len(answer) == len(blocks) and all(a is b for a, b in zip(answer, blocks, strict=True)):
         return None
-    filtered = [_checked(block, numbers, function) for block in answer]
-    _check_whole(filtered, [block._spec for block in blocks], function)
+    filtered = [_checked(block, numbers, owner) for block in answer]
+    _check_whole(filtered, [block._spec for block in blocks], owner)
     return filtered
 
 
-def _checked(block: Any, numbers: dict[int, int], function: FilterFunction) -> FilteredBlock:
+def _checked(block: Any, numbers: dict[int, int], owner: str) -> FilteredBlock:
     if not isinstance(block, WriteBlock):
-        raise FilterError(
-            f"filter {_name(function)} returned nonsense", found=type(block).__name__, expected="a WriteBlock"
-        )
+        raise FilterError(f"{owner} returned nonsense", found=type(block).__name__, expected="a WriteBlock")
     origin = block
     while origin._origin is not None:
         origin = origin._origin
     number = numbers.get(id(origin))
     if number is None:
-        raise FilterError(f"filter {_name(function)} returned block {block.tensor_name()!r} of another save")
+        raise FilterError(f"{owner} returned block {block.tensor_name()!r} of another save")
     spec = origin._spec
     if not block.replaced:
         return FilteredBlock(number=number, spec=spec, data=None)
-    spec = _renamed(spec, block, function)
+    spec = _renamed(spec, block.tensor_name(), owner)
     data = block._data
     if data is not None:
-        spec = _with_data(spec, data, block, function)
+        spec = _with_data(spec, data, owner)
     return FilteredBlock(number=number, spec=spec, data=data)
 
 
-def _renamed(spec: BlockSpec, block: WriteBlock, function: FilterFunction) -> BlockSpec:
-    name = block.tensor_name()
+def _renamed(spec: BlockSpec, name: Any, owner: str) -> BlockSpec:
     if name == spec.name:
         return spec
     if not isinstance(name, str):
-        raise FilterError(f"filter {_name(function)} renamed block {spec.name!r} to no string", found=name)
+        raise FilterError(f"{owner} renamed block {spec.name!r} to no string", found=name)
     try:
         check_name(name)
     except CheckpointError as error:
-        raise FilterError(f"filter {_name(function)} renamed block {spec.name!r} badly: {error}") from error
+        raise FilterError(f"{owner} renamed block {spec.name!r} badly: {error}") from error
     if spec.table is None:
         return replace(spec, name=name, leaf=None)
     table, at, column = name.rpartition("@")
     if not at or not column or "@" in table:
-        raise FilterError(
-            f"filter {_name(function)} renamed block {spec.name!r} badly", found=name, expected="'table@column'"
-        )
+        raise FilterError(f"{owner} renamed block {spec.name!r} badly", found=name, expected="'table@column'")
     return replace(spec, name=name, table=table, column=column)
 
 
-def _with_data(spec: BlockSpec, data: Any, block: WriteBlock, function: FilterFunction) -> BlockSpec:
-    owner = f"filter {_name(function)} replaced block {spec.name!r}"
+def _with_data(spec: BlockSpec, data: Any, owner: str) -> BlockSpec:
+    owner = f"{owner} replaced block {spec.name!r}"
     if not isinstance(data, torch.Tensor):
         raise FilterError(f"{owner} by no tensor", found=type(data).__name__)
     try:
@@ -127,15 +121,15 @@ def _with_data(spec: BlockSpec, data: Any, block: WriteBlock, function: FilterFu
     )
 
 
-def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec], function: FilterFunction) -> None:
-    """No name twice, no part of a split block missing or unlike its brothers, no table without its ids.
+def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec], owner: str) -> None:
+    """No name twice, no part of a split block missing or unlike its other parts, no table without its ids.
 
     Of a tensor that is spread over ranks, all parts of this rank.
     """
     places = Counter((item.spec.name, item.spec.begin) for item in filtered)
     twice = next((name for (name, _), count in places.items() if count > 1), None)
     if twice is not None:
-        raise FilterError(f"filter {_name(function)} returned block {twice!r} twice")
+        raise FilterError(f"{owner} returned block {twice!r} twice")
     planned_counts = Counter(spec.name for spec in planned)
     counts = Counter((planned[item.number].name, item.spec.name) for item in filtered)
     rows: dict[str, int] = {}
@@ -144,19 +138,15 @@ def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec]
         spec, was = item.spec, planned[item.number].name
         rows[spec.name] = rows.get(spec.name, 0) + (spec.shape[0] if spec.shape else 0)
         if kinds.setdefault(spec.name, (spec.dtype, spec.whole_shape)) != (spec.dtype, spec.whole_shape):
-            raise FilterError(f"filter {_name(function)} treated parts of block {spec.name!r} differently")
+            raise FilterError(f"{owner} treated parts of block {spec.name!r} differently")
         if spec.is_part and counts[was, spec.name] != planned_counts[was]:
-            raise FilterError(f"filter {_name(function)} dropped a part of block {spec.name!r}")
+            raise FilterError(f"{owner} dropped a part of block {spec.name!r}")
     for item in filtered:
         table = item.spec.table
         if table is not None and f"{table}@{ID_COLUMN}" not in rows:
             raise FilterError(
-                f"filter {_name(function)} kept block {item.spec.name!r} of a table without its ids",
+                f"{owner} kept block {item.spec.name!r} of a table without its ids",
                 hint=f"keep block {table + '@' + ID_COLUMN!r} or drop the whole table",
             )
         if table is not None and rows[item.spec.name] != rows[f"{table}@{ID_COLUMN}"]:
-            raise FilterError(f"filter {_name(function)} joined columns of different tables in {table!r}")
-
-
-def _name(function: FilterFunction) -> str:
-    return repr(getattr(function, "__qualname__", type(function).__qualname__))
+            raise FilterError(f"{owner} joined columns of different tables in {table!r}")

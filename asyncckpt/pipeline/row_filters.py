@@ -1,6 +1,6 @@
 """Run the row filters of a Saver on the staged state of one save, in the background.
 
-1. `keep_rows` chooses rows, the same of all columns of a table.
+1. Predicates of `keep_rows` choose rows, the same of all columns of a table, window by window.
 2. Every column and tensor is cut into blocks, and every block gets its spec and the source of its stored bytes.
 
 Blocks whose stored size is known beforehand (plain, cast, quantized) are made while they are written, window by
@@ -10,21 +10,31 @@ with the places of its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.errors import FilterError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.encodings import ENCODED_BYTES_MAX, Encoded, StoredAs, Unfit, encode, stored_as
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, TableFacts
-from asyncckpt.model.table import Role
-from asyncckpt.pipeline.filter_rules import RowFilter, check_filters, check_named, row_rules, steps_for
-from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock, StagedColumn, StagedTable
-from asyncckpt.pipeline.kept_rows import keep_rows
-from asyncckpt.pipeline.row_blocks import FilteredRows, blocks_of
+from asyncckpt.model.source import RowsSource, SpanSource, as_bytes
+from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.native import U8
+from asyncckpt.options import BLOCK_BYTES_MAX
+from asyncckpt.pipeline.filter_rules import KeepRows, RowFilter, check_filters, check_named, row_rules, steps_for
+from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, Rows, StagedBlock, StagedColumn, StagedTable
+from asyncckpt.plan.image import split_rows
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
+
+BOOL = NDArray[np.bool_]
+
+WINDOW_BYTES = 64 << 20  # Of all columns, that a predicate sees at once.
 
 
 def run_row_filters(
@@ -51,7 +61,7 @@ def run_row_filters(
     blocks: list[OutBlock] = []
     for table in tables:
         enter_state()
-        chosen = keep_rows(table, row_rules(filters, table.facts.name))
+        chosen = _keep_rows(table, row_rules(filters, table.facts.name))
         facts.append(_facts(chosen))
         for column in chosen.columns:
             blocks += run.column_blocks(chosen, column)
@@ -83,7 +93,7 @@ class _Run:
             return f"the row of id {int(table.columns[0].rows(position, position + 1)[0])}"
 
         replaced = any(block.replaced for block in column.blocks)
-        return self._blocks(FilteredRows(spec, column.dtype, steps, rows, row_name, replaced))
+        return _FilteredRows(spec, column.dtype, steps, rows, row_name, replaced).blocks(self.enter_state)
 
     def removed_blocks(self, table: StagedTable) -> Iterator[OutBlock]:
         """The ids that a delta takes out, where there are any."""
@@ -92,7 +102,8 @@ class _Run:
         ids = table.columns[0].spec.with_rows(len(table.removed))
         spec = replace(ids, name=f"{ids.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
         removed = torch.from_numpy(table.removed)
-        return self._blocks(FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str))
+        rows = _FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str)
+        return rows.blocks(self.enter_state)
 
     def dense_blocks(self, item: StagedBlock) -> Iterator[OutBlock]:
         spec = item.spec
@@ -104,20 +115,167 @@ class _Run:
         def row_name(row: int) -> str:
             return f"row {spec.row_begin + row}"
 
-        return self._blocks(FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced))
-
-    def _blocks(self, rows: FilteredRows) -> Iterator[OutBlock]:
-        return blocks_of(rows, enter_state=self.enter_state)
+        return _FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced).blocks(self.enter_state)
 
     def _steps(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[EncodingStep, ...]:
         return steps_for(self.filters, spec.name, spec.role, dtype, spec.shape, error=FilterError)
 
 
+@dataclass(frozen=True)
+class _FilteredRows:
+    """The rows of a column, or of a tensor, that are written; a number without shape is one row.
+
+    spec:       of all of them, as they are; a part of a large tensor keeps its place in it
+    row_name:   what an error calls a row
+    """
+
+    spec: BlockSpec
+    dtype: torch.dtype
+    steps: tuple[EncodingStep, ...]
+    rows: Rows
+    row_name: Callable[[int], str]
+    replaced: bool = False
+
+    def blocks(self, enter_state: Callable[[], None]) -> Iterator[OutBlock]:
+        """The blocks in the order of their rows; those that are encoded beforehand hold their bytes.
+
+        Raises FilterError when an encoding cannot take a value.
+        """
+        for part in split_rows(self.spec, bytes_max=ENCODED_BYTES_MAX if self.steps else BLOCK_BYTES_MAX):
+            count = part.shape[0] if part.shape else 1
+            steps = self.steps
+            stored = stored_as(self.dtype, part.shape, steps)
+            if stored is None:
+                enter_state()
+                encoded = self._encoded(part, steps, 0, count)
+                if any(stored_as(self.dtype, part.shape, (step,)) is None for step in encoded.steps):
+                    held = SpanSource(encoded.raw.ctypes.data, encoded.raw)
+                    yield OutBlock(_stored_spec(part, encoded.stored, encoded.steps), held, self.replaced)
+                    continue
+                # What did not become smaller need not be held.
+                steps, stored = encoded.steps, encoded.stored
+            spec = _stored_spec(part, stored, steps) if steps else part
+            yield OutBlock(spec, self._source(part, spec, max(1, spec.bytes // max(1, count))), self.replaced)
+
+    def _source(self, part: BlockSpec, spec: BlockSpec, row_bytes: int) -> RowsSource:
+        """The bytes of a block whose size is known, made when they are asked for."""
+        first = part.row_begin - self.spec.row_begin
+
+        def made(begin: int, end: int) -> U8:
+            if spec.encoding:
+                return self._encoded(part, spec.encoding, begin, end).raw
+            return as_bytes(self.rows(first + begin, first + end))
+
+        return RowsSource(made, row_bytes=row_bytes)
+
+    def _encoded(self, part: BlockSpec, steps: tuple[EncodingStep, ...], begin: int, end: int) -> Encoded:
+        first = part.row_begin - self.spec.row_begin
+        try:
+            return encode(self.rows(first + begin, first + end), steps)
+        except Unfit as error:
+            kinds = " and ".join(step["kind"] for step in steps)
+            where = "" if error.row is None else f" in {self.row_name(first + begin + error.row)}"
+            raise FilterError(f"block {part.name!r} cannot be stored by {kinds}: {error}{where}") from error
+
+
+def _stored_spec(part: BlockSpec, stored: StoredAs, steps: tuple[EncodingStep, ...]) -> BlockSpec:
+    return replace(
+        part,
+        stored_dtype=stored.dtype,
+        stored_itemsize=stored.itemsize,
+        stored_shape=stored.shape,
+        encoding=steps,
+    )
+
+
 def _facts(table: StagedTable) -> TableFacts:
-    """What the manifest tells of a table, with the numbers of what is written of it."""
+    """What the manifest says of a table, with the numbers of what is written of it."""
     count = table.columns[0].spec.shape[0] if table.kept is None else len(table.kept)
     return replace(table.facts, rows_count=count, removed_count=len(table.removed))
 
 
 def _as_it_is(block: StagedBlock) -> OutBlock:
     return OutBlock(block.spec, block.data.source(), block.replaced)
+
+
+# -- keep_rows ---------------------------------------------------------------------------------------------------------
+
+
+def _keep_rows(table: StagedTable, rules: Sequence[KeepRows]) -> StagedTable:
+    """The table with the rows that all rules keep, and with records of that in its facts.
+
+    In a delta, rows that are not kept are taken out of what the parents hold: their ids join `removed`. FilterError
+    when a predicate raises or gives no bool per row.
+    """
+    if not rules:
+        return table
+    staged_count = table.columns[0].spec.shape[0]
+    count = staged_count if table.kept is None else len(table.kept)
+    masks = [np.empty(count, dtype=np.bool_) for _ in rules]
+    step = max(1, WINDOW_BYTES // max(1, sum(column.row_bytes for column in table.columns)))
+    for begin in range(0, count, step):
+        end = min(begin + step, count)
+        rows = {str(column.spec.column): column.chosen_rows(table.kept, begin, end) for column in table.columns}
+        for rule, mask in zip(rules, masks, strict=True):
+            mask[begin:end] = _ask(rule, table.facts.name, rows, end - begin)
+    kept_by_all = np.logical_and.reduce(masks)
+    records = tuple(
+        {"kind": "keep_rows", "name": rule.predicate_name, "kept": int(mask.sum()), "of": count}
+        for rule, mask in zip(rules, masks, strict=True)
+    )
+    return _with_rows(table, kept_by_all, records)
+
+
+def _with_rows(table: StagedTable, mask: BOOL, records: tuple[dict[str, Any], ...]) -> StagedTable:
+    facts = replace(table.facts, filters=(*table.facts.filters, *records))
+    if mask.all():
+        return replace(table, facts=facts)
+    positions = np.arange(len(mask), dtype=np.int64) if table.kept is None else table.kept
+    kept, dropped = positions[mask], positions[~mask]
+    removed = table.removed
+    if not facts.whole:
+        ids = table.columns[0]
+        assert ids.spec.column == ID_COLUMN
+        rows = ids.chosen_rows(dropped, 0, len(dropped))
+        removed = np.unique(np.concatenate([removed, rows.numpy()]))
+    return replace(table, facts=facts, kept=kept, removed=removed)
+
+
+class _Copies(Mapping[str, torch.Tensor]):
+    """Columns by name, each copied when it is first asked for.
+
+    A predicate that writes to its rows must reach neither the checkpoint nor the arena, which later saves build upon.
+    """
+
+    def __init__(self, rows: Mapping[str, torch.Tensor]) -> None:
+        self._rows = rows
+        self._copied: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._copied:
+            self._copied[name] = self._rows[name].clone()
+        return self._copied[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _ask(rule: KeepRows, table: str, rows: dict[str, torch.Tensor], count: int) -> BOOL:
+    owner = f"filter {rule} of table {table!r}"
+    try:
+        answer = rule.predicate(_Copies(rows))
+    except BaseException as error:  # On a thread of ours, sys.exit() in a predicate is no exit but an error too.
+        raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
+    if isinstance(answer, torch.Tensor):
+        found = (str(answer.dtype), tuple(answer.shape))
+        answer = answer.detach().cpu().numpy() if answer.dtype is torch.bool else None
+    elif isinstance(answer, np.ndarray):
+        found = (str(answer.dtype), answer.shape)
+    else:
+        raise FilterError(f"{owner} returned nonsense", found=type(answer).__name__, expected="a bool tensor")
+    if answer is None or answer.dtype != np.bool_ or answer.shape != (count,):
+        raise FilterError(f"{owner} returned nonsense", found=found, expected=("torch.bool", (count,)))
+    return np.asarray(answer, dtype=np.bool_)

@@ -41,7 +41,7 @@ class Window:
 
 @dataclass(frozen=True)
 class CacheArea:
-    """Where the copy of a table's cache level lies in the arena: the map, and every cached column (offset, bytes)."""
+    """Where the copy of a table's cache level is in the arena: the map, and every cached column (offset, bytes)."""
 
     map_offset: int
     map_rows: int

@@ -27,7 +27,7 @@ SCHEMAS_MAX = 10_000
 
 @dataclass(frozen=True)
 class ColumnRegion:
-    """One column: its first row lies at `offset` of the arena, a page."""
+    """One column: its first row is at `offset` of the arena, a page."""
 
     offset: int
     row_bytes: int
@@ -68,10 +68,6 @@ class RegionWish:
     rows_count: int
     removed_count: int = 0
 
-    @property
-    def row_bytes(self) -> int:
-        return sum(column_row_bytes(self.schema).values())
-
 
 @lru_cache(maxsize=SCHEMAS_MAX)
 def column_row_bytes(schema: TableSchema) -> Mapping[str, int]:
@@ -83,36 +79,34 @@ def column_row_bytes(schema: TableSchema) -> Mapping[str, int]:
     return found
 
 
+def row_bytes_of(schema: TableSchema) -> int:
+    """Bytes of one row of all columns."""
+    return sum(column_row_bytes(schema).values())
+
+
 class RegionCache:
     """Plans the regions of full saves, and keeps them as long as all rows fit; for each set of tables that is saved."""
 
     def __init__(self) -> None:
-        self._kept: dict[object, _Kept] = {}
+        self._kept: dict[object, tuple[Regions, tuple[int, ...]]] = {}  # And how many rows there were then.
 
     def regions(self, wishes: Sequence[RegionWish]) -> Regions:
         """Regions with room for all wishes, and some more."""
         facts = tuple((wish.table, wish.name, wish.schema) for wish in wishes)
-        kept = self._kept.get(facts)
-        if kept is not None and _fit(wishes, kept.regions):
-            return kept.regions
-        grown = [0] * len(wishes)
-        if kept is not None:
-            grown = [max(0, wish.rows_count - then) for wish, then in zip(wishes, kept.rows, strict=True)]
-        elif len(self._kept) >= LAYOUTS_MAX:
+        rows = tuple(wish.rows_count for wish in wishes)
+        kept, rows_then = self._kept.get(facts, (None, rows))
+        if kept is not None and all(count <= table.rows_max for count, table in zip(rows, kept.tables, strict=True)):
+            return kept
+        if kept is None and len(self._kept) >= LAYOUTS_MAX:
             self._kept.clear()
+        grown = [max(0, count - then) for count, then in zip(rows, rows_then, strict=True)]
         regions = plan_regions(wishes, room=_headroom(wishes, grown))
-        self._kept[facts] = _Kept(regions=regions, rows=tuple(wish.rows_count for wish in wishes))
+        self._kept[facts] = regions, rows
         return regions
 
     def layouts(self) -> list[Regions]:
         """All that are kept."""
-        return [kept.regions for kept in self._kept.values()]
-
-
-@dataclass(frozen=True)
-class _Kept:
-    regions: Regions
-    rows: tuple[int, ...]
+        return [regions for regions, _ in self._kept.values()]
 
 
 def plan_regions(wishes: Sequence[RegionWish], *, room: Sequence[int] | None = None) -> Regions:
@@ -133,15 +127,12 @@ def plan_regions(wishes: Sequence[RegionWish], *, room: Sequence[int] | None = N
     return Regions(tables=tuple(tables), bytes=at)
 
 
-def _fit(wishes: Sequence[RegionWish], regions: Regions) -> bool:
-    return all(wish.rows_count <= table.rows_max for wish, table in zip(wishes, regions.tables, strict=True))
-
-
 def _headroom(wishes: Sequence[RegionWish], grown: Sequence[int]) -> list[int]:
     """Rows of room for each table: an eighth of all bytes, at most HEADROOM_BYTES_MAX, by size and growth."""
-    total = sum(wish.rows_count * wish.row_bytes for wish in wishes)
+    sizes = [row_bytes_of(wish.schema) for wish in wishes]
+    total = sum(wish.rows_count * size for wish, size in zip(wishes, sizes, strict=True))
     weights = [
-        wish.row_bytes * (wish.rows_count + GROWTH_WEIGHT * more) for wish, more in zip(wishes, grown, strict=True)
+        size * (wish.rows_count + GROWTH_WEIGHT * more) for wish, size, more in zip(wishes, sizes, grown, strict=True)
     ]
     share = min(total // 8, HEADROOM_BYTES_MAX) / max(1, sum(weights))
-    return [int(weight * share) // max(1, wish.row_bytes) for wish, weight in zip(wishes, weights, strict=True)]
+    return [int(weight * share) // max(1, size) for size, weight in zip(sizes, weights, strict=True)]

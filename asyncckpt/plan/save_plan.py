@@ -1,7 +1,7 @@
 """The plan of a save, cached: as long as nothing changes its shape, a save reads addresses and nothing else.
 
 Tables that have regions in the arena (regions.py) are left out: what a save writes of them changes with every row, and
-is planned behind the fence (region_files.py).
+is planned behind the fence (captured_tables.py).
 
 `PlanCache.plan` compares the state's facts with those of the plan it made last. For thousands of tensors that
 comparison is a few milliseconds; making a plan is a hundred.
@@ -27,11 +27,10 @@ from asyncckpt.format.tree import VALUE, Node, check_name, leaves, path_name, te
 from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema
-from asyncckpt.plan.deferred_tables import DeferredTables, can_be_exported, plan_deferred_tables
+from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf, is_plain
-from asyncckpt.plan.regions import column_row_bytes
 from asyncckpt.plan.state import FlatState
 
 
@@ -46,7 +45,7 @@ class CutTable:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """As the manifest tells it: of a table that owns its ids by another rule than their modulo, nothing."""
+        """As the manifest records it: of a table that owns its ids by another rule than their modulo, nothing."""
         return (0, 1) if isinstance(self.table, OwnsIds) else self.table.shard
 
 
@@ -64,7 +63,7 @@ class SavePlan:
 
     `raw` are the blocks copied by address, `on_devices` those of each device; `foreign` the dense blocks that torch has
     to copy (strides, other kinds of devices),
-    `sources` tells of every dense block where it is;
+    `sources` says of every dense block where it is;
     `columns` maps the other blocks of the image to (table number, column name). The blocks of `open` tables come behind
     those of the image: they are not captured but exported later.
     """
@@ -146,19 +145,74 @@ class PlanCache:
             facts = LeafFacts.of(flat.held)
             if self._ranks_count == 1:
                 _check_all_here(flat)
-            plan = _make_plan(
-                flat,
-                cuts,
-                deferred=choice[0],
-                in_regions=choice[1],
-                by_peers=by_peers,
-                parallel=self._parallel,
-                rank=self._rank,
-                device_of=self._device_of,
-            )
+            plan = self._make(flat, cuts, choice[0], choice[1], by_peers)
             self._kept[choice] = kept = _KeptPlan(key=key, facts=facts, plan=plan)
             self.plans_made_count += 1
         return kept.plan
+
+    def _make(
+        self,
+        flat: FlatState,
+        cuts: Sequence[CutTable],
+        deferred: Collection[str],
+        in_regions: Collection[str],
+        by_peers: Collection[int],
+    ) -> SavePlan:
+        taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
+        names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
+        specs: list[BlockSpec] = []
+        columns: dict[int, tuple[int, str]] = {}
+        to_export: list[tuple[int, DeferredCut, list[BlockSpec]]] = []
+        for number, item in enumerate(cuts):
+            if item.name in in_regions:
+                column_specs(item.name, item.schema, item.shard, rows_count=0)  # Refused here, before the capture.
+                continue
+            columns_of = column_specs(item.name, item.schema, item.shard, rows_count=item.cut.rows_count)
+            if item.name in deferred:
+                assert can_be_deferred(item.cut)
+                to_export.append((number, item.cut, columns_of))
+                continue
+            for spec in [part for column in columns_of for part in split_rows(column)]:
+                columns[len(specs)] = (number, str(spec.column))
+                specs.append(spec)
+        sources: dict[int, DenseSource] = {}
+        held = flat.held
+        for spec, number in _dense_specs(flat, names, by_peers):
+            for part in split_rows(spec):
+                sources[len(specs)] = DenseSource(number, first_row=part.row_begin - spec.row_begin)
+                specs.append(part)
+        image = plan_image(
+            specs, parallel=self._parallel, rank=self._rank, first_file=len(to_export), needs_file=not in_regions
+        )
+        opened = plan_deferred_tables(to_export, first_byte=image.bytes, rank=self._rank)
+        facts = tuple(
+            TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.shard)
+            for t in cuts
+            if t.name not in in_regions
+        )
+        numbers = sorted({item.tensor for item in sources.values()})
+        devices = {number: self._device_of(held[number]) for number in numbers if is_plain(held[number])}
+        raw_numbers = dict.fromkeys(number for number in devices if devices[number] is not None or held[number].is_cpu)
+        raw_tensors = [held[number] for number in raw_numbers]
+        by_device: dict[int | None, dict[int, DenseSource]] = {None: {}}
+        for block, source in sources.items():
+            if source.tensor in raw_numbers:
+                by_device.setdefault(devices[source.tensor], {})[block] = source
+        return SavePlan(
+            image=image,
+            body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
+            tree=flat.tree,
+            tables=facts,
+            raw=_pieces(image, by_device.pop(None)),
+            on_devices={device: _pieces(image, items) for device, items in by_device.items() if device is not None},
+            raw_tensors=tuple(raw_numbers),
+            raw_bytes=np.array([t.nbytes for t in raw_tensors], dtype=np.int64),
+            raw_itemsizes=np.array([t.element_size() for t in raw_tensors], dtype=np.int64),
+            foreign=tuple(block for block, source in sources.items() if source.tensor not in raw_numbers),
+            sources=sources,
+            columns=columns,
+            deferred=opened,
+        )
 
 
 @dataclass(frozen=True)
@@ -168,83 +222,10 @@ class _KeptPlan:
     plan: SavePlan
 
 
-def exportable(cuts: Sequence[CutTable]) -> list[str]:
-    """Names of the tables that can be left open."""
-    return [item.name for item in cuts if can_be_exported(item.cut, _row_bytes(item.schema))]
-
-
-def _row_bytes(schema: TableSchema) -> int:
-    return sum(column_row_bytes(schema).values())
-
-
 def _cache_facts(item: CutTable) -> object:
     assert can_be_deferred(item.cut)
     columns = [item.cut.cached_column(column.name) for column in item.schema.columns]
     return len(item.cut.cache_map), [None if cached is None else (cached.shape, cached.dtype) for cached in columns]
-
-
-def _make_plan(
-    flat: FlatState,
-    cuts: Sequence[CutTable],
-    *,
-    deferred: Collection[str],
-    in_regions: Collection[str],
-    by_peers: Collection[int],
-    parallel: int,
-    rank: int,
-    device_of: Callable[[torch.Tensor], int | None],
-) -> SavePlan:
-    taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
-    names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
-    specs: list[BlockSpec] = []
-    columns: dict[int, tuple[int, str]] = {}
-    to_export: list[tuple[int, DeferredCut, list[BlockSpec]]] = []
-    for number, item in enumerate(cuts):
-        if item.name in in_regions:
-            column_specs(item.name, item.schema, item.shard, rows_count=0)  # Refused here, before the capture.
-            continue
-        columns_of = column_specs(item.name, item.schema, item.shard, rows_count=item.cut.rows_count)
-        if item.name in deferred:
-            assert can_be_deferred(item.cut)
-            to_export.append((number, item.cut, columns_of))
-            continue
-        for spec in [part for column in columns_of for part in split_rows(column)]:
-            columns[len(specs)] = (number, str(spec.column))
-            specs.append(spec)
-    sources: dict[int, DenseSource] = {}
-    held = flat.held
-    for spec, number in _dense_specs(flat, names, by_peers):
-        for part in split_rows(spec):
-            sources[len(specs)] = DenseSource(number, first_row=part.row_begin - spec.row_begin)
-            specs.append(part)
-    image = plan_image(specs, parallel=parallel, rank=rank, first_file=len(to_export), needs_file=not in_regions)
-    opened = plan_deferred_tables(to_export, first_byte=image.bytes, rank=rank)
-    facts = tuple(
-        TableFacts(name=t.name, rows_count=t.cut.rows_count, shard=t.shard) for t in cuts if t.name not in in_regions
-    )
-    numbers = sorted({item.tensor for item in sources.values()})
-    devices = {number: device_of(held[number]) for number in numbers if is_plain(held[number])}
-    raw_numbers = dict.fromkeys(number for number in devices if devices[number] is not None or held[number].is_cpu)
-    raw_tensors = [held[number] for number in raw_numbers]
-    by_device: dict[int | None, dict[int, DenseSource]] = {None: {}}
-    for block, source in sources.items():
-        if source.tensor in raw_numbers:
-            by_device.setdefault(devices[source.tensor], {})[block] = source
-    return SavePlan(
-        image=image,
-        body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
-        tree=flat.tree,
-        tables=facts,
-        raw=_pieces(image, by_device.pop(None)),
-        on_devices={device: _pieces(image, items) for device, items in by_device.items() if device is not None},
-        raw_tensors=tuple(raw_numbers),
-        raw_bytes=np.array([t.nbytes for t in raw_tensors], dtype=np.int64),
-        raw_itemsizes=np.array([t.element_size() for t in raw_tensors], dtype=np.int64),
-        foreign=tuple(block for block, source in sources.items() if source.tensor not in raw_numbers),
-        sources=sources,
-        columns=columns,
-        deferred=opened,
-    )
 
 
 def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:

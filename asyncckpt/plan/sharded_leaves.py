@@ -130,7 +130,7 @@ def _local_tensor(leaf: Any) -> Any:
 
 def _local_pieces(local: Any, layout: _Layout, whole: tuple[int, ...], salt: str) -> tuple[Piece, ...]:
     if callable(getattr(local, "local_shards", None)) and callable(getattr(local, "local_offsets", None)):
-        # TorchRec's LocalShardsWrapper: several boxes behind one local tensor, which tells where they are.
+        # TorchRec's LocalShardsWrapper: several boxes behind one local tensor, which knows where they are.
         return _pieces(list(zip(local.local_shards(), map(tuple, local.local_offsets()), strict=True)), whole)
     shape = tuple(local.shape)
     if shape != layout.shape:
@@ -186,7 +186,7 @@ def _cuts(placements: tuple[Any, ...]) -> Cuts | None:
 
 @lru_cache(maxsize=_LAYOUTS_MAX)
 def _announced_order(shard_order: tuple[Any, ...] | None) -> tuple[int, ...] | None:
-    """The mesh dimensions in the order in which they cut, as the spec tells it (dimensions do not mind one another)."""
+    """The mesh dimensions in the order in which they cut, as the spec records it (dimensions are independent)."""
     if not shard_order:
         return None
     return tuple(int(mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims)

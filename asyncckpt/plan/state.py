@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,50 +31,18 @@ class FlatState:
     """A tree and its leaves, and the objects behind its "state" nodes, all in depth-first order.
 
     Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
-    tensor where there is none; the other pieces are in `more_pieces`. text_bytes: what the texts and bytes among the
-    values take in a manifest, at least. Holds the user's tensors: keep it no longer than the capture takes.
+    tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
+    text_bytes: what the texts and bytes among the values take in a manifest, at least. Holds the user's tensors: keep
+    it no longer than the capture takes.
     """
 
     tree: Node = VALUE
     tensors: list[torch.Tensor] = field(default_factory=list)
-    more_pieces: list[torch.Tensor] = field(default_factory=list)
+    held: Sequence[torch.Tensor] = ()
     sharded: dict[int, Sharded] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
     text_bytes: int = 0
     stateful: list[Any] = field(default_factory=list)
-
-    @property
-    def held(self) -> Sequence[torch.Tensor]:
-        """All tensors of this rank: those of the leaves, then the other pieces."""
-        return JoinedTensors(self.tensors, self.more_pieces) if self.more_pieces else self.tensors
-
-    def add_sharded(self, leaf: Sharded) -> None:
-        """Append a leaf that is spread over ranks."""
-        first, *others = [piece.tensor for piece in leaf.pieces] or [torch.empty(0, dtype=leaf.dtype)]
-        self.sharded[len(self.tensors)] = leaf
-        self.tensors.append(first)
-        self.more_pieces += others
-
-
-class JoinedTensors(Sequence[torch.Tensor]):
-    """Two lists as one, without making one."""
-
-    def __init__(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
-        self._first = first
-        self._second = second
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._second)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        if isinstance(index, slice):
-            return [*self._first, *self._second][index]
-        count = len(self._first)
-        return self._first[index] if index < count else self._second[index - count]
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
@@ -104,6 +72,8 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     for key in flat.tree[1]:
         if not isinstance(key, str):
             raise UsageError("a top-level name is not a string", found=key[1])
+    more = [piece.tensor for leaf in flat.sharded.values() for piece in leaf.pieces[1:]]
+    flat.held = flat.tensors + more if more else flat.tensors
     return flat
 
 
@@ -141,10 +111,10 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
     if type(value) not in _PLAIN_TENSORS:
         sharded = as_sharded(value, salt=".".join(map(str, path)))
     if sharded is not None:
-        flat.add_sharded(sharded)
-    else:
-        assert isinstance(value, torch.Tensor)
-        flat.tensors.append(value)
+        flat.sharded[len(flat.tensors)] = sharded
+        value = sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, dtype=sharded.dtype)
+    assert isinstance(value, torch.Tensor)
+    flat.tensors.append(value)
 
 
 def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:

@@ -8,61 +8,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Protocol
 
 import numpy as np
 
-from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
-from asyncckpt.format.names import Attempt
-from asyncckpt.native import DIGEST_BYTES, U8, Progress, core
-from asyncckpt.options import SaveOptions
+from asyncckpt.model.table import DeferredCut
+from asyncckpt.native import DIGEST_BYTES, U8, core
 from asyncckpt.plan.deferred_tables import DeferredTables, Window
-from asyncckpt.shard.drain import end_file, file_facts, shard_files
 from asyncckpt.shard.stream import FileChunks
-from asyncckpt.storage.directory import Directory
-
-
-class WindowExporter(Protocol):
-    """What an export asks of a table's cut; see `asyncckpt.model.table.DeferredCut`."""
-
-    def most_urgent(self, left: Sequence[int]) -> int: ...
-    def export(self, index: int, targets: Mapping[str, int]) -> None: ...
+from asyncckpt.shard.target import ShardFiles, ShardTarget
 
 
 def export_tables(
     opened: DeferredTables,
-    cuts: Sequence[WindowExporter],
+    cuts: Sequence[DeferredCut],
+    target: ShardTarget,
     *,
     buffers: Sequence[int],
     writer: Executor,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
 ) -> tuple[tuple[FileFacts, ...], U8]:
     """Write a file per table; returns their facts and the digests of their blocks in manifest order (uint8 [n, 16])."""
     facts = []
     digests = np.zeros((len(opened.blocks), DIGEST_BYTES), dtype=np.uint8)
-    with shard_files(folder, [table.file.name for table in opened.tables], attempt) as shards:
+    with ShardFiles(target, [table.file for table in opened.tables]) as shards:
         for table, cut, shard in zip(opened.tables, cuts, shards, strict=True):
             file = table.file
-            header = file.header.stamp(attempt)
-            facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
+            header = file.header.stamp(target.attempt)
+            facts.append(target.facts(file, header))
             with FileChunks(shard, buffers, writer) as chunks:
                 _write_header(header, chunks)
                 left = list(range(len(table.windows)))
                 while left:
-                    if progress.cancelled:
-                        raise SaveCancelledError("the save was cancelled")
+                    target.check_not_cancelled()
                     index = cut.most_urgent(left)
                     left.remove(index)
                     _write_window(table.windows[index], cut, index, digests, chunks)
-                    progress.advance(table.windows[index].bytes)
-            end_file(shard, bytes=file.bytes, options=options)
-            progress.advance(len(header))
+                    target.progress.advance(table.windows[index].bytes)
+            target.end_file(shard, bytes=file.bytes)
+            target.progress.advance(len(header))
     return tuple(facts), digests
 
 
@@ -73,7 +58,7 @@ def _write_header(header: bytes, chunks: FileChunks) -> None:
     chunks.write(address, len(header), offset=0)
 
 
-def _write_window(window: Window, cut: WindowExporter, index: int, digests: U8, chunks: FileChunks) -> None:
+def _write_window(window: Window, cut: DeferredCut, index: int, digests: U8, chunks: FileChunks) -> None:
     """Export and write one window, and take the digests of its blocks."""
     address = chunks.next_buffer()
     cut.export(index, {column: address + at for column, _, at in window.blocks})

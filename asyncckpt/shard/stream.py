@@ -20,55 +20,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host_all
-from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
-from asyncckpt.format.names import Attempt
 from asyncckpt.model.abilities import is_on_device
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import DIGEST_BYTES, Progress, core
-from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.native import DIGEST_BYTES, core
+from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.drain import end_file, file_facts, shard_files
-from asyncckpt.shard.target import OpenShard, write_piece
-from asyncckpt.storage.directory import Directory
+from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
 
 
 def stream_sources(
     plan: ImagePlan,
     sources: Sequence[ByteSource],
+    target: ShardTarget,
     *,
     buffers: Sequence[int],
     writer: Executor,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
 ) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
     """Write every file; `sources` and the returned digests (uint8 [blocks, 16]) are in the plan's block order."""
     facts = []
     digests = np.zeros((len(plan.blocks), DIGEST_BYTES), dtype=np.uint8)
-    with shard_files(folder, [file.name for file in plan.files], attempt) as shards:
+    with ShardFiles(target, plan.files) as shards:
         for shard, file in zip(shards, plan.files, strict=True):
-            header = file.header.stamp(attempt)
-            facts.append(file_facts(file.name, header, file_bytes=file.bytes, attempt=attempt))
+            header = file.header.stamp(target.attempt)
+            facts.append(target.facts(file, header))
             stream = _FileStream(plan, file, header, sources, digests)
-            _write_file(stream, shard, buffers=buffers, writer=writer, progress=progress)
-            end_file(shard, bytes=file.bytes, options=options)
+            with FileChunks(shard, buffers, writer) as chunks:
+                for begin in range(0, file.bytes, CHUNK_BYTES):
+                    target.check_not_cancelled()
+                    end = min(begin + CHUNK_BYTES, file.bytes)
+                    address = chunks.next_buffer()
+                    stream.fill(begin, end, address)
+                    chunks.write(address, end - begin, offset=begin)
+                    target.progress.advance(end - begin)
+            target.end_file(shard, bytes=file.bytes)
     return tuple(facts), digests
-
-
-def _write_file(
-    stream: _FileStream, shard: OpenShard, *, buffers: Sequence[int], writer: Executor, progress: Progress
-) -> None:
-    with FileChunks(shard, buffers, writer) as chunks:
-        for begin in range(0, stream.bytes, CHUNK_BYTES):
-            if progress.cancelled:
-                raise SaveCancelledError("the save was cancelled")
-            end = min(begin + CHUNK_BYTES, stream.bytes)
-            address = chunks.next_buffer()
-            stream.fill(begin, end, address)
-            chunks.write(address, end - begin, offset=begin)
-            progress.advance(end - begin)
 
 
 class FileChunks:
@@ -87,7 +73,7 @@ class FileChunks:
     def write(self, address: int, size: int, *, offset: int) -> None:
         """Begin to write a buffer, when the write before has ended; raises its error."""
         self._wait()
-        self._in_flight = self._writer.submit(write_piece, self._shard, address, size, offset=offset)
+        self._in_flight = self._writer.submit(self._shard.write, address, size, offset=offset)
 
     def _wait(self) -> None:
         in_flight, self._in_flight = self._in_flight, None
@@ -123,7 +109,6 @@ class _FileStream:
         sources: Sequence[ByteSource],
         digests: NDArray[np.uint8],
     ) -> None:
-        self.bytes = file.bytes
         self._header = np.frombuffer(header, dtype=np.uint8)
         self._numbers = [number for number in file.blocks if plan.lengths[number] > 0]
         self._begins = [plan.blocks[number].offset for number in self._numbers]
@@ -142,7 +127,8 @@ class _FileStream:
         segments: list[NDArray[np.uint64]] = []
         if begin < len(self._header):
             stop = min(end, len(self._header))
-            segments.append(_segments(_span(self._header, begin, stop), address))
+            source = self._header.ctypes.data + begin
+            segments.append(np.array([[source, address, stop - begin]], dtype=np.uint64))
         segments += [_segments(part.source.pieces(part.begin, part.end), part.address) for part in parts]
         core.copy(np.ascontiguousarray(np.concatenate(segments)))
         for part in parts:
@@ -179,10 +165,6 @@ def _fetch(parts: Sequence[_Part]) -> None:
     values = to_host_all([source.device_slice(part.begin, part.end) for source, part in sources])
     for (source, _), own in zip(sources, values, strict=True):
         source.supply(own)
-
-
-def _span(raw: NDArray[np.uint8], begin: int, end: int) -> NDArray[np.uint64]:
-    return np.array([[raw.ctypes.data + begin, end - begin]], dtype=np.uint64)
 
 
 def _segments(pieces: NDArray[np.uint64], target: int) -> NDArray[np.uint64]:

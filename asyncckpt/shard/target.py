@@ -1,4 +1,4 @@
-"""The files of one attempt while they are written: created, and closed, in one place."""
+"""The files of one attempt while they are written: created, ended and closed in one place."""
 
 from __future__ import annotations
 
@@ -7,8 +7,45 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncckpt.native import core, paged
+import xxhash
+
+from asyncckpt.errors import CheckpointError, SaveCancelledError
+from asyncckpt.format.manifest import FileFacts
+from asyncckpt.format.names import Attempt, shard_path
+from asyncckpt.native import CancelledDrain, Progress, core, paged
+from asyncckpt.options import SaveOptions
+from asyncckpt.plan.image import FilePlan
 from asyncckpt.storage.directory import Directory, io_failed
+
+
+@dataclass(frozen=True)
+class ShardTarget:
+    """Where the shard files of a rank are written to, and how. Cancelling the progress ends the write."""
+
+    folder: Directory
+    attempt: Attempt
+    options: SaveOptions
+    progress: Progress
+
+    def check_not_cancelled(self) -> None:
+        if self.progress.cancelled:
+            raise SaveCancelledError(f"save of step {self.attempt.step} was cancelled")
+
+    def facts(self, file: FilePlan, header: bytes) -> FileFacts:
+        """What the manifest says of a file."""
+        return FileFacts(
+            path=shard_path(self.attempt, file.name),
+            rank=int(file.name[1:6]),
+            bytes=file.bytes,
+            header_bytes=len(header),
+            header_digest=xxhash.xxh3_128_digest(header),
+        )
+
+    def end_file(self, shard: OpenShard, *, bytes: int) -> None:
+        """Cut a file to its length, and sync it."""
+        os.ftruncate(shard.fd, bytes)
+        if self.options.durability == "fsync":
+            os.fsync(shard.fd)
 
 
 @dataclass
@@ -19,43 +56,50 @@ class OpenShard:
     fd: int
     direct: bool
 
-
-def write_piece(shard: OpenShard, address: int, size: int, *, offset: int) -> None:
-    """Write bytes from an address. A direct write ends on a page; what is too much at the end is cut off afterwards."""
-    rounded = paged(size) if shard.direct else size
-    core.write(shard.fd, address, rounded, offset=offset, direct=shard.direct)
+    def write(self, address: int, size: int, *, offset: int) -> None:
+        """Write bytes from an address. A direct write ends on a page; `end_file` cuts off what is too much."""
+        rounded = paged(size) if self.direct else size
+        core.write(self.fd, address, rounded, offset=offset, direct=self.direct)
 
 
 class ShardFiles:
-    """Opens new files in an attempt's folder; closes them all, reporting the first failed close."""
+    """New files in an attempt's folder, closed in the end; an error is one of this library then."""
 
-    def __init__(self, folder: Directory, names: Sequence[str]) -> None:
-        self._folder = folder
-        self.files: list[OpenShard] = []
+    def __init__(self, target: ShardTarget, files: Sequence[FilePlan]) -> None:
+        self._attempt = target.attempt
+        self._files: list[OpenShard] = []
         try:
-            for name in names:
-                fd, direct = folder.create_file(name, direct=True)
-                self.files.append(OpenShard(name=name, fd=fd, direct=direct))
+            for file in files:
+                fd, direct = target.folder.create_file(file.name, direct=True)
+                self._files.append(OpenShard(name=file.name, fd=fd, direct=direct))
         except BaseException:
-            self.abandon()
+            with contextlib.suppress(CheckpointError):
+                self.close()
             raise
 
     def close(self) -> None:
-        """Close all files. Some file systems report a failed write only here."""
-        files, self.files = self.files, []
-        failed: OSError | None = None
-        name = ""
+        """Close all files, then report the first failed close: some file systems report a failed write only here."""
+        files, self._files = self._files, []
+        failed: list[tuple[str, OSError]] = []
         for file in files:
             try:
                 os.close(file.fd)
             except OSError as error:
-                failed, name = failed or error, name or file.name
-        if failed is not None:
-            raise io_failed(f"shard file {name!r} cannot be closed", failed) from failed
+                failed.append((file.name, error))
+        if failed:
+            name, first = failed[0]
+            raise io_failed(f"shard file {name!r} cannot be closed", first) from first
 
-    def abandon(self) -> None:
-        """Close all files after a failure; never raises."""
-        files, self.files = self.files, []
-        for file in files:
-            with contextlib.suppress(OSError):  # The save has failed already, for a better reason.
-                os.close(file.fd)
+    def __enter__(self) -> list[OpenShard]:
+        return self._files
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(CheckpointError):  # The save has failed already, for a better reason.
+            self.close()
+        if isinstance(error, CancelledDrain):
+            raise SaveCancelledError(f"save of step {self._attempt.step} was cancelled") from error
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise io_failed(f"shard files of step {self._attempt.step} cannot be written", error) from error

@@ -7,7 +7,7 @@
 4. The rows that cache levels hold are laid over those of their storage.
 
 Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Of a
-table that is left open only the cache level is copied, and the table is told to keep what changes from now on. When
+table that is left open only the cache level is copied, and the table keeps what changes from now on. When
 `capture` has returned and the copies are launched the live state may change: the fence.
 """
 
@@ -168,7 +168,7 @@ def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
 
 
 def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segments:
-    """What one native copy brings over of a cache level; what lies on a device is added to its copies."""
+    """What one native copy brings over of a cache level; what is on a device is added to its copies."""
     assert can_be_deferred(cut)
     segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
     for name, target in copy.columns.items():

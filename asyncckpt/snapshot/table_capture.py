@@ -32,9 +32,9 @@ from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
 from asyncckpt.native import I64, U8, U64
+from asyncckpt.plan.captured_tables import CapturedTable, TableRows
 from asyncckpt.plan.regions import TableRegion
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.plan.table_rows import CapturedTable, TableRows
 from asyncckpt.snapshot.overlay import lay_rows
 
 # Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as

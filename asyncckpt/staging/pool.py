@@ -45,13 +45,15 @@ class ArenaPool:
         """Whether a snapshot of `bytes` can be staged within the limit (None: the default share of free memory)."""
         with self._changed:
             free = [a.touched_bytes for a in self._arenas if a.state is ArenaState.FREE or a.is_being_prepared]
-            held = self.held_bytes
         # The largest free arena is grown; the other ones stay as they are.
         reused = max(free, default=0)
         if limit_bytes is None and bytes <= reused:
             return True  # The process has this memory already; asking what is free takes half a millisecond.
-        needed = held - reused + max(reused, bytes)
-        return needed <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
+        return self._may_add(max(reused, bytes) - reused, limit_bytes)
+
+    def _may_add(self, bytes: int, limit_bytes: int | None) -> bool:
+        held = self.held_bytes
+        return held + bytes <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
 
     def acquire(
         self,
@@ -67,7 +69,14 @@ class ArenaPool:
         It also waits for one that is being prepared, rather than touch another one. layout: what the save could bring
         up to date; an arena with other contents loses them. before_wait: called before a wait; it may raise.
         """
-        arena = self._wait_for_arena(bytes, deadline_s, layout, limit_bytes, before_wait)
+        until = time.monotonic() + deadline_s
+        with self._changed:
+            while (
+                arena := self._take(bytes, layout=layout, may_add=lambda: self._may_add(bytes, limit_bytes))
+            ) is None:
+                before_wait()
+                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
         try:
             if arena.contents is not None and arena.contents.layout is not layout:
                 arena.contents = None
@@ -78,32 +87,11 @@ class ArenaPool:
         return arena
 
     def take_to_prepare(self, bytes: int, *, layout: object = None) -> Arena | None:
-        """Take an arena only to touch it ahead of a save and release it; None when none is to be had now."""
+        """Take an arena only to touch it ahead of a save and release it; None when none is free."""
         with self._changed:
             arena = self._take(bytes, layout=layout)
             if arena is not None:
                 arena.is_being_prepared = True
-            return arena
-
-    def _wait_for_arena(
-        self,
-        bytes: int,
-        deadline_s: float,
-        layout: object,
-        limit_bytes: int | None,
-        before_wait: Callable[[], None],
-    ) -> Arena:
-        until = time.monotonic() + deadline_s
-
-        def may_add() -> bool:
-            held = self.held_bytes
-            return held + bytes <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
-
-        with self._changed:
-            while (arena := self._take(bytes, layout=layout, may_add=may_add)) is None:
-                before_wait()
-                if not self._changed.wait(max(0.0, until - time.monotonic())):
-                    raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
             return arena
 
     def _take(self, bytes: int, *, layout: object = None, may_add: Callable[[], bool] = lambda: False) -> Arena | None:
@@ -138,9 +126,7 @@ class ArenaPool:
         headroom = min(bytes // 8, HEADROOM_BYTES_MAX)
         if arena.touched_bytes >= bytes + headroom // 2:
             return
-        others = self.held_bytes - arena.touched_bytes
-        limit = default_limit_bytes(held_bytes=self.held_bytes) if limit_bytes is None else limit_bytes
-        if others + bytes + headroom <= limit:
+        if self._may_add(bytes + headroom - arena.touched_bytes, limit_bytes):
             arena.ensure(bytes + headroom, threads=1)
 
     def lend(self, arena: Arena) -> None:

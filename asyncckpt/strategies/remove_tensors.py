@@ -25,8 +25,8 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
 from asyncckpt.engine.process.background import background, check_may_wait, rewriters
+from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
 from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.format.manifest import Chain, Manifest, render_body
 from asyncckpt.format.strict_json import Json

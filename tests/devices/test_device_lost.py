@@ -147,7 +147,7 @@ def test_a_save_behind_one_whose_device_was_lost_has_its_own_error(tmp_path: Pat
 @every_way
 def test_without_memory_left_on_the_device(kernels: KernelsChoice, scratch_bytes: int, tmp_path: Path) -> None:
     with saving(tmp_path, kernels, scratch_bytes) as (runtime, saver, values):
-        del saver._target.state()["columns0"], saver._target.state()["columns1"]  # Torch needs memory for strides.
+        del saver._target.state["columns0"], saver._target.state["columns1"]  # Torch needs memory for strides.
         runtime.is_out_of_memory = True
         saver.save_async(2).result(30)
         runtime.is_out_of_memory = False

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.save.step_fences import StepFences
+from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.pool import pool
 from tests.devices.training import differing

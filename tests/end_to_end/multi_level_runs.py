@@ -169,8 +169,8 @@ def paced_exports() -> Iterator[Pace]:
     pace = Pace()
     plain_export = write_files.export_tables
 
-    def export_tables(opened: Any, cuts: Sequence[Any], **options: Any) -> Any:
-        return plain_export(opened, [_PacedCut(cut, pace) for cut in cuts], **options)
+    def export_tables(opened: Any, cuts: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        return plain_export(opened, [_PacedCut(cut, pace) for cut in cuts], *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_files, "export_tables", export_tables)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.process.gil_switch_interval import HANDOVER_S_MAX
+from asyncckpt.engine.process.background import HANDOVER_S_MAX
 from asyncckpt.model.write_block import WriteBlock
 
 USUAL_S = 0.005

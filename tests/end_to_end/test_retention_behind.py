@@ -49,7 +49,7 @@ def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, may_remove: 
     saver: Any = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
     saver.save(0)
     saver.save(1)
-    retaining = saver._target.retaining[0]
+    retaining = saver._target.memory.retention
     del saver
     may_remove.set()
     retaining.result(WAIT_S_MAX)

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.engine.save.run_save
-from asyncckpt.commit.retention import KnownHeads, keep_latest
+from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.dcp import StorageWriter
 from asyncckpt.format.names import LOCK_NAME
@@ -249,7 +248,7 @@ def test_what_is_deleted_right_before_the_rename_is_found_by_the_look_behind_it(
 def test_what_is_published_before_its_folder_is_moved_is_found_by_the_sweep_that_looks_again(
     templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncckpt.commit.sweep._named", lambda *_: set())
+    monkeypatch.setattr("asyncckpt.commit.retention._named", lambda *_: set())
     with pytest.raises(asyncckpt.CorruptError):
         refused_beside_a_second_writer("Saver", templates["Saver"], tmp_path, every=3)
 

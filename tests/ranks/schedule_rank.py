@@ -15,6 +15,7 @@ import torch.distributed as dist
 import asyncckpt
 from asyncckpt.coordination import file_channel, store_channel
 from asyncckpt.coordination.messages import Limits
+from asyncckpt.pipeline.filters import identity
 from tests.ranks.kill_points import strike_at
 from tests.ranks.training import Training
 
@@ -38,6 +39,11 @@ class Schedule:
         return f"{self.strike} rank {self.victim} of {self.ranks_count} at {self.point!r} over {self.over}"
 
 
+def unchanged(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    """A filter, so that there is a point at which it runs."""
+    return blocks
+
+
 def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
     """Writes how its second save ended to `outcome-<rank>`."""
     torch.set_num_threads(1)
@@ -50,6 +56,7 @@ def run_rank(schedule: Schedule, rank: int, folder: Path) -> None:
         hashtables={"user": training.table},
         tensors=training.tensors,
         on_busy="wait",
+        filter_func=unchanged if schedule.point == "filter" else identity,
         ranks=asyncckpt.RankOptions(peer_deadline=OPENING_S_MAX),
     )
     assert saver._target.ranks is not None

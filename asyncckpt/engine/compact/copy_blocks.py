@@ -15,6 +15,7 @@ from asyncckpt.plan.image import plan_image
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
+from asyncckpt.shard.target import ShardTarget
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,9 @@ def copy_blocks(
         files, digests = stream_sources(
             image,
             sources,
+            ShardTarget(transaction.folder, transaction.attempt, options, progress),
             buffers=(memory.address, memory.address + size),
             writer=IdleEndingThreads("asyncckpt-copy", 1),
-            folder=transaction.folder,
-            attempt=transaction.attempt,
-            options=options,
-            progress=progress,
         )
     finally:
         memory.close()

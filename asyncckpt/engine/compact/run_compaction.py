@@ -25,9 +25,8 @@ from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
 from asyncckpt.engine.process.background import background, rewriters
-from asyncckpt.engine.process.future import FutureState, SaveFuture
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
-from asyncckpt.engine.save.save_target import SaveTarget
+from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
+from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import BodyTemplate, Chain, encode_part, render_body
@@ -150,8 +149,7 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     chosen = newest_step(target.root) if step is None else step
     future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
     if target.rank:
-        result = SaveResult(step=chosen, kind="full", path=target.root.path, skipped=True)
-        future.resolve(result, FutureState.SKIPPED)
+        future.skip()
         return future
 
     def work() -> None:
@@ -165,8 +163,7 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
                 may_commit=lambda: future.enter(FutureState.COMMITTING),
             )
         except BaseException as error:
-            cancelled = isinstance(error, SaveCancelledError)
-            future.fail(error, FutureState.CANCELLED if cancelled else FutureState.FAILED)
+            future.fail(error)
         else:
             future.resolve(result, FutureState.COMMITTED)
 

@@ -33,7 +33,7 @@ def _nothing() -> None:
 async def in_thread(
     function: Callable[[], T], *, on_cancel: Callable[[], None] = _nothing, on_refused: Callable[[], None] = _nothing
 ) -> T:
-    """Run a function on a worker thread. Cancelled, tell it with on_cancel and wait for its end, which comes soon.
+    """Run a function on a worker thread. When cancelled, call on_cancel and wait for its end, which comes soon.
 
     on_refused: called when no thread could be started for it.
     """

@@ -18,8 +18,9 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ WORKERS_MAX = 4
 COMMITTERS_MAX = 8
 # They read and write whole checkpoints; more of them at once would take the disk from saves and end no sooner.
 REWRITERS_MAX = 2
+HANDOVER_S_MAX = 0.0002
+_usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
 writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
@@ -74,7 +77,7 @@ class Background:
                 self._wake()
 
     def withdraw(self, job: Job) -> bool:
-        """After an interrupted or failed `submit`: False when the job has begun or has been told that it is lost."""
+        """After an interrupted or failed `submit`: False when the job has begun, or knows that it is lost."""
         with self._guard:
             if job in self._jobs:
                 self._jobs.remove(job)
@@ -184,6 +187,39 @@ def check_may_wait(what: str) -> None:
         )
 
 
+async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
+    """Run a blocking call on a pool."""
+    return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+
+@contextmanager
+def short_handovers() -> Iterator[None]:
+    """Have waits for the interpreter lock end within HANDOVER_S_MAX; one thread of the process at a time.
+
+    A save takes the lock some forty times, for moments, and a trainer that runs nothing but bytecode gives it up only
+    after the switch interval, 5 ms by default: together a fifth of a second, in which the disk has nothing to do. The
+    interval counts only while a thread waits for the lock, so a shorter one takes no time from a trainer that is alone.
+    """
+    before = sys.getswitchinterval()
+    if before <= HANDOVER_S_MAX:
+        yield
+        return
+    sys.setswitchinterval(HANDOVER_S_MAX)
+    ours = sys.getswitchinterval()
+    _usual_s.append(before)
+    try:
+        yield
+    finally:
+        _usual_s.clear()
+        if sys.getswitchinterval() == ours:  # Else the user has set another one meanwhile.
+            sys.setswitchinterval(before)
+
+
+def _give_back_in_child() -> None:
+    if _usual_s:
+        sys.setswitchinterval(_usual_s.pop())
+
+
 def _say_what_is_awaited() -> None:
     if background.is_busy:
         from asyncckpt.engine.process.save_lock import save_lock
@@ -193,6 +229,7 @@ def _say_what_is_awaited() -> None:
 
 
 os.register_at_fork(after_in_child=background.forget)
+os.register_at_fork(after_in_child=_give_back_in_child)
 # Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:

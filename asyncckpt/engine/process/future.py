@@ -14,10 +14,14 @@ An error is raised once: to whoever asks this future, else by the next call on i
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import os
+import sys
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,9 +30,10 @@ from typing import Any, Generic, TypeVar
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.log import log_exception
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
+from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")
 
@@ -106,7 +111,7 @@ class CheckpointFuture(Generic[T]):
         after `timeout` seconds.
 
         With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
-        be on their way then: the streams that save_async knows of wait for them, others can be told to by `fence`.
+        be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
         """
         if not self._staged.is_set():
             self._check_can_end()
@@ -143,8 +148,16 @@ class CheckpointFuture(Generic[T]):
                 if self._inner.done():
                     self._claimed = True
 
-    def _waiting(self) -> _Waiting:
-        return _Waiting(self)
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count who waits, so that an error on its way to a waiter is not raised elsewhere too."""
+        with self._guard:
+            self._waiters_count += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._waiters_count -= 1
 
     def _check_can_end(self) -> None:
         """UsageError where a wait would have no end."""
@@ -167,18 +180,18 @@ class CheckpointFuture(Generic[T]):
     def expect_bytes(self, total: int) -> None:
         self._bytes_total = total
 
-    def resolve(self, result: T, state: FutureState) -> None:
+    def resolve(self, result: T, state: FutureState = FutureState.COMMITTED) -> None:
         self._state = state
         self._staged.set()
         self._inner.set_result(result)
 
-    def fail(self, error: BaseException, state: FutureState) -> None:
-        self._state = state
+    def fail(self, error: BaseException) -> None:
+        self._state = FutureState.CANCELLED if isinstance(error, SaveCancelledError) else FutureState.FAILED
         self._staged.set()
         self._inner.set_exception(error)
 
     def take_unclaimed_error(self) -> BaseException | None:
-        """The error nobody has been told of, once; None while somebody waits for it."""
+        """Return the error if nobody has got it yet, once; None while somebody waits for it."""
         with self._guard:
             if not self._inner.done() or self._claimed or self._waiters_count:
                 return None
@@ -187,21 +200,6 @@ class CheckpointFuture(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._what}: {self._state.value}>"
-
-
-class _Waiting:
-    """Counts who waits, so that an error on its way to a waiter is not raised elsewhere too."""
-
-    def __init__(self, future: CheckpointFuture[Any]) -> None:
-        self._future = future
-
-    def __enter__(self) -> None:
-        with self._future._guard:
-            self._future._waiters_count += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._future._guard:
-            self._future._waiters_count -= 1
 
 
 class SaveFuture(CheckpointFuture[SaveResult]):
@@ -213,12 +211,20 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         """Let a stream (None: the current ones of this thread) wait until the state on devices may be changed.
 
         stream: a torch.cuda.Stream. The host does not wait. Needed for streams that change the state and that the Saver
-        has not been told of.
+        does not know.
         """
         if self._pending is not None:
             self._pending.fence(stream)
 
     # -- for the engine ------------------------------------------------------------------------------------------
+
+    def skip(self, *, seconds: float = 0.0, stall_seconds: float = 0.0) -> None:
+        """Resolve without a save."""
+        step = -1 if self.step is None else self.step
+        result = SaveResult(
+            step=step, kind="full", path=self.path, skipped=True, seconds=seconds, stall_seconds=stall_seconds
+        )
+        self.resolve(result, FutureState.SKIPPED)
 
     def expect_copies(self, pending: Pending) -> None:
         """Devices still copy the state."""
@@ -234,3 +240,98 @@ class SaveFuture(CheckpointFuture[SaveResult]):
 
 class LoadFuture(CheckpointFuture[LoadReport]):
     """The future of one load."""
+
+
+def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException:
+    """An error of the system that passed no door, as one of this library; others as they are."""
+    save = "the save" if step is None else f"the save of step {step}"
+    if isinstance(error, MemoryError):
+        wrapped = IOFailedError(f"{save} ran out of memory", hint="lower host_memory_limit, or use save()")
+    elif isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        wrapped = io_failed(f"{save} failed", error)
+    else:
+        return error
+    wrapped.__cause__ = error
+    return wrapped
+
+
+class OpenErrors:
+    """Futures of one Saver whose outcome was not reported yet."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._futures: list[CheckpointFuture[Any]] = []
+
+    def watch(self, future: CheckpointFuture[Any]) -> None:
+        with self._guard:
+            self._futures.append(future)
+        _reporters.add(self)
+
+    def raise_first(self) -> None:
+        """Raise the oldest error that was not reported; it will not be raised again."""
+        with self._guard:
+            futures = list(self._futures)
+        try:
+            for future in futures:
+                error = future.take_unclaimed_error()
+                if error is not None:
+                    raise error
+        finally:
+            self._drop_settled()
+
+    def _drop_settled(self) -> None:
+        """Keep no future whose outcome was reported: its error's traceback holds the whole save."""
+        with self._guard:
+            self._futures = [f for f in self._futures if not f.done() or _is_open(f)]
+            if not self._futures:
+                _reporters.discard(self)
+
+    def in_flight(self) -> list[CheckpointFuture[Any]]:
+        with self._guard:
+            return [future for future in self._futures if not future.done()]
+
+    def wait(self, timeout: float) -> None:
+        """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
+        if self.in_flight():
+            check_may_wait("a save")
+        until = time.monotonic() + timeout
+        for future in self.in_flight():
+            try:
+                future._inner.exception(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
+
+    def forget(self) -> None:
+        """In a forked child, leave these to the parent."""
+        self._guard = threading.Lock()
+        self._futures = []
+
+    def report(self) -> None:
+        """Print errors that nobody has got."""
+        for future in self._futures:
+            error = future.take_unclaimed_error()
+            if error is not None:
+                print(f"asyncckpt: {future!r} failed and nobody asked: {error}", file=sys.stderr)
+
+
+_reporters: set[OpenErrors] = set()
+
+
+def _is_open(future: CheckpointFuture[Any]) -> bool:
+    return future._inner.exception() is not None and not future._claimed
+
+
+def _forget_in_child() -> None:
+    for reporter in _reporters:
+        reporter.forget()
+    _reporters.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@atexit.register
+def _report_all() -> None:
+    # Runs after the background thread was joined, so every outcome is known.
+    for reporter in _reporters:
+        reporter.report()

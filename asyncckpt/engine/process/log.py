@@ -1,4 +1,4 @@
-"""What the background tells the log. A logging handler that raises must not change how a save ends."""
+"""What the background logs. A logging handler that raises must not change how a save ends."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
-from asyncckpt.engine.process.background import committer, workers
+from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.replicas import (
     check_claims,
@@ -35,10 +35,10 @@ from asyncckpt.engine.ranks.replicas import (
     who_asks,
 )
 from asyncckpt.engine.ranks.saver_ranks import Ranks, talkers
-from asyncckpt.engine.save.filter_input import filter_blocks
-from asyncckpt.engine.save.save_job import SaveJob
-from asyncckpt.engine.save.save_steps import Committed, enter_state, give_up, run_on, structure_of
-from asyncckpt.engine.save.write_files import Written, write_files
+from asyncckpt.engine.save.filter_input import Filtered, filter_blocks
+from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
+from asyncckpt.engine.save.state_cut import RankShare
+from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
@@ -50,24 +50,23 @@ from asyncckpt.storage.directory import Directory
 FACTS_MAX = 1_000_000
 
 
-async def save_with_ranks(job: SaveJob) -> Committed | Outcome:
+async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
     """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
-    assert job.ranks is not None
-    assert job.call is not None
-    save = RankSave(job, job.ranks, job.call)
+    ranks = share.ranks
+    save = RankSave(job, share, ranks)
     try:
         await save.leave_list()
-        outcome = await run_call(job.ranks.channel, save.call, save.begin(), save, job.ranks.limits, threads=talkers)
+        outcome = await run_call(ranks.channel, share.call, save.begin(), save, ranks.limits, threads=talkers)
     except BaseException as error:
-        job.ranks.replicas.forget()
+        ranks.replicas.forget()
         if isinstance(error, IndeterminateError):
-            job.target.chain.newest = None
+            job.target.memory.newest = None
         raise
     finally:
         if save.transaction is not None:
-            await give_up(save.transaction)
+            await save.transaction.give_up()
     if outcome.state != "committed":
-        job.ranks.replicas.forget()
+        ranks.replicas.forget()
         return outcome
     return save.committed(outcome)
 
@@ -77,8 +76,8 @@ class RankSave:
     """The effects of one save on this rank. Used in the background's loop only."""
 
     job: SaveJob
+    share: RankShare
     ranks: Ranks
-    call: int
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
@@ -86,13 +85,13 @@ class RankSave:
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here."""
-        if not self.job.is_share:
-            await self._put(f"list/{self.ranks.rank}", self.job.replicas.encoded())
+        if not self.share.is_known:
+            await self._put(f"list/{self.ranks.rank}", self.share.replicas.encoded())
 
     def begin(self) -> Begin:
         base = self.job.choice.base
         kind: Kind = "full" if base is None else "delta"
-        listed, is_share = self.job.replicas, self.job.is_share
+        listed, is_share = self.share.replicas, self.share.is_known
         notes: dict[str, Json] = {"share": is_share}
         if not is_share:
             notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
@@ -113,10 +112,11 @@ class RankSave:
         notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"))
+        filtered = Filtered()
         if job.target.filter_func is not identity:
-            enter_state(job, FutureState.FILTERING)
-        filtered = await run_on(workers, filter_blocks, job)
-        enter_state(job, FutureState.WRITING)
+            job.enter(FutureState.FILTERING)
+            filtered = await run_on(workers, filter_blocks, job)
+        job.enter(FutureState.WRITING)
         if self.transaction is not None:
             folder = self.transaction.folder
             self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
@@ -124,13 +124,13 @@ class RankSave:
             with _attempt_folder(job.target.root, attempt.attempt) as folder:
                 self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
                 await run_on(committer, self._check_own, folder)
-        enter_state(job, FutureState.COMMITTING)
+        job.enter(FutureState.COMMITTING)
         if self.ranks.is_coordinator:
-            return {"structure": structure_of(written)}
+            return {"structure": written.structure}
         part = encode_part(written.files, job.values, written.body, written.digests)
         await self._put(f"part/{self.ranks.rank}", part.text)
         return {
-            "structure": structure_of(written),
+            "structure": written.structure,
             "digest": xxhash.xxh3_128_hexdigest(part.text),
             "features": sorted(part.features),
             "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
@@ -166,7 +166,7 @@ class RankSave:
 
     async def abandon(self, attempt: Attempt) -> None:
         if self.transaction is not None:
-            await give_up(self.transaction)
+            await self.transaction.give_up()
 
     async def look(self, attempt: Attempt) -> bool:
         return await run_on(committer, is_committed_whole, self.job.target.root.path, attempt)
@@ -181,8 +181,8 @@ class RankSave:
         """Return what this rank knows now. One that found the manifest itself begins its next delta's chain anew."""
         assert self.written is not None
         assert outcome.attempt is not None
-        if not self.job.is_share:
-            self.ranks.replicas.agree(self.job.replicas, self.job.by_peers)
+        if not self.share.is_known:
+            self.ranks.replicas.agree(self.share.replicas, self.share.by_peers)
         digest = outcome.notes.get("digest")
         parent = None
         if isinstance(digest, str):
@@ -210,11 +210,13 @@ class RankSave:
 
     async def _take_share(self, how: str) -> None:
         """Note what other ranks write of all that was captured."""
-        job, replicas = self.job, self.ranks.replicas
+        share, replicas = self.share, self.ranks.replicas
         if how == "same":
-            job.by_peers = replicas.written_by_peers(job.replicas, same_owners(job.replicas, self.ranks.ranks_count))
+            share.by_peers = replicas.written_by_peers(
+                share.replicas, same_owners(share.replicas, self.ranks.ranks_count)
+            )
         elif how == "owners":
-            job.by_peers = replicas.written_by_peers(job.replicas, decode_owners(await self._get("owners")))
+            share.by_peers = replicas.written_by_peers(share.replicas, decode_owners(await self._get("owners")))
 
     async def _part(self, rank: int, notes: Fields) -> PartText:
         text = await self._get(f"part/{rank}")
@@ -223,10 +225,10 @@ class RankSave:
         return PartText(text=text, features=frozenset(notes.texts("features", count_max=FACTS_MAX)))
 
     async def _put(self, name: str, data: bytes | bytearray) -> None:
-        await run_on(talkers, self.ranks.channel.put, self.call, name, bytes(data))
+        await run_on(talkers, self.ranks.channel.put, self.share.call, name, bytes(data))
 
     async def _get(self, name: str) -> bytes:
-        return await run_on(talkers, self.ranks.channel.get, self.call, name, self.ranks.limits.silence_s)
+        return await run_on(talkers, self.ranks.channel.get, self.share.call, name, self.ranks.limits.silence_s)
 
 
 def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:

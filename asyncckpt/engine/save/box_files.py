@@ -26,23 +26,22 @@ from asyncckpt.engine.save.staged_tensors import LentArena, copy_pieces, free_ar
 from asyncckpt.errors import DeadlineError, DeviceError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
-from asyncckpt.format.names import Attempt
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64, U64, Progress
-from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.native import I64, U64
+from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.dense_blocks import TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import addresses, check_leaf
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.stream import stream_sources
-from asyncckpt.snapshot.source import tensor_source
+from asyncckpt.shard.target import ShardTarget
+from asyncckpt.snapshot.block_data import tensor_source
 from asyncckpt.snapshot.tensor_copies import copied_by_address
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
-from asyncckpt.storage.directory import Directory
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -96,15 +95,7 @@ def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: i
     )
 
 
-def write_boxes(
-    plan: BoxPlan,
-    tensors: Sequence[torch.Tensor],
-    *,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
-) -> WrittenBoxes:
+def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTarget) -> WrittenBoxes:
     """Write the shard files; tensors are those of the boxes, in their order, on any device and with any strides.
 
     On the calling thread; returns when the files are synced. What this thread has queued on devices is waited for.
@@ -120,19 +111,19 @@ def write_boxes(
         # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
         threads = 0 if threading.current_thread() is threading.main_thread() else 1
         memory = torch.from_numpy(arena.view())
-        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=options, threads=threads)
+        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=target.options, threads=threads)
 
     lent, is_left = _staged_in_place(plan, tensors, begins)
     if lent is not None:
         if is_left.any():
             copy(pieces.only(is_left), lent.arena).settle()
-        return _drain(plan, lent.arena, folder=folder, attempt=attempt, options=options, progress=progress)
+        return _drain(plan, lent.arena, target)
     remember_places(plan.image, pieces, begins, plan.bytes)
-    arena = free_arena(plan.image.bytes, limit_bytes=options.host_memory_limit)
+    arena = free_arena(plan.image.bytes, limit_bytes=target.options.host_memory_limit)
     if arena is None:
         wait_for(tensors)
         sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
-        return stream_boxes(plan, sources, folder=folder, attempt=attempt, options=options, progress=progress)
+        return stream_boxes(plan, sources, target)
     try:
         copy(pieces, arena).settle()
         arena.seal()
@@ -143,7 +134,7 @@ def write_boxes(
         pool.release(arena)
         raise
     try:
-        return _drain(plan, arena, folder=folder, attempt=attempt, options=options, progress=progress)
+        return _drain(plan, arena, target)
     finally:
         pool.release(arena)
 
@@ -166,18 +157,10 @@ def _staged_in_place(
     return (None if taken.any() or on_devices else lent), is_left
 
 
-def _drain(
-    plan: BoxPlan,
-    arena: Arena,
-    *,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
-) -> WrittenBoxes:
+def _drain(plan: BoxPlan, arena: Arena, target: ShardTarget) -> WrittenBoxes:
     """Write an arena that holds the image. The caller releases it."""
     image = ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view())
-    files, digests = drain_image(image, folder=folder, attempt=attempt, options=options, progress=progress)
+    files, digests = drain_image(image, target)
     return WrittenBoxes(files=files, digests=digests)
 
 
@@ -208,26 +191,9 @@ def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[
         yield tensor if spec.shape == box.shape else tensor[first : first + spec.shape[0]]
 
 
-def stream_boxes(
-    plan: BoxPlan,
-    sources: Sequence[ByteSource],
-    *,
-    folder: Directory,
-    attempt: Attempt,
-    options: SaveOptions,
-    progress: Progress,
-) -> WrittenBoxes:
+def stream_boxes(plan: BoxPlan, sources: Sequence[ByteSource], target: ShardTarget) -> WrittenBoxes:
     """Write the shard files from a source per block, without an arena."""
     largest = min(CHUNK_BYTES, max(file.bytes for file in plan.image.files))
     with chunk_buffers.borrow(largest) as buffers:
-        files, digests = stream_sources(
-            plan.image,
-            sources,
-            buffers=buffers,
-            writer=writers,
-            folder=folder,
-            attempt=attempt,
-            options=options,
-            progress=progress,
-        )
+        files, digests = stream_sources(plan.image, sources, target, buffers=buffers, writer=writers)
     return WrittenBoxes(files=files, digests=digests)

@@ -18,9 +18,9 @@ from asyncckpt.model.abilities import tracks_rows
 from asyncckpt.model.table import CutVersion, TableSchema
 from asyncckpt.options import DeltaPolicy, SaveKind
 from asyncckpt.pipeline.fingerprints import RowFingerprints
-from asyncckpt.plan.regions import column_row_bytes
+from asyncckpt.plan.captured_tables import TableRows
+from asyncckpt.plan.regions import row_bytes_of
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.plan.table_rows import TableRows
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,6 @@ class ChainLink:
         return (self.parent, *self.parents)
 
 
-@dataclass
-class SaverChain:
-    """The newest link of one Saver; None until it has committed a checkpoint."""
-
-    newest: ChainLink | None = None
-
-
 @dataclass(frozen=True)
 class Choice:
     """What kind of checkpoint a save makes: on top of `base`, or (None) a full one; and the rows of every table.
@@ -71,10 +64,6 @@ class Choice:
     base: ChainLink | None
     newest: ChainLink | None = None
     tables: tuple[TableRows, ...] = field(default=())
-
-    @property
-    def kind(self) -> str:
-        return "full" if self.base is None else "delta"
 
 
 def choose_kind(
@@ -147,6 +136,5 @@ def _bytes_of(delta: Choice, cut: Cut) -> int:
         link = delta.base.tables.get(item.name)
         if chosen.is_whole and link is not None and link.fingerprints is not None:
             continue
-        row_bytes = sum(column_row_bytes(item.schema).values())
-        total += chosen.count(item.cut.rows_count) * row_bytes + chosen.removed.nbytes
+        total += chosen.count(item.cut.rows_count) * row_bytes_of(item.schema) + chosen.removed.nbytes
     return total

@@ -16,10 +16,9 @@ from asyncckpt.model.table import Role
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.native import U8
 from asyncckpt.pipeline.filter_types import StagedBlock, StagedColumn, StagedTable
-from asyncckpt.pipeline.filters import identity, run_filter
+from asyncckpt.pipeline.filters import run_filter
+from asyncckpt.plan.captured_tables import NO_IDS, CapturedTable, captured_specs
 from asyncckpt.plan.image import split_rows
-from asyncckpt.plan.region_files import captured_specs
-from asyncckpt.plan.table_rows import NO_IDS, CapturedTable
 from asyncckpt.snapshot.block_data import ArenaData, LiveData, LiveState, TensorData
 from asyncckpt.snapshot.capture import block_bytes
 
@@ -33,10 +32,8 @@ class Filtered:
 
 
 def filter_blocks(job: SaveJob) -> Filtered:
-    """On a worker thread: run the user's function, if there is one."""
+    """On a worker thread: run the user's function."""
     function = job.target.filter_func
-    if function is identity:
-        return Filtered()
     data = _planned_data(job)
     specs = [placed.spec for placed in job.plan.image.blocks]
     blocks = [StagedBlock(spec, own, number) for number, (spec, own) in enumerate(zip(specs, data, strict=True))]
@@ -60,7 +57,15 @@ def own_blocks(job: SaveJob, filtered: Filtered) -> list[StagedBlock]:
     if blocks is None:
         placed = job.plan.image.blocks
         blocks = [StagedBlock(placed[number].spec, data, number) for number, data in enumerate(_planned_data(job))]
-    return [block for block in blocks if not _is_by_peers(job, block)] if job.by_peers else blocks
+    by_peers = job.by_peers
+    if by_peers is None:
+        return blocks
+    specs = [_planned_spec(job, block) for block in blocks]
+    return [
+        block
+        for block, spec in zip(blocks, specs, strict=True)
+        if spec.leaf not in by_peers.leaves and spec.table not in by_peers.tables
+    ]
 
 
 def planned_sources(job: SaveJob, filtered: Filtered) -> list[ByteSource]:
@@ -79,12 +84,6 @@ def _planned_data(job: SaveJob) -> Sequence[ArenaData | LiveData]:
         return [LiveData(live, number, spec) for number, spec in enumerate(specs)]
     image = job.staged.arena.view()[job.staged.base :]
     return [ArenaData(block_bytes(job.plan, number, image), spec) for number, spec in enumerate(specs)]
-
-
-def _is_by_peers(job: SaveJob, block: StagedBlock) -> bool:
-    """Whether other ranks write this block of the plan."""
-    spec = _planned_spec(job, block)
-    return spec.leaf in job.by_peers.leaves or spec.table in job.by_peers.tables
 
 
 def _planned_spec(job: SaveJob, block: StagedBlock) -> BlockSpec:
@@ -109,10 +108,8 @@ def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> tuple[TableFacts
 
 def staged_tables(job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections) -> list[StagedTable]:
     """All tables of this rank: those in regions, then those of the blocks."""
-    captured = job.staged.tables if job.staged is not None else ()
-    regions = [
-        _from_region(job, table, selections) for table in captured if table.facts.name not in job.by_peers.tables
-    ]
+    left_out = () if job.by_peers is None else job.by_peers.tables
+    regions = [_from_region(job, table, selections) for table in job.captured if table.facts.name not in left_out]
     columns: dict[str, dict[str, list[StagedBlock]]] = {}
     for block in blocks:
         if block.spec.table is not None:

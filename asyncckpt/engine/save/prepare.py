@@ -5,16 +5,21 @@ it for devices takes long too.
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Iterator, Sequence
 
-from asyncckpt.devices.current_runtime import runtime
+from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import check_may_wait, workers
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.delta_chain import choose_kind
 from asyncckpt.engine.save.device_stage import pin
-from asyncckpt.engine.save.save_target import SaveTarget, begin_cut
+from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import choose_stage
+from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeadlineError
-from asyncckpt.snapshot.device_extent import device_extent
+from asyncckpt.model.abilities import is_overlaid
+from asyncckpt.plan.regions import Regions
+from asyncckpt.plan.save_plan import CutTable, SavePlan
+from asyncckpt.plan.state import FlatState
 from asyncckpt.staging.pool import pool
 
 
@@ -39,11 +44,11 @@ class PrepareFuture:
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
-    cut, share = begin_cut(target)
+    cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
-        choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None), share)
+        choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None))
         found = runtime()
-        begin, end = (0, 0) if found is None else device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
+        begin, end = (0, 0) if found is None else _device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
     finally:
         cut.fence()
         cut.end(ok=False)
@@ -67,3 +72,34 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             pool.release(arena)
 
     return PrepareFuture(workers.submit(touch))
+
+
+def _device_extent(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions: Regions) -> tuple[int, int]:
+    """The bytes [begin, end) of the arena between which devices will write; (0, 0): none. Before the fence."""
+    found = list(_extents(plan, flat, cuts, regions))
+    return min((begin for begin, _ in found), default=0), max((end for _, end in found), default=0)
+
+
+def _extents(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions: Regions) -> Iterator[tuple[int, int]]:
+    for region in regions.tables:
+        for name, column in region.columns.items():
+            if _is_on_device(cuts[region.table], name):
+                yield column.offset, column.offset + region.rows_max * column.row_bytes
+    for pieces in plan.on_devices.values():
+        ends = pieces.place + pieces.bytes
+        yield regions.bytes + int(pieces.place.min()), regions.bytes + int(ends.max())
+    numbers = [number for number in plan.foreign if device_of(flat.held[plan.sources[number].tensor]) is not None]
+    numbers += [number for number, (table, column) in plan.columns.items() if _is_on_device(cuts[table], column)]
+    for number in numbers:
+        begin = regions.bytes + int(plan.image.offsets[number])
+        yield begin, begin + int(plan.image.lengths[number])
+    for item in plan.deferred.tables:
+        for name, (begin, length) in item.cache.columns.items():
+            if _is_on_device(cuts[item.table], name):
+                yield regions.bytes + begin, regions.bytes + begin + length
+
+
+def _is_on_device(item: CutTable, column: str) -> bool:
+    """Whether either level of a column is on a device."""
+    cached = item.cut.cached_column(column) if is_overlaid(item.cut) else None
+    return any(level is not None and device_of(level) is not None for level in (item.cut.column(column), cached))

@@ -20,7 +20,7 @@ from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64
 from asyncckpt.pipeline.fingerprints import RowFingerprints, changed_since, take_fingerprints
-from asyncckpt.plan.table_rows import CapturedTable
+from asyncckpt.plan.captured_tables import CapturedTable
 
 MISSED_IDS_MAX = 100
 
@@ -47,7 +47,7 @@ def select_rows(job: SaveJob) -> Selections:
     rows: dict[int, Selection] = {}
     fingerprints: dict[str, RowFingerprints] = {}
     missed: dict[str, tuple[int, ...]] = {}
-    for table in job.staged.tables if job.staged is not None else ():
+    for table in job.captured:
         if not _is_compared(job, table):
             continue
         name, number = table.facts.name, table.region.table

@@ -13,58 +13,41 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import Outcome
-from asyncckpt.engine.process.background import committer, retainer, workers
-from asyncckpt.engine.process.future import FutureState
-from asyncckpt.engine.process.gil_switch_interval import short_handovers
+from asyncckpt.engine.process.background import committer, retainer, run_on, short_handovers, workers
+from asyncckpt.engine.process.future import FutureState, as_checkpoint_error
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
-from asyncckpt.engine.save.filter_input import filter_blocks
-from asyncckpt.engine.save.save_job import SaveJob
-from asyncckpt.engine.save.save_steps import Committed, as_checkpoint_error, enter_state, give_up, run_on, structure_of
-from asyncckpt.engine.save.save_target import SaveTarget
+from asyncckpt.engine.save.filter_input import Filtered, filter_blocks
+from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget
 from asyncckpt.engine.save.write_files import write_files
-from asyncckpt.errors import SaveCancelledError
 from asyncckpt.model.result import SaveResult
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.staging.pool import pool
 
 
 async def run_save(job: SaveJob) -> None:
-    """Take one save to its end and tell its future. Never raises."""
+    """Take one save to its end and resolve its future. Never raises."""
     try:
         with short_handovers():
             result = await _save(job)
     except BaseException as error:
         fail_save(job, error)
     else:
-        is_skipped = isinstance(result, Outcome)
         try:
             _touch_ahead(job)
-            end_save(job, ok=not is_skipped)
+            end_save(job, ok=not isinstance(result, Outcome))
         finally:
-            if isinstance(result, Outcome):
-                job.future.resolve(_skipped_by(job, result), FutureState.SKIPPED)
+            if isinstance(result, Outcome):  # All ranks skip a save that one of them skips.
+                log_warning("save of step %d was skipped, as rank %s did: %s", job.step, result.rank, result.cause)
+                job.future.skip(seconds=time.perf_counter() - job.begun, stall_seconds=job.stall_seconds)
             else:
-                job.future.resolve(result, FutureState.COMMITTED)
-
-
-def _skipped_by(job: SaveJob, outcome: Outcome) -> SaveResult:
-    """All ranks skip a save that one of them skips."""
-    log_warning("save of step %d was skipped, as rank %s did: %s", job.step, outcome.rank, outcome.cause)
-    seconds = time.perf_counter() - job.begun
-    return SaveResult(
-        step=job.step,
-        kind="full",
-        path=job.target.root.path,
-        skipped=True,
-        seconds=seconds,
-        stall_seconds=job.stall_seconds,
-    )
+                job.future.resolve(result)
 
 
 def _touch_ahead(job: SaveJob) -> None:
@@ -80,14 +63,11 @@ def _touch_ahead(job: SaveJob) -> None:
 
 
 def fail_save(job: SaveJob, error: BaseException) -> None:
-    """End a save that has failed, and tell its future."""
+    """End a save that has failed, and its future."""
     try:
         end_save(job, ok=False)
     finally:
-        cancelled = isinstance(error, SaveCancelledError)
-        job.future.fail(
-            as_checkpoint_error(error, job.step), FutureState.CANCELLED if cancelled else FutureState.FAILED
-        )
+        job.future.fail(as_checkpoint_error(error, job.step))
 
 
 def end_save(job: SaveJob, *, ok: bool) -> None:
@@ -101,7 +81,7 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
         job.staged.give_back()
         job.staged = None
     if job.choice.base is not None:
-        job.target.parent_steps.remove(job.choice.base.parent.step)
+        job.target.memory.parent_steps.remove(job.choice.base.parent.step)
     job.claim.release()
     save_lock.release(job.ticket)
 
@@ -110,12 +90,12 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     if job.staged is not None:
         await run_on(workers, job.staged.pending.settle)
         job.future.mark_staged()
-    committed = await (_save_alone(job) if job.ranks is None else save_with_ranks(job))
+    committed = await (_save_alone(job) if job.share is None else save_with_ranks(job, job.share))
     if isinstance(committed, Outcome):
         return committed
     seconds = time.perf_counter() - job.begun
     written = committed.written
-    job.target.chain.newest = _link(job, committed)
+    job.target.memory.newest = _link(job, committed)
     if committed.manifest_bytes:
         start_retention(job.target, job.step)
     return SaveResult(
@@ -125,29 +105,31 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         fallback=job.fallback,
         stall_seconds=job.stall_seconds if job.staged is not None else seconds,
         seconds=seconds,
-        bytes_logical=_logical_bytes(job),
+        bytes_logical=job.plan.logical_bytes + sum(table.payload_bytes for table in job.captured),
         bytes_written=committed.bytes_written,
         rows_count=sum(facts.rows_count for facts in written.tables),
-        rows_copied=_rows_copied(job),
+        rows_copied=sum(facts.rows_count for facts in job.plan.tables)
+        + sum(table.copied_count for table in job.captured),
         missed_ids=written.missed,
     )
 
 
 async def _save_alone(job: SaveJob) -> Committed:
+    filtered = Filtered()
     if job.target.filter_func is not identity:
-        enter_state(job, FutureState.FILTERING)
-    filtered = await run_on(workers, filter_blocks, job)
-    enter_state(job, FutureState.WRITING)
+        job.enter(FutureState.FILTERING)
+        filtered = await run_on(workers, filter_blocks, job)
+    job.enter(FutureState.WRITING)
     transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
     parents = () if job.choice.base is None else job.choice.base.chain
     try:
         written = await run_on(workers, write_files, job, filtered, transaction.folder, transaction.attempt)
-        enter_state(job, FutureState.COMMITTING)
+        job.enter(FutureState.COMMITTING)
         head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
-        structures = (structure_of(written),)
-        published = await transaction.commit(Draft(head, written.body, written.digests, structures=structures))
+        draft = Draft(head, written.body, written.digests, structures=(written.structure,))
+        published = await transaction.commit(draft)
     except BaseException:
-        await give_up(transaction)
+        await transaction.give_up()
         raise
     return Committed(written, published.parent, parents, published.manifest_bytes)
 
@@ -189,27 +171,16 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
     )
 
 
-def _logical_bytes(job: SaveJob) -> int:
-    """Bytes of the tensors and rows that were captured."""
-    tables = job.staged.tables if job.staged is not None else ()
-    return job.plan.logical_bytes + sum(table.payload_bytes for table in tables)
-
-
-def _rows_copied(job: SaveJob) -> int:
-    tables = job.staged.tables if job.staged is not None else ()
-    return sum(facts.rows_count for facts in job.plan.tables) + sum(table.copied_count for table in tables)
-
-
 def start_retention(target: SaveTarget, step: int) -> None:
     """Let old checkpoints go, on a thread of its own: it delays no save."""
     if target.options.keep_latest is not None:
         try:
-            target.retaining[:] = [retainer.submit(_retain, target, step)]
+            target.memory.retention = retainer.submit(_retain, target, step)
         except Exception as error:  # No thread can be started.
             log_warning("old checkpoints in %s were kept: %s", target.root.path, error)
 
 
 def _retain(target: SaveTarget, step: int) -> None:
-    newest = target.chain.newest  # The next delta may build upon it.
-    parents = [*target.parent_steps, *([] if newest is None else [newest.parent.step])]
-    target.commits.retain(target.options.keep_latest, protected={*target.protected(), *parents, step})
+    newest = target.memory.newest  # The next delta may build upon it.
+    parents = [*target.memory.parent_steps, *([] if newest is None else [newest.parent.step])]
+    target.commits.retain(target.options.keep_latest, protected={*newest_verified(target.root), *parents, step})

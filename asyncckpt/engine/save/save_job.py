@@ -1,27 +1,79 @@
-"""One save on its way from the call to the background."""
+"""The records of a save: where a Saver saves to, one save on its way from the call to its commit, and what it wrote."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncckpt.commit.claims import Claim
+from asyncckpt.commit.proof import body_structure
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.transaction import Commits
 from asyncckpt.devices.host_copies import Pending
-from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket
-from asyncckpt.engine.ranks.replicas import NO_REPLICAS, NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
+from asyncckpt.engine.ranks.replicas import WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
-from asyncckpt.engine.save.delta_chain import Choice
-from asyncckpt.engine.save.save_target import SaveTarget
-from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.engine.save.delta_chain import ChainLink, Choice
+from asyncckpt.engine.save.device_stage import StepFences
+from asyncckpt.engine.save.state_cut import Cut, RankShare
+from asyncckpt.errors import SaveCancelledError
+from asyncckpt.format.manifest import BodyTemplate, FileFacts, ParentFacts
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import Node
-from asyncckpt.model.table import CutVersion
-from asyncckpt.plan.save_plan import SavePlan
-from asyncckpt.plan.table_rows import CapturedTable
+from asyncckpt.model.block import TableFacts
+from asyncckpt.model.table import CutVersion, Table
+from asyncckpt.native import U8
+from asyncckpt.options import SaveOptions
+from asyncckpt.pipeline.filters import FilterFunction
+from asyncckpt.pipeline.fingerprints import RowFingerprints
+from asyncckpt.pipeline.row_filters import RowFilter
+from asyncckpt.plan.captured_tables import CapturedTable, RegionFilesCache
+from asyncckpt.plan.regions import RegionCache
+from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
+
+
+@dataclass
+class SaverMemory:
+    """What a Saver keeps from save to save.
+
+    newest        the newest checkpoint that it has committed, upon which the next delta builds
+    parent_steps  what deltas in flight build upon; retention must keep these
+    retention     the one that was begun last
+    """
+
+    plans: PlanCache
+    regions: RegionCache = field(default_factory=RegionCache)
+    region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
+    newest: ChainLink | None = None
+    parent_steps: list[int] = field(default_factory=list)
+    retention: Future[None] | None = None
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where a Saver saves to, what and how: the same for all its saves. ranks: None when it saves alone."""
+
+    commits: Commits
+    options: SaveOptions
+    tables: Mapping[str, Table]
+    state: Mapping[str, Any]
+    filter_func: FilterFunction
+    filters: tuple[RowFilter, ...]
+    ranks: Ranks | None
+    step_fences: StepFences
+    memory: SaverMemory
+
+    @property
+    def root(self) -> CheckpointRoot:
+        return self.commits.root
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.ranks is None else self.ranks.rank
 
 
 @dataclass(frozen=True)
@@ -41,7 +93,7 @@ class Staged:
         try:
             self.pending.settle()
         except Exception:
-            pass  # Whoever waited for the snapshot is told.
+            pass  # Whoever waits for the snapshot gets the error.
         finally:
             give_back = pool.discard if self.pending.is_lost else pool.release
             give_back(self.arena)
@@ -51,35 +103,88 @@ class Staged:
 class SaveJob:
     """One save. `staged` is None for a blocking save, which keeps its cut unfenced.
 
+    begun     time of the call, by the performance counter
     plan      of what is not in regions
     choice    full or delta, and the rows of every table by its number among the cuts
-    ranks     with which it is saved, as which call; None: alone
-    replicas  what other ranks may hold too; is_share: of that, what others write was left out
-    by_peers what has been captured, and other ranks write
     versions  of the cuts of all tables that have marks
+    share     of the state, when several ranks save
     """
 
     target: SaveTarget
     ticket: Ticket
     claim: Claim
     future: SaveFuture
+    begun: float
     plan: SavePlan
     choice: Choice
-    tree: Node
     values: tuple[Json, ...]
     metadata: Json
     cut: Cut
     versions: Mapping[str, CutVersion]
+    share: RankShare | None
     staged: Staged | None
     fallback: str | None
-    ranks: Ranks | None = None
-    call: int | None = None
-    replicas: ReplicaList = NO_REPLICAS
-    is_share: bool = False
-    by_peers: WrittenByPeers = NOTHING_BY_PEERS
-    begun: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
 
     @property
     def step(self) -> int:
         return self.claim.step
+
+    @property
+    def captured(self) -> tuple[CapturedTable, ...]:
+        """The tables in regions of the arena."""
+        return () if self.staged is None else self.staged.tables
+
+    @property
+    def by_peers(self) -> WrittenByPeers | None:
+        """What has been captured, and other ranks write; None when there is nothing."""
+        return None if self.share is None else self.share.by_peers or None
+
+    def enter(self, state: FutureState) -> None:
+        """Enter the next state, unless the save was cancelled."""
+        if not self.future.enter(state):
+            raise SaveCancelledError(f"save of step {self.step} was cancelled")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Shard files on disk, and what the manifest says of their blocks: digests are uint8 [blocks, 16].
+
+    tables: as they are in the checkpoint. dense_structure: a digest of what the manifest says of dense tensors but
+    their digests, where it is known without looking at each. fingerprints, missed: see row_fingerprints.Selections.
+    """
+
+    files: tuple[FileFacts, ...]
+    body: BodyTemplate
+    digests: U8
+    tables: tuple[TableFacts, ...]
+    dense_structure: str | None = None
+    fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
+    missed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def structure(self) -> str:
+        """A digest of what the body says beside digests, and beside rows of tables where it is known without."""
+        if self.dense_structure is None:
+            return body_structure(self.body)
+        tables = [(facts.name, facts.shard, facts.whole, bool(facts.removed_count)) for facts in self.tables]
+        return f"{self.dense_structure} {len(self.body.holes)} {tables}"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A save that has committed, as this rank knows it.
+
+    parent: this checkpoint, as the parent of a later one; None when that is not known here. manifest_bytes: on the rank
+    that published it, else 0.
+    """
+
+    written: Written
+    parent: ParentFacts | None
+    parents: tuple[ParentFacts, ...]
+    manifest_bytes: int = 0
+
+    @property
+    def bytes_written(self) -> int:
+        """By this rank."""
+        return sum(file.bytes for file in self.written.files) + self.manifest_bytes

@@ -16,18 +16,18 @@ one there are no regions.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.ranks.replicas import is_whole
 from asyncckpt.engine.save.delta_chain import Choice
-from asyncckpt.engine.save.save_target import SaveTarget, Share
+from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.pipeline.filters import identity
-from asyncckpt.plan.regions import Regions, RegionWish, plan_regions
-from asyncckpt.plan.save_plan import CutTable, SavePlan, exportable
+from asyncckpt.plan.deferred_tables import can_be_exported
+from asyncckpt.plan.regions import Regions, RegionWish, plan_regions, row_bytes_of
+from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.staging.pool import pool
 
 NO_REGIONS = Regions(tables=(), bytes=0)
@@ -49,40 +49,48 @@ class StageChoice:
         return self.regions.bytes + self.plan.arena_bytes
 
 
-def choose_stage(target: SaveTarget, cut: Cut, choice: Choice, share: Share) -> StageChoice:
+def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
     """Choose for a save that would rather not block."""
-    host_level = target.options.device.host_level
-    some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
-    deferred: list[str] = []
-    if host_level != "copy" and target.filter_func is identity and not target.filters:
-        deferred = [name for name in exportable(cut.tables) if name not in some_rows]
-    if not share.is_known:  # Whether a table that holds all ids is written here, is known too late for its cut.
-        deferred = [item.name for item in cut.tables if item.name in deferred and not is_whole(item.table)]
-    ways: list[list[str]] = [deferred] if host_level == "first_touch" else [[], deferred] if deferred else [[]]
-    last: StageChoice | None = None
-    for names in ways:
-        last = _stage(target, cut, choice, deferred=names, by_peers=share.leaves_by_peers)
-        if pool.fits(last.arena_bytes, limit_bytes=target.options.host_memory_limit):
+    host_level, limit = target.options.device.host_level, target.options.host_memory_limit
+    if host_level != "first_touch":
+        last = _stage(target, cut, choice, deferred=())
+        if pool.fits(last.arena_bytes, limit_bytes=limit):
             return last
-    assert last is not None
-    plan = target.plans.plan(cut.flat, cut.tables, by_peers=share.leaves_by_peers)
-    return StageChoice(plan, fallback=_why_not(target, last))
+    deferred = [] if host_level == "copy" else _can_be_left_open(target, cut, choice)
+    if deferred or host_level == "first_touch":
+        last = _stage(target, cut, choice, deferred=deferred)
+        if pool.fits(last.arena_bytes, limit_bytes=limit):
+            return last
+    shown = "a share of what is available" if limit is None else f"{limit} bytes"
+    why = f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})"
+    return StageChoice(target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers), fallback=why)
 
 
-def _stage(
-    target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection[str], by_peers: frozenset[int]
-) -> StageChoice:
+def _can_be_left_open(target: SaveTarget, cut: Cut, choice: Choice) -> list[str]:
+    if target.filter_func is not identity or target.filters:
+        return []
+    some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
+    # Of several ranks whether a table that holds all ids is written here, is perhaps known too late for its cut.
+    is_share_known = cut.share is None or cut.share.is_known
+    return [
+        item.name
+        for item in cut.tables
+        if can_be_exported(item.cut, row_bytes_of(item.schema))
+        and item.name not in some_rows
+        and (is_share_known or not is_whole(item.table))
+    ]
+
+
+def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection[str]) -> StageChoice:
     in_regions = [
         (number, item)
         for number, item in enumerate(cut.tables)
         if target.filter_func is identity and item.name not in deferred and _is_plain(item)
     ]
     names = [item.name for _, item in in_regions]
-    plan = target.plans.plan(cut.flat, cut.tables, deferred=deferred, in_regions=names, by_peers=by_peers)
-    return StageChoice(plan, _regions(target, in_regions, choice))
-
-
-def _regions(target: SaveTarget, tables: Sequence[tuple[int, CutTable]], choice: Choice) -> Regions:
+    plan = target.memory.plans.plan(
+        cut.flat, cut.tables, deferred=deferred, in_regions=names, by_peers=cut.leaves_by_peers
+    )
     wishes = [
         RegionWish(
             table=number,
@@ -91,26 +99,13 @@ def _regions(target: SaveTarget, tables: Sequence[tuple[int, CutTable]], choice:
             rows_count=choice.tables[number].count(item.cut.rows_count),
             removed_count=len(choice.tables[number].removed),
         )
-        for number, item in tables
+        for number, item in in_regions
     ]
     if not wishes:
-        return NO_REGIONS
-    return target.regions.regions(wishes) if choice.base is None else plan_regions(wishes)
+        return StageChoice(plan)
+    return StageChoice(plan, target.memory.regions.regions(wishes) if choice.base is None else plan_regions(wishes))
 
 
 def _is_plain(item: CutTable) -> bool:
     columns = (item.cut.column(column.name) for column in item.schema.columns)
     return all(column.is_contiguous() and (column.is_cpu or device_of(column) is not None) for column in columns)
-
-
-def warn_of_fallback(reason: str, *, stacklevel: int) -> None:
-    """Tell the user that his save blocks."""
-    warnings.warn(
-        f"asyncckpt: {reason}; this save blocks until it is written", RuntimeWarning, stacklevel=stacklevel + 1
-    )
-
-
-def _why_not(target: SaveTarget, choice: StageChoice) -> str:
-    limit = target.options.host_memory_limit
-    shown = "a share of what is available" if limit is None else f"{limit} bytes"
-    return f"a snapshot of {choice.arena_bytes} bytes does not fit the host memory limit ({shown})"

@@ -138,7 +138,7 @@ def _give_back(lent: LentArena) -> None:
 
 
 def free_arena(bytes: int, *, limit_bytes: int | None) -> Arena | None:
-    """An arena, if there is one to be had at once: whoever holds the others may hold them for long."""
+    """Return an arena if one is free at once, else None: others may be held for long."""
     if not pool.fits(bytes, limit_bytes=limit_bytes):
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,23 +13,20 @@ from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
-from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
 from asyncckpt.engine.save.delta_chain import Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
-from asyncckpt.engine.save.save_job import SaveJob, Staged
-from asyncckpt.engine.save.save_steps import as_checkpoint_error
-from asyncckpt.engine.save.save_target import SaveTarget, begin_cut
-from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage, warn_of_fallback
+from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
+from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.arena_contents import ArenaContents, TableContents
-from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.snapshot.capture import capture
 from asyncckpt.snapshot.table_capture import TableCapture
@@ -47,7 +45,7 @@ def start_save(
 ) -> SaveFuture:
     """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended.
 
-    call: its number, when several ranks save. They have to be told when it fails here (ranks_told.py).
+    call: its number, when several ranks save. They have to learn of it when it fails here.
     """
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
@@ -60,7 +58,10 @@ def start_save(
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
-        return _skipped(target, step, begun)
+        future = SaveFuture(step=step, path=target.root.path, what="skipped save")
+        seconds = time.perf_counter() - begun
+        future.skip(seconds=seconds, stall_seconds=seconds)
+        return future
     claim: Claim | None = None
     try:
         claim = claims.save(target.root, step)
@@ -116,19 +117,19 @@ def _begin(
     call: int | None,
 ) -> SaveJob:
     options = target.options
-    cut, share = begin_cut(target)
-    tree = cut.flat.tree
+    cut = Cut.begin(target.state, target.tables, target.ranks, call)
     snapshot: Staged | None = None
     try:
-        choice = choose_kind(cut, target.chain.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
+        choice = choose_kind(cut, target.memory.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
         if staged:
-            stage = choose_stage(target, cut, choice, share)
+            stage = choose_stage(target, cut, choice)
         else:
-            stage = StageChoice(target.plans.plan(cut.flat, cut.tables, by_peers=share.leaves_by_peers))
+            stage = StageChoice(target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers))
         values, versions = cut.values(), cut.versions()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
-            warn_of_fallback(stage.fallback, stacklevel=5)
+            text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()
@@ -141,7 +142,7 @@ def _begin(
         cut.end(ok=False)
         raise
     if choice.base is not None:
-        target.parent_steps.append(choice.base.parent.step)
+        target.memory.parent_steps.append(choice.base.parent.step)
     future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
     if snapshot is not None:
         future.expect_copies(snapshot.pending)
@@ -150,20 +151,16 @@ def _begin(
         ticket=ticket,
         claim=claim,
         future=future,
+        begun=begun,
         plan=stage.plan,
         choice=choice,
-        tree=tree,
         values=values,
         metadata=metadata,
         cut=cut,
         versions=versions,
+        share=cut.share,
         staged=snapshot,
         fallback=stage.fallback,
-        ranks=target.ranks,
-        call=call,
-        replicas=share.replicas,
-        is_share=share.is_known,
-        begun=begun,
     )
 
 
@@ -229,18 +226,3 @@ def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
     found = {encode_value(k, owner="key of metadata"): encode_value(v, owner=f"metadata[{k!r}]") for k, v in items}
     limits.check_manifest_bytes(len(dumps(found)), last="the metadata")
     return found
-
-
-def _skipped(target: SaveTarget, step: int | None, begun: float) -> SaveFuture:
-    future = SaveFuture(step=step, path=target.root.path, what="skipped save")
-    seconds = time.perf_counter() - begun
-    result = SaveResult(
-        step=-1 if step is None else step,
-        kind="full",
-        path=target.root.path,
-        skipped=True,
-        seconds=seconds,
-        stall_seconds=seconds,
-    )
-    future.resolve(result, FutureState.SKIPPED)
-    return future

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
+from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.abilities import is_overlaid, tracks_rows
@@ -17,34 +19,60 @@ from asyncckpt.plan.state import FlatState, flatten
 
 
 @dataclass
+class RankShare:
+    """This rank's part of a save of several ranks.
+
+    call      the number of the save
+    replicas  what other ranks may hold too
+    left_out  what the cut leaves to other ranks; None: it is not known yet what they write, all is captured
+    by_peers  what has been captured all the same, and other ranks write
+    """
+
+    ranks: Ranks
+    call: int
+    replicas: ReplicaList
+    left_out: WrittenByPeers | None
+    by_peers: WrittenByPeers = NOTHING_BY_PEERS
+
+    @property
+    def is_known(self) -> bool:
+        return self.left_out is not None
+
+
+@dataclass
 class Cut:
-    """The live state of one step, frozen: valid until `fence`."""
+    """The live state of one step, frozen: valid until `fence`. share: None of a Saver that saves alone."""
 
     flat: FlatState
     tables: list[CutTable]
+    share: RankShare | None = None
     fenced: bool = False
 
     @staticmethod
-    def begin(
-        state: Mapping[str, Any],
-        tables: Mapping[str, Table],
-        *,
-        leave_out: Callable[[FlatState], Collection[str]] = lambda flat: (),
-    ) -> Cut:
-        """Flatten the dense state and freeze every table. leave_out: names of tables to leave alone."""
+    def begin(state: Mapping[str, Any], tables: Mapping[str, Table], ranks: Ranks | None, call: int | None) -> Cut:
+        """Flatten the dense state and freeze every table, but for what other ranks write."""
         cut = Cut(flat=flatten(state), tables=[])
         try:
-            left_out = leave_out(cut.flat)
+            left_out = None
+            if ranks is not None:
+                listed = ranks.replicas.list_of(cut.flat, tables)
+                left_out = ranks.replicas.by_peers(listed)
+                cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
             for name, table in tables.items():
-                if name in left_out:
-                    continue
-                schema = table.schema()
-                cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
+                if left_out is None or name not in left_out.tables:
+                    schema = table.schema()
+                    cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
         except BaseException:
             cut.fence()
             cut.end(ok=False)
             raise
         return cut
+
+    @property
+    def leaves_by_peers(self) -> frozenset[int]:
+        """The leaves that are left to other ranks."""
+        left_out = None if self.share is None else self.share.left_out
+        return frozenset() if left_out is None else left_out.leaves
 
     def versions(self) -> dict[str, CutVersion]:
         """The version of every table's cut that has one. Before the fence."""
@@ -72,7 +100,7 @@ class Cut:
                 item.cut.fence()
 
     def end(self, *, ok: bool) -> None:
-        """Tell every table how the save ended."""
+        """Let every table know how the save ended."""
         tables, self.tables = self.tables, []
         for item in tables:
             item.cut.end(ok)

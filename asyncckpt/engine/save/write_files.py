@@ -12,8 +12,8 @@ compared row by row with what the last save wrote, and blocking saves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -21,8 +21,8 @@ import numpy as np
 from asyncckpt.engine.process.background import writers
 from asyncckpt.engine.save.filter_input import Filtered, own_blocks, planned_sources, staged_tables, table_facts
 from asyncckpt.engine.save.row_fingerprints import Selections, select_rows
-from asyncckpt.engine.save.save_job import SaveJob
-from asyncckpt.errors import FilterError, SaveCancelledError
+from asyncckpt.engine.save.save_job import SaveJob, Written
+from asyncckpt.errors import FilterError
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, extend_body, render_body
 from asyncckpt.format.names import Attempt
 from asyncckpt.model.block import TableFacts
@@ -31,105 +31,75 @@ from asyncckpt.model.table import DeferredCut, Role
 from asyncckpt.native import DIGEST_BYTES, U8
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock
-from asyncckpt.pipeline.fingerprints import RowFingerprints
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.drain import ArenaImage, drain_image
 from asyncckpt.shard.export import export_tables
 from asyncckpt.shard.stream import stream_sources
+from asyncckpt.shard.target import ShardTarget
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
 
 
-@dataclass(frozen=True)
-class Written:
-    """Shard files on disk, and what the manifest says of their blocks: digests are uint8 [blocks, 16].
-
-    tables: as they are in the checkpoint. structure: of the tensors that were written a digest, where it is known
-    without looking at each. fingerprints, missed: by table, see printing.py.
-    """
-
-    files: tuple[FileFacts, ...]
-    body: BodyTemplate
-    digests: U8
-    tables: tuple[TableFacts, ...]
-    structure: str | None = None
-    fingerprints: Mapping[str, RowFingerprints] = field(default_factory=dict)
-    missed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
 def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: Attempt) -> Written:
     """On a worker thread: write all shard files."""
-    has_regions = job.staged is not None and bool(job.staged.tables)
-    selections = select_rows(job) if has_regions else Selections()
-    has_rows_to_choose = bool(job.target.filters or selections.rows or _is_partly_by_peers(job))
+    options = job.target.options
+    target = ShardTarget(folder, attempt, options, job.future.native_progress)
+    is_compared = job.captured and (options.debug.audit or options.deltas is not None)
+    selections = select_rows(job) if is_compared else Selections()
+    has_rows_to_choose = bool(job.target.filters or selections.rows or _has_rows_to_leave_out(job))
     if has_rows_to_choose or filtered.is_changed or job.by_peers:
         blocks = own_blocks(job, filtered)
-        if has_rows_to_choose or has_regions:
-            state = _choose_rows(job, blocks, selections)
+        if has_rows_to_choose or job.captured:
+            state = _choose_rows(job, blocks, selections, target.check_not_cancelled)
         else:
             out = tuple(OutBlock(block.spec, block.data.source(), block.replaced) for block in blocks)
             state = FilteredState(tables=table_facts(job, blocks), blocks=out)
-        written = _stream_changed(job, state, folder, attempt)
+        written = _stream_changed(job, state, target)
     elif job.staged is not None:
-        written = _drain(job, folder, attempt)
+        written = _drain(job, target)
     else:
         plan, sources = job.plan, planned_sources(job, filtered)
-        written = _stream(job, plan.image, plan.body, plan.tables, sources, folder, attempt)
+        written = _stream(job, plan.image, plan.body, plan.tables, sources, target)
     return replace(written, fingerprints=selections.fingerprints, missed=selections.missed)
 
 
-def _is_partly_by_peers(job: SaveJob) -> bool:
+def _has_rows_to_leave_out(job: SaveJob) -> bool:
     """Whether there are rows to leave out of tables that are not in regions."""
-    in_regions = {table.region.table for table in job.staged.tables} if job.staged is not None else set()
+    in_regions = {table.region.table for table in job.captured}
     return any(not chosen.is_whole and chosen.table not in in_regions for chosen in job.choice.tables)
 
 
 # -- tables left open --------------------------------------------------------------------------------------------------
 
 
-def _export(job: SaveJob, folder: Directory, attempt: Attempt) -> tuple[tuple[FileFacts, ...], U8]:
+def _export(job: SaveJob, target: ShardTarget) -> tuple[tuple[FileFacts, ...], U8]:
     """Write the tables that were left open; first, for until then the old values of rows that change take memory."""
     opened = job.plan.deferred
     if not opened.tables:
         return (), np.empty((0, DIGEST_BYTES), dtype=np.uint8)
     cuts = [cast(DeferredCut, job.cut.tables[item.table].cut) for item in opened.tables]
     with chunk_buffers.borrow(CHUNK_BYTES) as buffers:
-        return export_tables(
-            opened,
-            cuts,
-            buffers=buffers,
-            writer=writers,
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
+        return export_tables(opened, cuts, target, buffers=buffers, writer=writers)
 
 
 # -- from the arena ----------------------------------------------------------------------------------------------------
 
 
-def _drain(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+def _drain(job: SaveJob, target: ShardTarget) -> Written:
     assert job.staged is not None
     plan, staged, options = job.plan, job.staged, job.target.options
     images = [(plan.image, staged.base)]
     if staged.tables:
         first_file = len(plan.deferred.tables) + len(plan.image.files)
-        regions = job.target.region_files.plan(
+        regions = job.target.memory.region_files.plan(
             staged.tables, parallel=options.parallel, rank=job.target.rank, first_file=first_file
         )
         images.append((regions, 0))
     job.future.expect_bytes(sum(file.bytes for image, _ in images for file in image.files) + plan.deferred.files_bytes)
-    exported, late_digests = _export(job, folder, attempt)
+    exported, late_digests = _export(job, target)
     arena = staged.arena
-    files, digests = drain_image(
-        ArenaImage(plans=images, address=arena.address, raw=arena.view()),
-        folder=folder,
-        attempt=attempt,
-        options=options,
-        progress=job.future.native_progress,
-    )
+    files, digests = drain_image(ArenaImage(plans=images, address=arena.address, raw=arena.view()), target)
     tables, body = plan.tables, plan.body
     if staged.tables:
         tables = _in_order(job, (*plan.tables, *(table.facts for table in staged.tables)))
@@ -140,7 +110,7 @@ def _drain(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
         body=body,
         digests=np.concatenate([digests[:count], late_digests, digests[count:]]),
         tables=tables,
-        structure=plan.structure,
+        dense_structure=plan.structure,
     )
 
 
@@ -153,7 +123,7 @@ def _in_order(job: SaveJob, facts: Sequence[TableFacts]) -> tuple[TableFacts, ..
 # -- through chunk buffers ---------------------------------------------------------------------------------------------
 
 
-def _stream_changed(job: SaveJob, state: FilteredState, folder: Directory, attempt: Attempt) -> Written:
+def _stream_changed(job: SaveJob, state: FilteredState, target: ShardTarget) -> Written:
     """Write other blocks than those of the plan."""
     opened = job.plan.deferred
     image = plan_image(
@@ -165,8 +135,8 @@ def _stream_changed(job: SaveJob, state: FilteredState, folder: Directory, attem
     )
     tables = _in_order(job, (*state.tables, *_open_facts(job)))
     replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
-    body = render_body(tables, job.tree, [*image.blocks, *opened.blocks], filtered=replaced)
-    return _stream(job, image, body, tables, [block.source for block in state.blocks], folder, attempt)
+    body = render_body(tables, job.plan.tree, [*image.blocks, *opened.blocks], filtered=replaced)
+    return _stream(job, image, body, tables, [block.source for block in state.blocks], target)
 
 
 def _stream(
@@ -175,22 +145,12 @@ def _stream(
     body: BodyTemplate,
     tables: tuple[TableFacts, ...],
     sources: Sequence[ByteSource],
-    folder: Directory,
-    attempt: Attempt,
+    target: ShardTarget,
 ) -> Written:
     job.future.expect_bytes(job.plan.deferred.files_bytes + sum(file.bytes for file in image.files))
-    exported, late_digests = _export(job, folder, attempt)
+    exported, late_digests = _export(job, target)
     with chunk_buffers.borrow(max((file.bytes for file in image.files), default=0)) as buffers:
-        files, digests = stream_sources(
-            image,
-            sources,
-            buffers=buffers,
-            writer=writers,
-            folder=folder,
-            attempt=attempt,
-            options=job.target.options,
-            progress=job.future.native_progress,
-        )
+        files, digests = stream_sources(image, sources, target, buffers=buffers, writer=writers)
     return Written(files=exported + files, body=body, digests=np.concatenate([digests, late_digests]), tables=tables)
 
 
@@ -199,29 +159,21 @@ def _open_facts(job: SaveJob) -> list[TableFacts]:
     return [facts for facts in job.plan.tables if facts.name in names]
 
 
-def _choose_rows(job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections) -> FilteredState:
+def _choose_rows(
+    job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections, check_not_cancelled: Callable[[], None]
+) -> FilteredState:
     """Rows left out, columns stored otherwise."""
     state = run_row_filters(
         job.target.filters,
         staged_tables(job, blocks, selections),
         [block for block in blocks if block.spec.role is Role.DENSE],
-        enter_state=lambda: _raise_if_cancelled(job),
+        enter_state=check_not_cancelled,
     )
-    _check_parents(job, state.tables)
-    return state
-
-
-def _raise_if_cancelled(job: SaveJob) -> None:
-    if job.future.native_progress.cancelled:
-        raise SaveCancelledError(f"save of step {job.step} was cancelled")
-
-
-def _check_parents(job: SaveJob, tables: Sequence[TableFacts]) -> None:
-    """What is laid over a table of the parents has the name that it has there."""
     base = job.choice.base
-    for facts in tables:
+    for facts in state.tables:
         if not facts.whole and (base is None or facts.name not in base.tables):
             raise FilterError(
                 f"filter gave a table another name ({facts.name!r}) in a delta than in what it builds upon",
                 hint="save a full checkpoint when names change: kind='full'",
             )
+    return state

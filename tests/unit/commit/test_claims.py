@@ -61,9 +61,9 @@ def test_directories_are_told_apart_by_what_they_are(root: CheckpointRoot, tmp_p
 
 def test_sweeps_know_attempts_that_begin_while_they_look(root: CheckpointRoot) -> None:
     with claims.save(root, 5) as own:
-        assert set(claims) == {own.attempt.id}
+        assert set(claims.held) == {own.attempt.id}
         with claims.compaction(root, 4) as other:
             assert other.attempt.id in claims
-            assert len(claims) == 2
+            assert len(claims.held) == 2
         assert other.attempt.id not in claims
-    assert not claims
+    assert not claims.held

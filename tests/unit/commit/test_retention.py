@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.retention import KnownHeads, keep_latest
+from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import CorruptError, IOFailedError
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.storage.directory import Directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from asyncckpt.errors import FilterError
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.source import SpanSource
 from asyncckpt.pipeline import filter_types as staged_state
-from asyncckpt.pipeline import kept_rows, row_blocks
+from asyncckpt.pipeline import row_filters
 from asyncckpt.pipeline.filter_types import FilteredState
 from asyncckpt.pipeline.row_filters import run_row_filters
 from tests.unit.pipeline.staged import CountedRows, load_blocks, staged_dense, staged_table
@@ -26,9 +27,9 @@ ROWS = 1000
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> int:
     """Limits of some kilobytes, so that everything comes in many parts, windows and chunks; returns a chunk's bytes."""
     chunk_bytes = 5000
-    monkeypatch.setattr(kept_rows, "WINDOW_BYTES", 7000)
-    monkeypatch.setattr(row_blocks, "BLOCK_BYTES_MAX", 9000)
-    monkeypatch.setattr(row_blocks, "ENCODED_BYTES_MAX", 4000)
+    monkeypatch.setattr(row_filters, "WINDOW_BYTES", 7000)
+    monkeypatch.setattr(row_filters, "BLOCK_BYTES_MAX", 9000)
+    monkeypatch.setattr(row_filters, "ENCODED_BYTES_MAX", 4000)
     monkeypatch.setattr(staged_state, "CHUNK_BYTES", chunk_bytes)
     return chunk_bytes
 
@@ -208,8 +209,8 @@ def test_a_part_of_a_large_tensor_keeps_its_place(small_windows: int) -> None:
     for begin in (0, 250):
         values = whole[begin : begin + 250]
         dense = staged_dense("w", values)
-        spec = row_blocks.replace(dense.spec, row_begin=begin, whole_shape=(400, 10))
-        parts.append(row_blocks.replace(dense, spec=spec))
+        spec = replace(dense.spec, row_begin=begin, whole_shape=(400, 10))
+        parts.append(replace(dense, spec=spec))
     for rules in ([], [filters.cast("w", torch.float16)], [filters.skip_zero_rows("w")]):
         state = run_row_filters(rules, [], parts)
         loaded = load_blocks(state.blocks, chunk_bytes=small_windows)["w"]
