@@ -70,7 +70,13 @@ class RowsSource:
         self._held = None
 
 
+def byte_view(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, uint8 [n]; shares its memory."""
+    # A contiguous tensor of one number, or of none, may have any strides, with which torch cannot view it as bytes.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+
+
 def as_bytes(values: torch.Tensor) -> NDArray[np.uint8]:
     """Return the bytes of contiguous CPU memory; no copy."""
-    raw: NDArray[np.uint8] = values.reshape(-1).view(torch.uint8).numpy()
+    raw: NDArray[np.uint8] = byte_view(values).numpy()
     return raw

@@ -11,12 +11,11 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode, stored_as
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.source import ByteSource
+from asyncckpt.model.source import ByteSource, as_bytes
 from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.shard.reader import ChainReader
 
@@ -71,7 +70,7 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
         spec = replace(spec, dtype="uint8", shape=shape, encoding=spec.encoding[-1:])
     values = decode(raw, spec)
     assert values.is_contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy()
+    return as_bytes(values)
 
 
 class _Stored:

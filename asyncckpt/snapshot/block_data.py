@@ -16,7 +16,7 @@ from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
-from asyncckpt.model.source import ByteSource, RowsSource, SpanSource, as_bytes
+from asyncckpt.model.source import ByteSource, RowsSource, SpanSource, as_bytes, byte_view
 from asyncckpt.model.table import TableCut
 from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.leaf_facts import is_plain
@@ -155,7 +155,7 @@ def tensor_source(tensor: torch.Tensor) -> ByteSource:
     has_plain_memory = is_plain(tensor)
     if device_of(tensor) is not None and tensor.numel() and (has_plain_memory or tensor.dim()):
         # Of plain memory, just the bytes that are asked for: a single row may be all of it.
-        return DeviceRows(tensor.reshape(-1).view(torch.uint8) if has_plain_memory else tensor)
+        return DeviceRows(byte_view(tensor) if has_plain_memory else tensor)
     if has_plain_memory and tensor.is_cpu:
         return SpanSource(tensor.data_ptr(), tensor)
     if tensor.dim() == 0 or tensor.numel() == 0:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.model.source import as_bytes
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64
 
@@ -84,9 +85,8 @@ class Image:
 def raw_rows(values: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     """Copy rows, `[n, *row_shape]`, as bytes, uint8 [n, row bytes]."""
     if isinstance(values, torch.Tensor):
-        plain = values.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        # An empty tensor may have a stride of 0, which torch cannot view as bytes.
-        raw = plain.view(torch.uint8).numpy() if len(plain) else np.empty(0, dtype=np.uint8)
+        plain = values.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        raw = as_bytes(plain)
         item_bytes = plain.element_size()
     else:
         raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import IncompatibleError
+from asyncckpt.model.source import as_bytes
 
 
 def to_plain(value: Any) -> Any:
     """A state dict without tensors and arrays. Their bytes are copied."""
     if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = as_bytes(value.detach().cpu().contiguous()).tobytes()
         return {"tensor": (str(value.dtype).removeprefix("torch."), tuple(value.shape), data)}
     if isinstance(value, (np.ndarray, np.generic)):
         return {"array": (value.dtype.str, tuple(value.shape), value.tobytes())}

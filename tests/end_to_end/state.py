@@ -125,7 +125,8 @@ def table_image(table: asyncckpt.HashTable) -> dict[int, bytes]:
 def bits(value: Any) -> Any:
     """Tensors as (dtype, shape, bytes), containers as they are."""
     if isinstance(value, torch.Tensor):
-        raw = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        copy = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        raw = copy.reshape(-1).view(torch.uint8).numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), raw)
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

@@ -35,6 +35,26 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype, staged: bool) -> None:
     assert asyncckpt.describe(tmp_path).blocks[0].dtype == str(dtype).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("staged", [True, False])
+def test_single_numbers_of_any_stride(tmp_path: Path, staged: bool, encoded: bool) -> None:
+    """Torch calls them contiguous."""
+    state = {
+        "first": torch.arange(1.0, 3.0)[::2],
+        "box": torch.arange(1, 9).reshape(2, 2, 2)[::2, ::2, ::2],
+        "row": torch.arange(12.0).reshape(6, 2)[::6],
+    }
+    filters = [asyncckpt.filters.skip_zero_rows("*"), asyncckpt.filters.compress()] if encoded else []
+    with asyncckpt.Saver(path=tmp_path, tensors=state, filters=filters) as saver:
+        if staged:
+            saver.save_async(1).result(60)
+        else:
+            saver.save(1)
+    targets = {name: torch.zeros(values.shape, dtype=values.dtype) for name, values in state.items()}
+    asyncckpt.Loader(tmp_path, tensors=targets).load()
+    assert bits(targets) == bits(state)
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
     base = torch.arange(48, dtype=torch.float32).reshape(4, 12)

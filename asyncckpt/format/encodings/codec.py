@@ -12,10 +12,11 @@ from asyncckpt.format import limits
 from asyncckpt.format.dtypes import dtype_by_name, stored_dtype
 from asyncckpt.format.encodings.cast import Cast
 from asyncckpt.format.encodings.compression import Zstd, zstandard
-from asyncckpt.format.encodings.form import Encoding, Form, Malformed, Stage, Unfit, Unknown, as_bytes
+from asyncckpt.format.encodings.form import Encoding, Form, Malformed, Stage, Unfit, Unknown
 from asyncckpt.format.encodings.quantize import Quantize
 from asyncckpt.format.encodings.zero_rows import SkipZeroRows
 from asyncckpt.model.block import BlockSpec, EncodingStep
+from asyncckpt.model.source import as_bytes
 from asyncckpt.native import U8
 
 # The maximal size of the array of an encoded block. A few stored bytes can mean any number of zeros, so without a limit
@@ -72,7 +73,7 @@ def encode(values: torch.Tensor, steps: Sequence[EncodingStep]) -> Encoded:
         values, recorded = encoded
         form = _form_of(values, kind.stored(form, recorded))
         done.append(recorded)
-    return Encoded(raw=as_bytes(values).numpy(), stored=_stored_as(form), steps=tuple(done))
+    return Encoded(raw=as_bytes(values), stored=_stored_as(form), steps=tuple(done))
 
 
 def decode(raw: U8, spec: BlockSpec) -> torch.Tensor:

@@ -11,8 +11,9 @@ from types import ModuleType
 import torch
 
 from asyncckpt.errors import UnsupportedError
-from asyncckpt.format.encodings.form import Form, Malformed, Stage, as_bytes, integer
+from asyncckpt.format.encodings.form import Form, Malformed, Stage, integer
 from asyncckpt.model.block import EncodingStep
+from asyncckpt.model.source import byte_view
 
 LEVEL_MIN, LEVEL_MAX = 1, 22
 _LANE_MAX = 16  # Bytes of the largest number, complex128.
@@ -29,7 +30,7 @@ class Zstd:
             return None
         level = integer(step, "level", at_least=LEVEL_MIN, at_most=LEVEL_MAX)
         compressor = zstandard().ZstdCompressor(level=level, write_content_size=True)
-        frame = compressor.compress(_shuffled(as_bytes(values), form.lane).numpy())
+        frame = compressor.compress(_shuffled(byte_view(values), form.lane).numpy())
         if len(frame) >= form.bytes:
             return None
         return torch.frombuffer(bytearray(frame), dtype=torch.uint8), {**step, "shuffle": form.lane}

@@ -86,11 +86,6 @@ class Encoding(Protocol):
         ...
 
 
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, uint8 [n]; shares its memory."""
-    return values.reshape(-1).view(torch.uint8)
-
-
 def integer(step: EncodingStep, member: str, *, at_least: int, at_most: int) -> int:
     """Return an integer member of a recorded step. Raises Malformed if it is not one, or out of bounds."""
     value = step[member]

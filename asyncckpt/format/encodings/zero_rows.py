@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncckpt.format.encodings.form import Form, Malformed, Stage, as_bytes, integer
+from asyncckpt.format.encodings.form import Form, Malformed, Stage, integer
 from asyncckpt.model.block import EncodingStep
+from asyncckpt.model.source import byte_view
 
 
 class SkipZeroRows:
@@ -24,7 +25,7 @@ class SkipZeroRows:
     def encode(self, values: torch.Tensor, form: Form, step: EncodingStep) -> tuple[torch.Tensor, EncodingStep] | None:
         if not form.bytes:
             return None
-        rows = as_bytes(values).reshape(form.shape[0], form.row_bytes)
+        rows = byte_view(values).reshape(form.shape[0], form.row_bytes)
         used = _used(rows)
         count = int(used.sum())
         if _bitmap_bytes(form) + count * form.row_bytes >= form.bytes:
