@@ -326,7 +326,7 @@ class Saver:
     ) -> RanksLoad | RecsdkLoad:
         self._check_links_below(source)
         ranks = rank_folders(source)
-        if not ranks and not (source / LOCK_NAME).exists():
+        if not ranks and not any((source / name).exists() for name in (MANIFESTS_DIR, LOCK_NAME)):
             if step is not None:
                 raise UsageError("files of RecSDK have no steps", found=step, expected=None)
             return prepare_recsdk_load(source, saved, incremental=incremental, momentum_slots=momentum_slots)

@@ -52,6 +52,16 @@ def refused(net: nn.Module, path: Path, kind: type[Exception], text: str, **opti
 # -- round trip --------------------------------------------------------------------------------------------------------
 
 
+def test_a_copy_without_the_lock_is_loaded(path: Path, tmp_path: Path) -> None:
+    """The file LOCK is for writers only."""
+    net = Net().trained(range(8))
+    with Saver(rank=0) as saver:
+        saver.save(net, path)
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("LOCK"))
+    assert loaded(copy) == image(net)
+
+
 @pytest.mark.parametrize("admit_after", [1, 2])
 def test_what_is_saved_comes_back(path: Path, admit_after: int) -> None:
     net = Net(admit_after=admit_after).trained(range(8))
