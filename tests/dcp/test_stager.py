@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.dcp import AsyncStager, StorageReader, StorageWriter
+from asyncckpt.engine.save.staged_tensors import _give_back, lent_arena
 from asyncckpt.native import core
 from asyncckpt.plan import image
+from asyncckpt.plan.leaf_facts import addresses
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from tests.dcp.model import differences, image_of
@@ -294,3 +297,23 @@ def test_async_staging_needs_a_dcp_that_waits(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(dcp.state_dict_saver, "AsyncSaveResponse", raising=False)
     with pytest.raises(asyncckpt.UnsupportedError):
         AsyncStager(use_async_staging=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_knows_nothing_of_what_its_parent_has_staged() -> None:
+    """The arena is not mapped there: tensors of the child may get its addresses, and would be copied into it."""
+    staged = AsyncStager().stage({"a": torch.arange(70_000.0)})
+    assert isinstance(staged, dict)
+    begins = addresses([staged["a"]])
+    lent = lent_arena(begins)
+    assert lent is not None
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:  # What the parent has lent is not given back here, to a pool that does not know it.
+            _give_back(lent)
+            status = 0 if lent_arena(begins) is None and lent.arena.state is ArenaState.DRAINING else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lent_arena(begins) is lent

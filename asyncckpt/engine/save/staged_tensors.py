@@ -17,6 +17,7 @@ its arena is written as it is, without a second copy.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,8 +134,9 @@ class StagedTensors:
 
 
 def _give_back(lent: LentArena) -> None:
-    _lent.pop(lent.arena.address, None)
-    pool.release(lent.arena)
+    if _lent.get(lent.arena.address) is lent:  # In a forked child it is the parent's.
+        del _lent[lent.arena.address]
+        pool.release(lent.arena)
 
 
 def free_arena(bytes: int, *, limit_bytes: int | None) -> Arena | None:
@@ -212,3 +214,7 @@ def _one_behind_the_other(sizes: I64, itemsizes: I64) -> Places:
     rounded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
     begins = np.cumsum(rounded) - rounded
     return Places(sizes, itemsizes, begins, int(rounded.sum()))
+
+
+# Arena memory is not inherited by forked children, where tensors of others may lie at its addresses.
+os.register_at_fork(after_in_child=_lent.clear)
