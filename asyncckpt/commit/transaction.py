@@ -50,7 +50,7 @@ from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.retention import KnownHeads, keep_latest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import sweep
-from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError
+from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError
 from asyncckpt.format.manifest import ManifestHead, ParentFacts, written_digest
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
 from asyncckpt.storage.directory import Directory, io_failed
@@ -281,10 +281,10 @@ class Transaction:
         final = final_name(step, compacted=self._is_compaction)
         try:
             manifests.publish(temporary_manifest_name(self.attempt), final)
-        except (ConflictError, IOFailedError) as error:
+        except Exception as error:
             try:
                 is_ours = find_manifest(self._root, self.attempt, compacted=self._is_compaction) is not None
-            except IOFailedError:
+            except Exception:
                 # Nobody can tell now whether the manifest is there, so its data must stay.
                 raise self._doubt(error) from error
             if isinstance(error, ConflictError):
@@ -300,7 +300,7 @@ class Transaction:
             if self._commits.durable:
                 self._root.manifests.sync()
             self._check_after(head)
-        except CheckpointError as error:
+        except Exception as error:  # Of any kind: what is published keeps its files.
             raise self._doubt(error) from error
 
     def _check_after(self, head: ManifestHead) -> None:

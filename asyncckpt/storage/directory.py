@@ -78,7 +78,7 @@ class Directory:
     """An open folder. Close it, or use it as a context manager.
 
     exact_modes: files and folders made here and below get FILE_MODE and FOLDER_MODE, whatever the umask takes away.
-    made: device and inode of every file that was created through this object.
+    made: device and inode of every file that was created through this object, and is still under its name.
     """
 
     def __init__(self, fd: int, path: Path, *, exact_modes: bool = False) -> None:
@@ -253,6 +253,7 @@ class Directory:
             raise ConflictError(f"{str(self.path / target)!r} exists already") from error
         except OSError as error:
             raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
+        self.made.pop(source, None)
 
     def move_folder(self, source: str, target: str) -> None:
         """Give a folder another name; one that is not empty is never replaced."""
@@ -262,6 +263,7 @@ class Directory:
     def remove_file(self, name: str) -> None:
         with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
+        self.made.pop(name, None)
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder of plain files; what others remove meanwhile is passed over."""
@@ -291,12 +293,13 @@ class Directory:
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode."""
-        return _identity(os.fstat(self.fd))
+        with _door(f"folder {str(self.path)!r} cannot be looked at"):
+            return _identity(os.fstat(self.fd))
 
     def is_still(self, path: Path) -> bool:
         """Whether `path` still leads to this folder."""
         try:
-            return _identity(os.stat(path)) == self.identity
+            return _identity(os.stat(path)) == _identity(os.fstat(self.fd))
         except OSError:
             return False
 
