@@ -310,7 +310,7 @@ def test_a_lock_that_another_process_has_taken_ends_the_commits(tmp_path: Path) 
 def test_a_save_whose_files_another_process_has_swept_is_not_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files = asyncckpt.engine.save_job.write_files
+    write_files = asyncckpt.engine.save.run_save.write_files
 
     def write_and_be_swept(*arguments: Any) -> Any:
         written = write_files(*arguments)

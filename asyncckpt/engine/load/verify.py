@@ -51,7 +51,7 @@ def mark_verified(root: CheckpointRoot, step: int) -> None:
 def newest_verified(root: CheckpointRoot) -> set[int]:
     """Return the newest step of this directory that this process has verified, as a set of none or one."""
     status = os.fstat(root.root.fd)
-    steps = [step for device, inode, step in _verified if (device, inode) == (status.st_dev, status.st_ino)]
+    steps = [step for device, inode, step in list(_verified) if (device, inode) == (status.st_dev, status.st_ino)]
     return set(sorted(steps)[-1:])
 
 
