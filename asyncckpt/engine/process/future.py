@@ -17,7 +17,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -29,6 +29,7 @@ from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
+from asyncckpt.pipeline.threads import IdleEndingThreads
 
 T = TypeVar("T")
 
@@ -55,7 +56,9 @@ class SaveProgress:
 class CheckpointFuture(Generic[T]):
     """See the module. Made by save_async and load_async only."""
 
-    def __init__(self, *, step: int | None, path: Path, what: str) -> None:
+    def __init__(self, *, step: int | None, path: Path, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
+        """pools: on which it runs, beside those of all saves and loads; nobody there may wait for it."""
+        self._pools = pools
         self.step = step
         self.path = path
         self._what = what
@@ -150,7 +153,7 @@ class CheckpointFuture(Generic[T]):
         """UsageError where a wait would have no end."""
         if self.done():
             return
-        check_may_wait(self._what)
+        check_may_wait(self._what, *self._pools)
         if self._pid != os.getpid():
             raise UsageError(f"{self._what} belongs to the parent process", hint="wait for it there")
 

@@ -9,7 +9,6 @@ import threading
 import time
 from typing import Any
 
-from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.errors import DeadlineError
 
@@ -51,8 +50,8 @@ class OpenErrors:
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
-        if self.in_flight():
-            check_may_wait("a save")
+        for future in self.in_flight():
+            future._check_can_end()
         until = time.monotonic() + timeout
         for future in self.in_flight():
             try:
