@@ -84,7 +84,9 @@ def test_nothing_to_remove_changes_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("where", ["engine.copy_blocks.stream_sources", "commit.transaction.Transaction._prepare"])
+@pytest.mark.parametrize(
+    "where", ["engine.compact.copy_blocks.stream_sources", "commit.transaction.Transaction._prepare"]
+)
 def test_a_failure_before_the_commit_leaves_all_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
