@@ -37,7 +37,7 @@ class InDoubt(IndeterminateError):
 
 
 def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False) -> bool:
-    """Whether the checkpoint of an attempt is there with all files, its own and those that it builds upon; then it is durable.
+    """Whether the checkpoint of an attempt is there, with all it builds upon and all files; then it is durable.
 
     IOFailedError when that cannot be found out, or made sure.
     """

@@ -222,6 +222,11 @@ class Directory:
                 return False
             return True
 
+    def version(self, name: str) -> tuple[int, ...]:
+        """What differs when another file has this name; NotFoundError, CorruptError, IOFailedError."""
+        status = self._status(name)
+        return *_identity(status), status.st_size, status.st_mtime_ns
+
     def size(self, name: str) -> int:
         """Bytes of a regular file; NotFoundError, CorruptError, IOFailedError."""
         return self._status(name).st_size

@@ -129,7 +129,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
             with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
                 draft = _write(root, manifest, remaining, transaction, options)
                 background.run(lambda: transaction.commit(draft), "a removal")
-            keep_latest(root, commits.heads, count=1, protected=())
+            keep_latest(root, commits.heads, count=1)
             return True
     except (OSError, MemoryError) as error:
         raise as_checkpoint_error(error, None) from error

@@ -114,7 +114,7 @@ class SecondWriter:
         try:
             with CheckpointRoot.for_reading(self._path) as root:
                 sweep(root, KnownHeads(root))
-                keep_latest(root, KnownHeads(root), count=2, protected=())
+                keep_latest(root, KnownHeads(root), count=2)
         except asyncckpt.CheckpointError:
             pass  # It finds what the first one is about.
         finally:
@@ -138,11 +138,20 @@ def save_by_dcp(path: Path) -> int:
     return 7
 
 
+def save_delta(path: Path) -> int:
+    """With the full checkpoint below it, in one process."""
+    table = asyncckpt.HashTable("t", 2)
+    with asyncckpt.Saver(path=path, hashtables={"t": table}) as saver:
+        saver.save_async(6).result(WAIT_S_MAX)
+        table.insert(torch.tensor([6]), torch.ones(1, 2))
+        return saver.save_async(7, kind="delta").result(WAIT_S_MAX).step
+
+
 def compact(path: Path) -> int:
     return asyncckpt.compact(path, 7).step
 
 
-WRITERS = {"Saver": save, "DCP": save_by_dcp, "compaction": compact}
+WRITERS = {"Saver": save, "delta": save_delta, "DCP": save_by_dcp, "compaction": compact}
 
 
 @pytest.fixture(scope="module")

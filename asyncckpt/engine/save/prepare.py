@@ -41,7 +41,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
     cut, share = begin_cut(target)
     try:
-        choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None), share)
+        choice = choose_stage(target, cut, choose_kind(cut, None, step=0, kind="full", policy=None), share)
         found = runtime()
         begin, end = (0, 0) if found is None else device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
     finally:

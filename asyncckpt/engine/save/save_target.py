@@ -28,8 +28,7 @@ from asyncckpt.plan.state import FlatState
 class SaveTarget:
     """`protected` are steps that retention must keep, `chain` what the next delta builds upon.
 
-    `parent_steps`: what deltas in flight build upon, which retention must keep too. `retaining`: the retention that was
-    begun last. `ranks`: with which this one saves; None: it saves alone.
+    `retaining`: the retention that was begun last. `ranks`: with which this one saves; None: it saves alone.
     """
 
     commits: Commits
@@ -43,7 +42,6 @@ class SaveTarget:
     regions: RegionCache = field(default_factory=RegionCache)
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     chain: SaverChain = field(default_factory=SaverChain)
-    parent_steps: list[int] = field(default_factory=list)
     retaining: list[Future[None]] = field(default_factory=list)
     ranks: Ranks | None = None
     step_fences: StepFences = field(default_factory=StepFences)
