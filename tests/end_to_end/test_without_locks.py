@@ -207,8 +207,14 @@ def replace_files(path: Path) -> None:
         file.write_bytes(bytes(len(raw)))
 
 
-@pytest.mark.parametrize("clean", [delete_folders, delete_files, replace_files])
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    ("writer", "clean"),
+    [
+        *((writer, clean) for writer in WRITERS for clean in (delete_folders, delete_files)),
+        # What a delta builds upon is not read again.
+        *((writer, replace_files) for writer in WRITERS if writer != "delta"),
+    ],
+)
 def test_what_is_acknowledged_can_be_read_whatever_a_cleaner_did(
     writer: str, clean: Callable[[Path], None], templates: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -238,11 +244,11 @@ def refused_beside_a_cleaner(writer: str, clean: Callable[[Path], None], templat
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", [writer for writer in WRITERS if writer != "delta"])
 def test_what_is_acknowledged_can_be_read_whatever_a_second_writer_did(
     writer: str, every: int, templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Also afterwards; and what was there before stays as well."""
+    """Also afterwards; and what was there before stays as well. Of deltas that is not so: they need a lock that works."""
     assert refused_beside_a_second_writer(writer, templates[writer], tmp_path, every=every) > 0
 
 
