@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.save.start_save import write_files
+from asyncckpt.engine.save import write_files
 from asyncckpt.plan import deferred_tables
 
 DIM = 2

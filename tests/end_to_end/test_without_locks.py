@@ -248,7 +248,7 @@ def refused_beside_a_cleaner(writer: str, clean: Callable[[Path], None], templat
 def test_what_is_acknowledged_can_be_read_whatever_a_second_writer_did(
     writer: str, every: int, templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Also afterwards; and what was there before stays as well. Of deltas that is not so: they need a lock that works."""
+    """Also afterwards; and what was there before stays as well. Not so of deltas: they need a lock that works."""
     assert refused_beside_a_second_writer(writer, templates[writer], tmp_path, every=every) > 0
 
 

@@ -12,10 +12,10 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.file_channel import FileChannel
 from asyncckpt.coordination.messages import Begin, Outcome, Prepared, decode
 from asyncckpt.coordination.store_channel import StoreChannel
+from asyncckpt.engine.ranks import rank_save
 from asyncckpt.engine.ranks.rank_save import RankSave
-from asyncckpt.engine.ranks.saver_ranks import rank_save
+from asyncckpt.engine.save import start_save as save
 from asyncckpt.engine.save.save_job import SaveJob
-from asyncckpt.engine.save.start_save import start_save as save
 from asyncckpt.format.names import Attempt
 
 FLUSH_S_MAX = 20.0
