@@ -6,10 +6,11 @@ saved twice at once, "the next step" counts those in flight, and a sweep knows t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncckpt.commit.discover import committed_steps, is_committed
@@ -21,11 +22,15 @@ from asyncckpt.format.names import Attempt
 
 @dataclass(frozen=True)
 class Claim:
-    """A step of the directory with this device and inode, and the attempt that is made at it."""
+    """A step of the directory with this device and inode, and the attempt that is made at it.
+
+    parents: the steps that it builds upon directly; retention must keep them.
+    """
 
     place: tuple[int, int]
     kind: Literal["save", "compaction"]
     attempt: Attempt
+    parents: list[int] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -48,6 +53,7 @@ class Claims(Container[str]):
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self.held: dict[str, Claim] = {}
+        self._removing: dict[tuple[int, int], Collection[int]] = {}
 
     def save(self, root: CheckpointRoot, step: int | None) -> Claim:
         """Claim a step to save, or the next: one more than the newest that is committed or being saved here.
@@ -75,6 +81,27 @@ class Claims(Container[str]):
                 raise ConflictError(f"step {step} of {str(root.path)!r} is being compacted already")
             return self._hold(Claim(place, "compaction", Attempt.new(step)))
 
+    def needed(self, place: tuple[int, int]) -> set[int]:
+        """Steps that are being saved, and those that saves build upon."""
+        saves = [claim for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, "save")]
+        return {step for claim in saves for step in (claim.step, *claim.parents)}
+
+    @contextlib.contextmanager
+    def removing(self, place: tuple[int, int], steps: Collection[int]) -> Iterator[bool]:
+        """While retention removes steps nothing is committed upon them. False: a save needs one of them already.
+
+        A save notes its parents and looks at `is_removed` then; here it is the other way round. So one sees the other.
+        """
+        self._removing[place] = steps
+        try:
+            yield self.needed(place).isdisjoint(steps)
+        finally:
+            del self._removing[place]
+
+    def is_removed(self, place: tuple[int, int], step: int) -> bool:
+        """Whether retention is about to remove a step."""
+        return step in self._removing.get(place, ())
+
     def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
         return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
 
@@ -86,6 +113,7 @@ class Claims(Container[str]):
         """Start anew in a forked child, where nothing is saved."""
         self._guard = threading.Lock()
         self.held = {}
+        self._removing = {}
 
     def __contains__(self, attempt: object) -> bool:
         return attempt in self.held

@@ -139,4 +139,4 @@ def mark_verified(root: CheckpointRoot, step: int) -> None:
 def newest_verified(root: CheckpointRoot) -> set[int]:
     """Return the newest step of this directory that this process has verified, as a set of none or one."""
     own = root.root.identity
-    return set(sorted(step for directory, step in _verified if directory == own)[-1:])
+    return set(sorted(step for directory, step in list(_verified) if directory == own)[-1:])

@@ -9,11 +9,13 @@ before it is durable too. The shard files and the manifest itself were synced be
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
-from asyncckpt.commit.discover import check_files, read_named_head
+from asyncckpt.commit.chain import chain_below
+from asyncckpt.commit.discover import check_files, read_head, read_named_head
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CheckpointError, CorruptError, IndeterminateError, IOFailedError, NotFoundError
+from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
 from asyncckpt.storage.directory import io_failed
@@ -35,7 +37,7 @@ class InDoubt(IndeterminateError):
 
 
 def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False) -> bool:
-    """Whether the checkpoint of an attempt is there with all of its files; then it is durable.
+    """Whether the checkpoint of an attempt is there, with all it builds upon and all files; then it is durable.
 
     IOFailedError when that cannot be found out, or made sure.
     """
@@ -48,8 +50,11 @@ def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False)
         if head is None:
             return False
         try:
-            check_files(root, head)
-        except CorruptError:
+            for found in (head, *chain_below(head, partial(_head_of, root))):
+                check_files(root, found)
+        except IOFailedError:
+            raise
+        except CheckpointError:
             return False
         _make_sure(root, attempt.step)
         return True
@@ -65,6 +70,13 @@ def find_manifest(root: CheckpointRoot, attempt: Attempt, *, compacted: bool) ->
     except CheckpointError:
         return None  # None there, or a damaged one: ours was complete and synced before it got its name.
     return head if head.attempt == attempt.id else None
+
+
+def _head_of(root: CheckpointRoot, step: int) -> ManifestHead | None:
+    try:
+        return read_head(root, step)
+    except NotFoundError:
+        return None
 
 
 def _make_sure(root: CheckpointRoot, step: int) -> None:

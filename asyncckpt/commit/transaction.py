@@ -43,15 +43,16 @@ from typing import Any, Literal, TypeVar
 
 import aiofiles
 
+from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
 from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError, IOFailedError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
 from asyncckpt.format.manifest import ManifestHead, ParentFacts, written_digest
-from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
+from asyncckpt.format.names import compacted_manifest_name, manifest_name, temporary_manifest_name
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.owner_lock import OwnerLock
 
@@ -82,7 +83,7 @@ class Commits:
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", KnownHeads(self.root))
 
-    def retain(self, count: int | None, *, protected: Collection[int]) -> None:
+    def retain(self, count: int | None, *, protected: Callable[[], Collection[int]]) -> None:
         """Let all but the newest checkpoints go (None: none). Never raises: the new checkpoint is committed."""
         if count is None:
             return
@@ -115,6 +116,7 @@ class Transaction:
     def __init__(self, commits: Commits, claim: Claim, folder: Directory) -> None:
         self.folder = folder
         self.attempt = claim.attempt
+        self._claim = claim
         self._commits = commits
         self._root = commits.root
         self._is_compaction = claim.kind == "compaction"
@@ -158,6 +160,7 @@ class Transaction:
         assert self._state == "begun"
         self._state = "committing"
         head = draft.whole_head
+        self._claim.parents[:] = [parent.step for parent in head.parents[:1]]
         try:
             raw, fd = await self._on_thread(self._prepare, draft)
             await self._write(fd, raw)
@@ -263,20 +266,14 @@ class Transaction:
             raise ConflictError(f"step {head.step} of {str(self._root.path)!r} was rewritten while it was compacted")
 
     def _check_parents(self, head: ManifestHead) -> None:
-        """What a delta builds upon is there, down to a full checkpoint."""
-        exists = self._root.manifests.exists
-        for parent in head.parents:
-            compacted = compacted_manifest_name(parent.step)
-            if exists(compacted):
-                return
-            folder = Attempt(parent.step, parent.attempt).directory
-            if not (exists(manifest_name(parent.step)) and self._root.data.exists(folder)):
-                if exists(compacted):  # It was published, and the other removed, between the first looks.
-                    return
-                raise ConflictError(
-                    f"step {parent.step}, which the delta of step {head.step} builds upon, is not there any more",
-                    hint="save a full checkpoint: kind='full'",
-                )
+        """What a delta builds upon is there with all files, down to a full checkpoint, and stays."""
+        try:
+            for found in chain_below(head, self._commits.heads.of_step):
+                check_files(self._root, found)
+        except CorruptError as error:
+            raise _without_parents(head, str(error)) from error
+        if any(claims.is_removed(self._claim.place, parent.step) for parent in head.parents[:1]):
+            raise _without_parents(head, "it is being removed")
 
     # -- the rename ----------------------------------------------------------------------------------------------------
 
@@ -285,10 +282,10 @@ class Transaction:
         final = compacted_manifest_name(step) if self._is_compaction else manifest_name(step)
         try:
             manifests.publish(temporary_manifest_name(self.attempt), final)
-        except (ConflictError, IOFailedError) as error:
+        except Exception as error:
             try:
                 is_ours = find_manifest(self._root, self.attempt, compacted=self._is_compaction) is not None
-            except IOFailedError:
+            except Exception:
                 # It is not known whether the manifest is there, so its data must stay.
                 raise self._doubt(error) from error
             if isinstance(error, ConflictError):
@@ -304,7 +301,7 @@ class Transaction:
             if self._commits.durable:
                 self._root.manifests.sync()
             self._check_after(head)
-        except CheckpointError as error:
+        except Exception as error:  # Of any kind: what is published keeps its files.
             raise self._doubt(error) from error
 
     def _check_after(self, head: ManifestHead) -> None:
@@ -316,6 +313,13 @@ class Transaction:
         path, attempt = str(self._root.path), self.attempt
         what = f"checkpoint of step {attempt.step} may be visible, but is perhaps not durable, or not whole: {error}"
         return InDoubt(what, path, attempt.step, attempt.id, self._is_compaction)
+
+
+def _without_parents(head: ManifestHead, why: str) -> ConflictError:
+    return ConflictError(
+        f"step {head.parents[0].step}, which the delta of step {head.step} builds upon, is not there any more: {why}",
+        hint="save a full checkpoint: kind='full'",
+    )
 
 
 async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:

@@ -86,7 +86,7 @@ class CoordinatedAttempt:
         path, step = self.root.path, self.attempt.step
         with save_lock_held("save", path, step):
             background.run(lambda: self.transaction.commit(draft), "a DCP save")
-        self._commits.retain(self._options.keep_latest, protected={*newest_verified(self.root), step})
+        self._commits.retain(self._options.keep_latest, protected=lambda: {*newest_verified(self.root), step})
 
     def close(self) -> None:
         """Give the directory back; remove what an attempt without a commit left. Idempotent."""

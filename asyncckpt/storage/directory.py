@@ -78,7 +78,7 @@ class Directory:
     """An open folder. Close it, or use it as a context manager.
 
     exact_modes: files and folders made here and below get FILE_MODE and FOLDER_MODE, whatever the umask takes away.
-    made: device and inode of every file that was created through this object.
+    made: device and inode of every file that was created through this object, and is still under its name.
     """
 
     def __init__(self, fd: int, path: Path, *, exact_modes: bool = False) -> None:
@@ -222,6 +222,11 @@ class Directory:
                 return False
             return True
 
+    def version(self, name: str) -> tuple[int, ...]:
+        """What differs when another file has this name; NotFoundError, CorruptError, IOFailedError."""
+        status = self._status(name)
+        return *_identity(status), status.st_size, status.st_mtime_ns
+
     def size(self, name: str) -> int:
         """Return the bytes of a regular file. Raises NotFoundError, CorruptError, IOFailedError."""
         return self._status(name).st_size
@@ -253,6 +258,7 @@ class Directory:
             raise ConflictError(f"{str(self.path / target)!r} exists already") from error
         except OSError as error:
             raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
+        self.made.pop(source, None)
 
     def move_folder(self, source: str, target: str) -> None:
         """Give a folder another name; one that is not empty is never replaced."""
@@ -262,6 +268,7 @@ class Directory:
     def remove_file(self, name: str) -> None:
         with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
+        self.made.pop(name, None)
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder of plain files; ignore what others remove meanwhile."""
@@ -291,12 +298,13 @@ class Directory:
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode."""
-        return _identity(os.fstat(self.fd))
+        with _door(f"folder {str(self.path)!r} cannot be looked at"):
+            return _identity(os.fstat(self.fd))
 
     def is_still(self, path: Path) -> bool:
         """Return whether `path` still leads to this folder."""
         try:
-            return _identity(os.stat(path)) == self.identity
+            return _identity(os.stat(path)) == _identity(os.fstat(self.fd))
         except OSError:
             return False
 

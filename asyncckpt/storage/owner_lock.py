@@ -18,6 +18,8 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from asyncckpt.errors import ConflictError, UsageError
@@ -35,8 +37,35 @@ class _Held:
 
 @dataclass
 class _Registry:
+    # released: shares that were given back and are still counted.
     guard: threading.Lock = field(default_factory=threading.Lock)
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    released: deque[tuple[int, int]] = field(default_factory=deque)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        try:
+            with self.guard:
+                yield
+        finally:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count what was released. Waits for nobody: finalizers come here, also on the thread that holds the guard."""
+        while self.released and self.guard.acquire(blocking=False):
+            try:
+                while self.released:
+                    self._release(self.released.popleft())
+            finally:
+                self.guard.release()
+
+    def _release(self, key: tuple[int, int]) -> None:
+        held = self.held[key]
+        held.count -= 1
+        if held.count == 0:
+            del self.held[key]
+            with contextlib.suppress(OSError):
+                os.close(held.fd)
 
 
 _registry = _Registry()
@@ -54,7 +83,7 @@ class OwnerLock:
     @staticmethod
     def acquire(root: Directory, name: str) -> OwnerLock:
         """Lock `name` in `root`. Raises ConflictError, naming the holder, if another process has it."""
-        with _registry.guard:
+        with _registry.guarded():
             key = root.identity
             held = _registry.held.get(key)
             if held is not None:
@@ -74,7 +103,7 @@ class OwnerLock:
         Raises ConflictError if another process has locked it by now.
         """
         self.check()
-        with _registry.guard:
+        with _registry.guarded():
             held = _registry.held[self._key]
             status = os.fstat(held.fd)
             if not root.has(self._name, (status.st_dev, status.st_ino)):
@@ -83,17 +112,12 @@ class OwnerLock:
                 held.fd = fd
 
     def release(self) -> None:
-        """Release the share; the last one unlocks. Never raises."""
+        """Release the share; the last one unlocks. Never raises, and waits for nobody: finalizers call it."""
         if self._released or self._pid != os.getpid():
             return
         self._released = True
-        with _registry.guard:
-            held = _registry.held[self._key]
-            held.count -= 1
-            if held.count == 0:
-                del _registry.held[self._key]
-                with contextlib.suppress(OSError):
-                    os.close(held.fd)
+        _registry.released.append(self._key)
+        _registry.settle()
 
 
 def _lock_file(root: Directory, name: str) -> int:
@@ -143,6 +167,7 @@ def _forget_in_child() -> None:
         with contextlib.suppress(OSError):
             os.close(held.fd)
     _registry.held.clear()
+    _registry.released.clear()
     _registry.guard = threading.Lock()
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_step, read_manifest
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.retention import keep_latest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
@@ -128,7 +127,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
             with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
                 draft = _write(root, manifest, remaining, transaction, options)
                 background.run(lambda: transaction.commit(draft), "a removal")
-            keep_latest(root, commits.heads, count=1, protected=())
+            commits.retain(1, protected=frozenset)
             return True
     except (OSError, MemoryError) as error:
         raise as_checkpoint_error(error, None) from error

@@ -328,3 +328,15 @@ def test_a_fence_that_raises_keeps_no_arena(tmp_path: Path, monkeypatch: pytest.
                     saver.save_async(step)
         assert save(saver, 5).kind == "full"
     assert loaded(tmp_path, 5) == content(table)
+
+
+def test_a_step_below_the_newest_one_cannot_be_a_delta(tmp_path: Path) -> None:
+    """After a job was rolled back: readers want the steps of a chain to descend."""
+    table = filled_table()
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
+        saver.save(10)
+        with pytest.raises(UsageError, match="a delta of step 5 cannot build upon step 10"):
+            saver.save_async(5, kind="delta")
+        assert saver.save(5).kind == "full"
+        assert saver.save(6).kind == "delta"
+    assert asyncckpt.verify(tmp_path, 6).steps == (6, 5)

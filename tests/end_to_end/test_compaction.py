@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from asyncckpt import filters
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.run_compaction import run_compaction
+from asyncckpt.engine.process.background import REWRITERS_MAX, rewriters
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.native import Progress
@@ -402,3 +404,27 @@ def test_multi_level_tables_with_their_companions(tmp_path: Path) -> None:
     ids = torch.sort(trained.ids()).values
     assert torch.equal(torch.sort(loaded.ids()).values, ids)
     assert torch.equal(loaded.read(ids)["embedding"], trained.read(ids)["embedding"])
+
+
+def test_a_callback_that_waits_for_another_compaction_is_refused(tmp_path: Path) -> None:
+    """It would need the thread that it is on; as many of them as there are threads would wait for ever."""
+    table = asyncckpt.HashTable("t", 2)
+    found: Future[BaseException | None] = Future()
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save(1)
+        saver.save(2, kind="delta")
+        saver.save(3, kind="delta")
+        blocked = [rewriters.submit(found.exception, 60) for _ in range(REWRITERS_MAX - 1)]
+
+        def wait_for_another(_: Any) -> None:
+            try:
+                saver.compact(3).result(20)
+            except BaseException as error:
+                found.set_result(error)
+            else:
+                found.set_result(None)
+
+        saver.compact(2).add_done_callback(wait_for_another)
+        assert isinstance(found.result(60), asyncckpt.UsageError)
+        for one in blocked:
+            one.result(60)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import asyncckpt
+from asyncckpt.storage import owner_lock
 
 HOLD = """
 import sys, asyncckpt, torch
@@ -89,3 +92,35 @@ def test_live_dataloader_workers_do_not_keep_the_lock(tmp_path: Path) -> None:
 def hold_step(path: Path) -> subprocess.CompletedProcess[str]:
     code = "import sys, asyncckpt, torch; asyncckpt.Saver(path=sys.argv[1], tensors={'w': torch.ones(3)}).save(3)"
     return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120)
+
+
+def test_a_saver_that_is_collected_while_a_lock_is_taken_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage may be collected anywhere: also where this thread holds what a Saver needs to give its directory back."""
+
+    class Trainer:
+        saver: asyncckpt.Saver
+        itself: Trainer
+
+    before = set(owner_lock._registry.held)
+    trainer = Trainer()
+    trainer.saver, trainer.itself = asyncckpt.Saver(path=tmp_path / "first", tensors={"w": torch.ones(3)}), trainer
+    write_record, registry = owner_lock._write_record, owner_lock._registry
+
+    def collect_and_write(fd: int) -> None:
+        gc.collect()
+        write_record(fd)
+
+    monkeypatch.setattr(owner_lock, "_write_record", collect_and_write)
+    del trainer
+    opened: list[asyncckpt.Saver] = []
+    thread = threading.Thread(
+        target=lambda: opened.append(asyncckpt.Saver(path=tmp_path / "second", tensors={})), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    opened[0].close()
+    assert registry.held.keys() <= before
+    assert not registry.released

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.commit import retention
+from asyncckpt.commit.claims import claims
+from asyncckpt.engine.save import start_save
 from asyncckpt.storage.directory import Directory
 
 WAIT_S_MAX = 60.0
@@ -71,3 +75,109 @@ def test_a_callback_may_close_the_saver(tmp_path: Path, may_remove: threading.Ev
     saver.save_async(1).add_done_callback(close)
     assert closed.wait(WAIT_S_MAX)
     assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+def new_table() -> asyncckpt.HashTable:
+    table = asyncckpt.HashTable("t", 2)
+    table.insert(torch.arange(9), torch.ones(9, 2))
+    return table
+
+
+def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is published while retention, which has not seen it, is on its way to remove that."""
+    is_looking, may_go_on = threading.Event(), threading.Event()
+    check_files = retention.check_files
+
+    def held(*arguments: Any) -> None:
+        is_looking.set()
+        assert may_go_on.wait(WAIT_S_MAX)
+        check_files(*arguments)
+
+    table = new_table()
+    retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
+    with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save(1)
+        monkeypatch.setattr(retention, "check_files", held)
+        retaining.save_async(2).result(WAIT_S_MAX)
+        assert is_looking.wait(WAIT_S_MAX)
+        assert saver.save_async(3, kind="delta").result(WAIT_S_MAX).kind == "delta"
+        may_go_on.set()
+        retaining.wait_idle(WAIT_S_MAX)
+    asyncckpt.verify(tmp_path, 3)
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
+
+
+def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, may_remove: threading.Event) -> None:
+    table = new_table()
+    retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
+    with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save(1)
+        retaining.save(2)
+        while not claims.is_removed(retaining._target.root.root.identity, 1):
+            pass
+        with pytest.raises(asyncckpt.ConflictError, match="it is being removed"):
+            saver.save(3, kind="delta")
+        may_remove.set()
+    assert asyncckpt.list_steps(tmp_path) == [2]
+
+
+def test_a_lower_step_that_is_saved_meanwhile_stays(tmp_path: Path) -> None:
+    """After a job was rolled back its newest checkpoint is not that of the highest step."""
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1) as saver:
+        saver.save(100)
+        saver.wait_idle(WAIT_S_MAX)
+        with retention._retaining:  # As in another directory, by another thread.
+            saver.save(6)
+            saver.save(7)
+        saver.wait_idle(WAIT_S_MAX)
+        assert asyncckpt.list_steps(tmp_path) == [7, 100]
+
+
+def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is captured, a full save before it commits, and retention lets go what that does not need."""
+    may_commit, publish, choose = threading.Event(), Directory.publish, start_save.choose_kind
+    futures: list[asyncckpt.SaveFuture] = []
+
+    def held(self: Directory, *names: str) -> None:
+        assert may_commit.wait(WAIT_S_MAX)
+        publish(self, *names)
+
+    def choose_and_wait(*arguments: Any, **options: Any) -> Any:
+        chosen = choose(*arguments, **options)
+        if futures:
+            may_commit.set()
+            futures[0].result(WAIT_S_MAX)
+            wait(saver._target.retaining, WAIT_S_MAX)
+        return chosen
+
+    table = new_table()
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep_latest=1, on_busy="queue") as saver:
+        saver.save(1)
+        monkeypatch.setattr(Directory, "publish", held)
+        monkeypatch.setattr(start_save, "choose_kind", choose_and_wait)
+        futures.append(saver.save_async(2, kind="full"))
+        saver.save_async(3, kind="delta").result(WAIT_S_MAX)
+        assert asyncckpt.verify(tmp_path, 3).steps == (3, 1)
+
+
+def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    move = Directory.move_folder
+
+    def note(self: Directory, source: str, target: str) -> None:
+        moved.append(source)
+        move(self, source, target)
+
+    first = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=3)
+    with first, asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1) as second:
+        for saver, step in ((first, 5), (second, 6), (second, 5)):
+            saver.save(step)
+            saver.wait_idle(WAIT_S_MAX)
+        stray = f"{5:012d}-{'ab' * 16}"
+        (tmp_path / "data" / stray).mkdir()
+        monkeypatch.setattr(Directory, "move_folder", note)
+        for step in (7, 8):
+            first.save(step)
+            first.wait_idle(WAIT_S_MAX)
+    assert moved == [stray]
+    assert asyncckpt.list_steps(tmp_path) == [6, 7, 8]

@@ -113,7 +113,7 @@ class SecondWriter:
         try:
             with CheckpointRoot.for_reading(self._path) as root:
                 sweep(root, KnownHeads(root))
-                keep_latest(root, KnownHeads(root), count=2, protected=())
+                keep_latest(root, KnownHeads(root), count=2)
         except asyncckpt.CheckpointError:
             pass  # It finds what the first one is about.
         finally:
@@ -137,11 +137,20 @@ def save_by_dcp(path: Path) -> int:
     return 7
 
 
+def save_delta(path: Path) -> int:
+    """With the full checkpoint below it, in one process."""
+    table = asyncckpt.HashTable("t", 2)
+    with asyncckpt.Saver(path=path, hashtables={"t": table}) as saver:
+        saver.save_async(6).result(WAIT_S_MAX)
+        table.insert(torch.tensor([6]), torch.ones(1, 2))
+        return saver.save_async(7, kind="delta").result(WAIT_S_MAX).step
+
+
 def compact(path: Path) -> int:
     return asyncckpt.compact(path, 7).step
 
 
-WRITERS = {"Saver": save, "DCP": save_by_dcp, "compaction": compact}
+WRITERS = {"Saver": save, "delta": save_delta, "DCP": save_by_dcp, "compaction": compact}
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +206,14 @@ def replace_files(path: Path) -> None:
         file.write_bytes(bytes(len(raw)))
 
 
-@pytest.mark.parametrize("clean", [delete_folders, delete_files, replace_files])
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    ("writer", "clean"),
+    [
+        *((writer, clean) for writer in WRITERS for clean in (delete_folders, delete_files)),
+        # What a delta builds upon is not read again.
+        *((writer, replace_files) for writer in WRITERS if writer != "delta"),
+    ],
+)
 def test_what_is_acknowledged_can_be_read_whatever_a_cleaner_did(
     writer: str, clean: Callable[[Path], None], templates: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -228,11 +243,11 @@ def refused_beside_a_cleaner(writer: str, clean: Callable[[Path], None], templat
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", [writer for writer in WRITERS if writer != "delta"])
 def test_what_is_acknowledged_can_be_read_whatever_a_second_writer_did(
     writer: str, every: int, templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Also afterwards; and what was there before stays as well."""
+    """Also afterwards; and what was there before stays as well. Not so of deltas: they need a lock that works."""
     assert refused_beside_a_second_writer(writer, templates[writer], tmp_path, every=every) > 0
 
 

@@ -147,7 +147,8 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     target.commits.check_not_in_doubt()
     check_step(step)
     chosen = newest_step(target.root) if step is None else step
-    future = SaveFuture(step=chosen, path=target.root.path, what=f"compaction of step {chosen}")
+    what = f"compaction of step {chosen}"
+    future = SaveFuture(step=chosen, path=target.root.path, what=what, pools=(rewriters,))
     if target.rank:
         future.skip()
         return future

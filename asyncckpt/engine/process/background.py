@@ -179,9 +179,12 @@ async def _run_job(job: Job) -> None:
 background = Background()
 
 
-def check_may_wait(what: str) -> None:
-    """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them."""
-    if background.is_current_thread() or workers.is_current_thread():
+def check_may_wait(what: str, *pools: IdleEndingThreads) -> None:
+    """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them.
+
+    pools: on which else it runs.
+    """
+    if background.is_current_thread() or any(pool.is_current_thread() for pool in (workers, *pools)):
         raise UsageError(
             f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
         )

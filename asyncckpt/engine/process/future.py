@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -33,6 +33,7 @@ from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
+from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")
@@ -60,7 +61,9 @@ class SaveProgress:
 class CheckpointFuture(Generic[T]):
     """See the module. Made by save_async and load_async only."""
 
-    def __init__(self, *, step: int | None, path: Path, what: str) -> None:
+    def __init__(self, *, step: int | None, path: Path, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
+        """pools: on which it runs, beside those of all saves and loads; nobody there may wait for it."""
+        self._pools = pools
         self.step = step
         self.path = path
         self._what = what
@@ -163,7 +166,7 @@ class CheckpointFuture(Generic[T]):
         """UsageError where a wait would have no end."""
         if self.done():
             return
-        check_may_wait(self._what)
+        check_may_wait(self._what, *self._pools)
         if self._pid != os.getpid():
             raise UsageError(f"{self._what} belongs to the parent process", hint="wait for it there")
 
@@ -292,8 +295,8 @@ class OpenErrors:
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
-        if self.in_flight():
-            check_may_wait("a save")
+        for future in self.in_flight():
+            future._check_can_end()
         until = time.monotonic() + timeout
         for future in self.in_flight():
             try:

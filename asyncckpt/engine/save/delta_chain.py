@@ -67,25 +67,31 @@ class Choice:
 
 
 def choose_kind(
-    cut: Cut, base: ChainLink | None, *, kind: SaveKind, policy: DeltaPolicy | None, audit: bool = False
+    cut: Cut, base: ChainLink | None, *, step: int, kind: SaveKind, policy: DeltaPolicy | None, audit: bool = False
 ) -> Choice:
     """Decide for a save. UsageError for a delta without a committed checkpoint to build upon."""
-    choice = _choose(cut, base, kind, policy)
+    choice = _choose(cut, base, step, kind, policy)
     if not audit or base is None:
         return choice
     tables = tuple(_audited(chosen, cut.tables[chosen.table], base) for chosen in choice.tables)
     return replace(choice, tables=tables)
 
 
-def _choose(cut: Cut, base: ChainLink | None, kind: SaveKind, policy: DeltaPolicy | None) -> Choice:
+def _choose(cut: Cut, base: ChainLink | None, step: int, kind: SaveKind, policy: DeltaPolicy | None) -> Choice:
     every = tuple(TableRows(number) for number in range(len(cut.tables)))
     full = Choice(base=None, newest=base, tables=every)
-    if kind == "full" or (kind == "auto" and (policy is None or base is None or _is_due(base, policy))):
+    if kind == "full" or (kind == "auto" and (policy is None or base is None or _is_due(base, step, policy))):
         return full
     if base is None:
         raise UsageError(
             "a delta has nothing to build upon: this Saver has not committed a checkpoint yet",
             hint="the first save of a Saver is a full one; kind='auto' sees to that",
+        )
+    if step <= base.parent.step:
+        raise UsageError(
+            f"a delta of step {step} cannot build upon step {base.parent.step}, which this Saver has committed last",
+            expected=f"a step above {base.parent.step}",
+            hint="save a full checkpoint: kind='full' or 'auto'",
         )
     limits.check_chain_length(len(base.chain))
     rows = tuple(_rows_of(number, item, base) for number, item in enumerate(cut.tables))
@@ -97,9 +103,9 @@ def _choose(cut: Cut, base: ChainLink | None, kind: SaveKind, policy: DeltaPolic
     return delta
 
 
-def _is_due(base: ChainLink, policy: DeltaPolicy) -> bool:
+def _is_due(base: ChainLink, step: int, policy: DeltaPolicy) -> bool:
     age_s = time.monotonic() - base.full_time
-    if len(base.chain) > limits.CHAIN_STEPS_MAX:
+    if step <= base.parent.step or len(base.chain) > limits.CHAIN_STEPS_MAX:
         return True
     return base.deltas_count >= policy.deltas_max or (policy.seconds_max is not None and age_s > policy.seconds_max)
 

@@ -46,7 +46,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
     cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
-        choice = choose_stage(target, cut, choose_kind(cut, None, kind="full", policy=None))
+        choice = choose_stage(target, cut, choose_kind(cut, None, step=0, kind="full", policy=None))
         found = runtime()
         begin, end = (0, 0) if found is None else _device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
     finally:

@@ -80,8 +80,6 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
     if job.staged is not None:
         job.staged.give_back()
         job.staged = None
-    if job.choice.base is not None:
-        job.target.memory.parent_steps.remove(job.choice.base.parent.step)
     job.claim.release()
     save_lock.release(job.ticket)
 
@@ -181,6 +179,8 @@ def start_retention(target: SaveTarget, step: int) -> None:
 
 
 def _retain(target: SaveTarget, step: int) -> None:
-    newest = target.memory.newest  # The next delta may build upon it.
-    parents = [*target.memory.parent_steps, *([] if newest is None else [newest.parent.step])]
-    target.commits.retain(target.options.keep_latest, protected={*newest_verified(target.root), *parents, step})
+    def protected() -> set[int]:
+        newest = target.memory.newest  # The next delta may build upon it.
+        return {step, *newest_verified(target.root), *(() if newest is None else (newest.parent.step,))}
+
+    target.commits.retain(target.options.keep_latest, protected=protected)

@@ -40,16 +40,14 @@ from asyncckpt.staging.pool import pool
 class SaverMemory:
     """What a Saver keeps from save to save.
 
-    newest        the newest checkpoint that it has committed, upon which the next delta builds
-    parent_steps  what deltas in flight build upon; retention must keep these
-    retention     the one that was begun last
+    newest     the newest checkpoint that it has committed, upon which the next delta builds
+    retention  the one that was begun last
     """
 
     plans: PlanCache
     regions: RegionCache = field(default_factory=RegionCache)
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     newest: ChainLink | None = None
-    parent_steps: list[int] = field(default_factory=list)
     retention: Future[None] | None = None
 
 

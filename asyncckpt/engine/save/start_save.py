@@ -16,7 +16,7 @@ from asyncckpt.engine.process.background import Job, background, check_may_wait
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
-from asyncckpt.engine.save.delta_chain import Choice, choose_kind
+from asyncckpt.engine.save.delta_chain import ChainLink, Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
@@ -120,7 +120,10 @@ def _begin(
     cut = Cut.begin(target.state, target.tables, target.ranks, call)
     snapshot: Staged | None = None
     try:
-        choice = choose_kind(cut, target.memory.newest, kind=kind, policy=options.deltas, audit=options.debug.audit)
+        base = _hold_newest(target, claim)
+        choice = choose_kind(cut, base, step=claim.step, kind=kind, policy=options.deltas, audit=options.debug.audit)
+        if choice.base is None:
+            claim.parents.clear()
         if staged:
             stage = choose_stage(target, cut, choice)
         else:
@@ -141,8 +144,6 @@ def _begin(
         cut.fence()
         cut.end(ok=False)
         raise
-    if choice.base is not None:
-        target.memory.parent_steps.append(choice.base.parent.step)
     future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
     if snapshot is not None:
         future.expect_copies(snapshot.pending)
@@ -162,6 +163,15 @@ def _begin(
         staged=snapshot,
         fallback=stage.fallback,
     )
+
+
+def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
+    """The newest link of the chain. Retention keeps its checkpoint from now on, whatever commits meanwhile."""
+    while True:
+        newest = target.memory.newest
+        claim.parents[:] = [] if newest is None else [newest.parent.step]
+        if target.memory.newest is newest:
+            return newest
 
 
 def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:

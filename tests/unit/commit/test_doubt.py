@@ -82,3 +82,26 @@ def test_what_cannot_be_found_out_is_an_error(doubt: InDoubt, monkeypatch: pytes
     monkeypatch.setattr(Directory, "create_file", fail)
     with pytest.raises(asyncckpt.IOFailedError, match="cannot be created"):
         doubt.resolve()
+
+
+def test_a_delta_is_there_only_with_what_it_builds_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent was removed when it got its name."""
+    table = asyncckpt.HashTable("t", 2)
+    publish, parent = Directory.publish, tmp_path / "manifests" / f"{1:012d}.json"
+
+    def publish_and_remove(self: Directory, *names: str) -> None:
+        publish(self, *names)
+        parent.rename(tmp_path / "kept")
+
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Directory, "publish", publish_and_remove)
+            error = saver.save_async(2, kind="delta").exception(60)
+    assert isinstance(error, InDoubt)
+    assert not error.resolve()
+    (tmp_path / "kept").rename(parent)
+    assert error.resolve()
+    (file,) = (tmp_path / "data").glob(f"{1:012d}-*/*")
+    file.unlink()
+    assert not error.resolve()

@@ -33,7 +33,7 @@ def delta(root: Path, step: int, chain: tuple[ParentFacts, ...]) -> Written:
 
 def retain(root: Path, count: int, *protected: int) -> list[int]:
     with CheckpointRoot.for_reading(root) as opened:
-        return keep_latest(opened, KnownHeads(opened), count=count, protected=protected)
+        return keep_latest(opened, KnownHeads(opened), count=count, protected=lambda: protected)
 
 
 def folders(root: Path) -> set[str]:
@@ -224,10 +224,10 @@ def test_known_heads_hold_no_values(tmp_path: Path) -> None:
             state["loader"] = os.urandom(1 << 10)
             saver.save(step, metadata={"note": "x" * 1000})
         assert len(heads._heads) == 3
-        assert all(head.values == () and head.metadata is None for head in heads._heads.values())
+        assert all(head.values == () and head.metadata is None for _, head in heads._heads.values())
         with CheckpointRoot.for_reading(tmp_path) as root:
             read = KnownHeads(root).of(f"{step:012d}.json" for step in range(3))
-        assert read == list(heads._heads.values())
+        assert read == [head for _, head in heads._heads.values()]
 
 
 def test_a_folder_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import asyncckpt
 from asyncckpt.commit.claims import Claim
@@ -17,6 +20,7 @@ from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.format.names import Attempt
+from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
 
@@ -86,3 +90,50 @@ def test_step_that_is_there_only_compacted_is_not_saved_again(saved: Written, tm
     with pytest.raises(asyncckpt.ConflictError, match="step 5 exists already"):
         publish_again(saved, write(tmp_path / "b", 5, {"user": layer_of({})}), compacted=False)
     assert not saved.manifest.exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), MemoryError(), RuntimeError("a bug")])
+@pytest.mark.parametrize("operation", ["sync", "check_file", "has"])
+def test_an_error_of_any_kind_behind_the_rename_is_a_doubt_and_removes_nothing(
+    operation: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = getattr(Directory, operation)
+
+    def fail(self: Directory, *arguments: Any, **options: Any) -> Any:
+        if (tmp_path / "manifests" / f"{1:012d}.json").exists():
+            raise error
+        return plain(self, *arguments, **options)
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(Directory, operation, fail)
+            failed = saver.save_async(1).exception(60)
+        assert isinstance(failed, asyncckpt.IndeterminateError)
+        assert failed.resolve()
+    asyncckpt.verify(tmp_path, 1)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), MemoryError(), RuntimeError("a bug")])
+def test_an_error_of_any_kind_of_the_rename_itself_is_looked_into(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Directory.publish
+
+    def publish_and_fail(self: Directory, *names: str) -> None:
+        plain(self, *names)
+        raise error
+
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(Directory, "publish", publish_and_fail)
+            failed = saver.save_async(1).exception(60)
+        assert isinstance(failed, asyncckpt.IndeterminateError)
+        assert failed.resolve()
+    asyncckpt.verify(tmp_path, 1)
+
+
+def test_many_saves_leave_nothing_in_the_open_directory(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
+        for step in range(3):
+            saver.save(step)
+        assert saver._target.root.manifests.made == {}
