@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,9 @@ def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytes
         if futures:
             may_commit.set()
             futures[0].result(WAIT_S_MAX)
-            wait(saver._target.retaining, WAIT_S_MAX)
+            retention_begun = saver._target.memory.retention
+            assert retention_begun is not None
+            retention_begun.result(WAIT_S_MAX)
         return chosen
 
     table = new_table()
