@@ -5,7 +5,7 @@ is called when, and docs/table-suite.md how asyncckpt.testing.TableSuite checks 
 
     has to offer           Table, with TableCut, TableLoad, and a TableSchema of Columns that have Roles
     marks of written rows  TracksRows with CutVersion; TracksIds for removed ids: for deltas and for refreshed saves
-    a cut left open        DeferredCut, OverlaidCut, CacheCopy: training goes on while rows are exported
+    a deferred cut         DeferredCut, OverlaidCut, CacheCopy: training goes on while rows are exported
     sharding               OwnsIds: a load hands over only these ids; HoldsRange: consecutive ids, a part of a whole
     loads                  OrderedLoad, ChecksLoad
     other tables           HasCompanions: saved and loaded with this one

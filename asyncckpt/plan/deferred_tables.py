@@ -31,7 +31,7 @@ MAP_ITEM_BYTES = 8
 class Window:
     """One window of a table: `offset` in its file; for each of its blocks (column, number, place in the window).
 
-    Blocks are numbered through all tables that are left open.
+    Blocks are numbered through all deferred tables.
     """
 
     offset: int
@@ -70,7 +70,7 @@ class DeferredTables:
 
 
 def can_be_exported(cut: TableCut, row_bytes: int) -> bool:
-    """Whether a table can be left open: it offers it, it has rows, and a window of pages fits a chunk."""
+    """Whether a table can be deferred: it offers it, it has rows, and a window of pages fits a chunk."""
     return can_be_deferred(cut) and cut.rows_count > 0 and _window_rows(row_bytes) > 0
 
 

@@ -8,7 +8,7 @@ of extents of an arena:
                                           room for its header, so a file is one extent
     blocks that lie apart in the arena    each begins on a page there and so has to begin on a page of the file. The
                                           rest of its last page is an array of its own, a pad: zeros, role "pad"
-    tables left open                      have no extents; their rows are exported by windows (deferred_tables.py)
+    deferred tables                       have no extents; their rows are exported by windows (deferred_tables.py)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from asyncckpt.options import HEADROOM_BYTES_MAX
 ID_BYTES = 8
 # What a table gets of the headroom: its bytes, and as much again for every 1/64 of them that it grew lately.
 GROWTH_WEIGHT = 64
-# One Saver has one set of tables, or two, when some are left open only where memory is short.
+# One Saver has one set of tables, or two, when some are deferred only where memory is short.
 LAYOUTS_MAX = 4
 SCHEMAS_MAX = 10_000
 

@@ -98,7 +98,7 @@ class SavePlan:
 
 
 class PlanCache:
-    """Makes plans, and keeps the last one for each choice of tables that are left open or in regions.
+    """Makes plans, and keeps the last one for each choice of tables that are deferred or in regions.
 
     device_of: the number of the device from which a tensor is copied by address; None: the CPU, or only torch can.
     """

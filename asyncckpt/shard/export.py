@@ -1,4 +1,4 @@
-"""Write the files of tables that were left open at the cut: window by window, while training goes on.
+"""Write the files of tables that were deferred at the cut: window by window, while training goes on.
 
 1. The table says which window comes next: the one for which it keeps most old values.
 2. It exports the window into a chunk: rows as they were at the cut. Digests are taken from there.

@@ -7,7 +7,7 @@
 4. The rows that cache levels hold are laid over those of their storage.
 
 Tables that have regions in the arena are captured beside, see table_capture.py; their runs join the native copy. Of a
-table that is left open only the cache level is copied, and the table keeps what changes from now on. When
+table that is deferred only the cache level is copied, and the table keeps what changes from now on. When
 `capture` has returned and the copies are launched the live state may change: the fence.
 """
 

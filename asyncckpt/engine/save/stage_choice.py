@@ -1,13 +1,13 @@
-"""How a save is staged: all of it in an arena, or with tables left open, or not at all.
+"""How a save is staged: all of it in an arena, or with tables deferred, or not at all.
 
     what fits the memory limit               host_level="auto"   "copy"    "first_touch"
-    everything                               arena               arena     arena, tables left open
-    the caches, but not the host levels      left open           blocking  left open
+    everything                               arena               arena     arena, tables deferred
+    the caches, but not the host levels      deferred            blocking  deferred
     not even that                            blocking            blocking  blocking
 
-A table that is left open has only its cache level copied while training waits; its host level is exported behind the
-fence. A filter needs whole blocks, so with one no table is left open; a table of which a delta writes some rows is
-not left open either.
+A deferred table has only its cache level copied while training waits; its host level is exported behind the
+fence. A filter needs whole blocks, so with one no table is deferred; a table of which a delta writes some rows is
+not deferred either.
 
 Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
 the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with

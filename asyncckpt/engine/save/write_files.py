@@ -1,7 +1,7 @@
 """Write the shard files of a save, from wherever its state is.
 
     the state                                             is written
-    in tables left open                                   window by window, before all else
+    in deferred tables                                    window by window, before all else
     in an arena, and all of it is wanted as it is         by draining the arena: no second copy
     live, changed by a filter, with rows left out,        block by block through chunk buffers
     or with blocks that other ranks write
@@ -70,11 +70,11 @@ def _has_rows_to_leave_out(job: SaveJob) -> bool:
     return any(not chosen.is_whole and chosen.table not in in_regions for chosen in job.choice.tables)
 
 
-# -- tables left open --------------------------------------------------------------------------------------------------
+# -- deferred tables --------------------------------------------------------------------------------------------------
 
 
 def _export(job: SaveJob, target: ShardTarget) -> tuple[tuple[FileFacts, ...], U8]:
-    """Write the tables that were left open; first, for until then the old values of rows that change take memory."""
+    """Write the deferred tables; first, because until then the old values of rows that change take memory."""
     opened = job.plan.deferred
     if not opened.tables:
         return (), np.empty((0, DIGEST_BYTES), dtype=np.uint8)
