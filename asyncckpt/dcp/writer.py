@@ -195,6 +195,8 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         tensors = tensors_of(part.items, planner)
         with save_lock_held("save", self._path, ref.step), _folder_of(saving, self._path, ref) as folder:
             written = write_boxes(part.boxes, tensors, ShardTarget(folder, ref.attempt, self._options, Progress()))
+            if ref.rank and self._options.durability == "fsync":
+                folder.sync()  # Rank 0 does so when it commits.
             check_listed(folder, written.files, step=ref.step)
         return SentPart(ref.rank, ref.id, tuple(written.files), values, part.boxes.body, written.digests)
 

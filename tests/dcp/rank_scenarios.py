@@ -154,6 +154,9 @@ def fail(folder: Path) -> list[str]:
     with failing_on(rank == 1, ShardFiles, "close"):
         attempt("ENOSPC on rank 1", IOFailedError)
     succeed("ENOSPC on rank 1")
+    with failing_on(rank == 1, Directory, "sync"):
+        attempt("a folder that rank 1 cannot sync", IOFailedError)
+    succeed("a folder that rank 1 cannot sync")
     with failing_on(rank == 0, ShardFiles, "close"):
         attempt("ENOSPC on rank 0", IOFailedError)
     succeed("ENOSPC on rank 0")

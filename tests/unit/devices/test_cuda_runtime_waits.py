@@ -16,6 +16,7 @@ from asyncckpt.devices import batch as batch_module
 from asyncckpt.devices.cuda_runtime import wait_until
 from asyncckpt.devices.host_copies import Launched, Pending
 from asyncckpt.errors import DeadlineError
+from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device import runtime as runtime_module
@@ -46,7 +47,7 @@ def test_what_a_hanging_device_may_use_is_held(tmp_path: Path, monkeypatch: pyte
             with monkeypatch.context() as hanging:
                 hanging.setattr(runtime_module.SimulatedEvent, "wait", _hangs)
                 future = saver.save_async(1)
-                [used] = pool._arenas
+                [used] = [arena for arena in pool._arenas if arena.state is not ArenaState.FREE]
                 error = future.exception(30)
             assert isinstance(error, DeadlineError)
             assert used in pool._lost
