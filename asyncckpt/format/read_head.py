@@ -37,7 +37,7 @@ def open_manifest(raw: bytes, *, owner: str, step: int, compacted: bool) -> tupl
     _check_version(fields)
     head = _head(fields)
     if head.step != step:
-        raise CorruptError(f"{owner} names another step than its file", found=head.step, expected=step)
+        raise CorruptError(f"{owner} holds another step than its name", found=head.step, expected=step)
     if compacted != (head.replaces is not None):
         what = "names no manifest that it replaces" if compacted else "replaces another manifest, but its name does not"
         raise CorruptError(f"{owner} {what}", found=head.replaces)

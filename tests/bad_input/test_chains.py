@@ -228,7 +228,7 @@ def test_case_045_compacted_manifest_under_the_wrong_name(chain: Chain) -> None:
     compacted.manifest.rename(chain[130].manifest)
     broken(chain, "000000000130.json", "replaces another manifest, but its name does not")
     chain[125].manifest.rename(compacted.manifest)
-    broken(chain, "000000000130.full.json", "names another step than its file")
+    broken(chain, "000000000130.full.json", "holds another step than its name")
     chain[130].manifest.unlink()
     compacted.manifest.rename(compacted.manifest.with_name("000000000125.full.json"))
     broken(chain, "000000000125.full.json", "names no manifest that it replaces", step=125)
