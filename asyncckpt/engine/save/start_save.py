@@ -1,4 +1,4 @@
-"""The caller's half of a save: lock, plan, cut, capture, fence. The other half is save_job, in the background."""
+"""The caller's half of a save: lock, plan, cut, capture, fence. The other half is run_save, in the background."""
 
 from __future__ import annotations
 
