@@ -241,8 +241,9 @@ def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_atte
         if step not in manifests:
             strays += folders
         elif len(folders) > 1 or len(manifests[step]) > 1:
-            named = _named(heads, manifests[step])
-            strays += [folder for folder in folders if folder not in named]
+            with contextlib.suppress(NotFoundError):  # Retention removes the step right now, and its folders.
+                named = _named(heads, manifests[step])
+                strays += [folder for folder in folders if folder not in named]
     return strays
 
 

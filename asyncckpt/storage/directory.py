@@ -211,8 +211,14 @@ class Directory:
                 os.close(fd)
 
     def names(self) -> list[str]:
+        """What is in this folder, whoever else lists it at the same time."""
         with _door(f"folder {str(self.path)!r} cannot be listed"):
-            return os.listdir(self.fd)
+            # A descriptor has one position, also for threads and forked children: a listing needs one of its own.
+            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            try:
+                return os.listdir(fd)
+            finally:
+                os.close(fd)
 
     def exists(self, name: str) -> bool:
         with _door(f"{str(self.path / name)!r} cannot be looked up"):
