@@ -148,5 +148,11 @@ def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec]
                 f"{owner} kept block {item.spec.name!r} of a table without its ids",
                 hint=f"keep block {table + '@' + ID_COLUMN!r} or drop the whole table",
             )
+        if table is not None and (item.spec.column == ID_COLUMN) != (item.spec.role is Role.ID):
+            raise FilterError(
+                f"{owner} renamed block {planned[item.number].name!r} badly",
+                found=item.spec.name,
+                hint=f"column {ID_COLUMN!r} holds the ids of a table, and nothing else does",
+            )
         if table is not None and rows[item.spec.name] != rows[f"{table}@{ID_COLUMN}"]:
             raise FilterError(f"{owner} joined columns of different tables in {table!r}")

@@ -183,6 +183,12 @@ def replaced(name: str, data: Any) -> Callable[[Blocks], Blocks]:
     return lambda blocks: [b.replace(data=data) if b.tensor_name() == name else b for b in blocks]
 
 
+def renamed(names: dict[str, str]) -> Callable[[Blocks], Blocks]:
+    return lambda blocks: [
+        b.replace(name=names.get(b.tensor_name())) if b.tensor_name() in names else b for b in blocks
+    ]
+
+
 @pytest.mark.parametrize(
     ("nonsense", "message"),
     [
@@ -198,6 +204,8 @@ def replaced(name: str, data: Any) -> Callable[[Blocks], Blocks]:
         (replaced("user@embedding", torch.zeros(3, 8)), "replaced block 'user@embedding' by another number of rows"),
         (lambda blocks: [b.replace(name="x") if b.tensor_name() == "user@id" else b for b in blocks], "'table@column'"),
         (lambda blocks: [b.replace(name="a@id") if b.table else b for b in blocks], "twice"),
+        (renamed({"user@last_seen": "a@id"}), "renamed block 'user@last_seen' badly, found 'a@id'"),
+        (renamed({"user@last_seen": "user@id", "user@id": "user@last_seen"}), "renamed block 'user@id' badly"),
     ],
 )
 def test_nonsense_fails_the_save_and_commits_nothing(
