@@ -14,8 +14,11 @@ update are open until it is finished, so retention cannot remove their content m
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,13 +28,14 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
 from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_update, seen_step
-from asyncckpt.engine.process.asyncio_bridge import acquire_save_lock, in_thread
+from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
+from asyncckpt.options import BUSY_DEADLINE_S
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
 from asyncckpt.storage.directory import check_path
@@ -39,6 +43,7 @@ from asyncckpt.storage.directory import check_path
 __all__ = ["Follower", "TableUpdate", "Update", "follow"]
 
 T = TypeVar("T")
+BUSY_POLL_S = 0.02  # How often a load looks whether another one, or a save, has ended.
 
 
 def follow(
@@ -121,13 +126,13 @@ class Follower:
 
     async def _next(self) -> Update:
         if not self._begun:
-            self._seen = await in_thread(self._first_seen)
+            self._seen = await _in_thread(self._first_seen)
             self._begun = True
         if self._current is not None:
-            await in_thread(self._current.done)
+            await _in_thread(self._current.done)
             self._current = None
         while not self._closed and (self._until is None or self._seen is None or self._seen.step < self._until):
-            await in_thread(self._look)
+            await _in_thread(self._look)
             opened, self._found = self._found, None
             if opened is not None and self._closed:
                 opened.close()
@@ -217,6 +222,7 @@ class Update:
         state = named_state(tensors)
         progress = Progress()
         ticket = Ticket(kind="load", path=self._opened.path, step=self.step)
+        await _acquire_save_lock(ticket)
 
         def work() -> LoadReport:
             try:
@@ -226,8 +232,12 @@ class Update:
             finally:
                 save_lock.release(ticket)
 
-        await acquire_save_lock(ticket)
-        return await in_thread(work, on_cancel=progress.cancel, on_refused=lambda: save_lock.release(ticket))
+        try:
+            future = workers.submit(work)
+        except BaseException:
+            save_lock.release(ticket)
+            raise
+        return await _end_of(future, on_cancel=progress.cancel)
 
     async def rows(self, table: str) -> dict[str, torch.Tensor]:
         """Return the rows of a table in this update: column -> tensor [n, *row_shape] on the CPU, including `id`.
@@ -235,11 +245,11 @@ class Update:
         These are all rows in a full update, or if the table is whole here. Reads and verifies them at every call.
         Raises UsageError for a table that is not in this step, CorruptError, IOFailedError.
         """
-        return await in_thread(lambda: self._read(self._opened.rows, table))
+        return await _in_thread(lambda: self._read(self._opened.rows, table))
 
     async def removed(self, table: str) -> torch.Tensor:
         """Return the ids to remove before inserting the rows: distinct, int64 [n] on the CPU. Raises like `rows`."""
-        return await in_thread(lambda: self._read(self._opened.removed, table))
+        return await _in_thread(lambda: self._read(self._opened.removed, table))
 
     def done(self) -> None:
         """Finish this update now: write the cursor and close its files. Any thread may call it.
@@ -272,3 +282,31 @@ class Update:
     def __repr__(self) -> str:
         built = "" if self.previous is None else f" upon {self.previous}"
         return f"<Update: step {self.step}, {self.kind}{built}>"
+
+
+async def _acquire_save_lock(ticket: Ticket) -> None:
+    """Take the save lock without blocking the loop. DeadlineError."""
+    until = time.monotonic() + BUSY_DEADLINE_S
+    while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
+        if time.monotonic() > until:
+            raise DeadlineError(f"saves and loads in flight did not end within {BUSY_DEADLINE_S} s")
+        await asyncio.sleep(BUSY_POLL_S)
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run a function on a worker thread, to its end."""
+    return await _end_of(workers.submit(function))
+
+
+async def _end_of(future: concurrent.futures.Future[T], on_cancel: Callable[[], None] = lambda: None) -> T:
+    """Wait for the end of work, also when cancelled: it comes soon after `on_cancel`."""
+    waiter = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        on_cancel()
+        while not waiter.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([waiter])
+        waiter.exception()  # Nobody else will ask.
+        raise

@@ -71,9 +71,9 @@ def import_checkpoint(
                 for box, placed in zip(plan.pieces.tensor.tolist(), plan.image.blocks, strict=True)
             ]
             with save_lock_held("save", begun.root.path, begun.attempt.step):
-                written = stream_boxes(plan, sources, ShardTarget(begun.folder, begun.attempt, options, Progress()))
-            head = begun.transaction.head(files=written.files, values=tuple(values))
-            begun.commit(Draft(head, plan.body, written.digests))
+                target = ShardTarget(begun.folder, begun.attempt, options, Progress())
+                written, digests = stream_boxes(plan, sources, target)
+            begun.commit(Draft(begun.transaction.head(files=written, values=tuple(values)), plan.body, digests))
         finally:
             begun.close()
     return begun.attempt.step

@@ -194,11 +194,12 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
         with save_lock_held("save", self._path, ref.step), _folder_of(saving, self._path, ref) as folder:
-            written = write_boxes(part.boxes, tensors, ShardTarget(folder, ref.attempt, self._options, Progress()))
+            target = ShardTarget(folder, ref.attempt, self._options, Progress())
+            files, digests = write_boxes(part.boxes, tensors, target)
             if ref.rank and self._options.durability == "fsync":
                 folder.sync()  # Rank 0 does so when it commits.
-            check_listed(folder, written.files, step=ref.step)
-        return SentPart(ref.rank, ref.id, tuple(written.files), values, part.boxes.body, written.digests)
+            check_listed(folder, files, step=ref.step)
+        return SentPart(ref.rank, ref.id, files, values, part.boxes.body, digests)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saving = self._saving()

@@ -23,6 +23,10 @@ Rows = Callable[[int, int], torch.Tensor]
 class BlockData(Protocol):
     """The values of a block, wherever they are."""
 
+    def whole(self) -> torch.Tensor:
+        """All of them, on the CPU."""
+        ...
+
     def rows(self, begin: int, end: int) -> torch.Tensor:
         """As `Rows`; a number without shape is one row."""
         ...

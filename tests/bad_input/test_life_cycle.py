@@ -143,7 +143,7 @@ def test_case_107_interrupt_before_the_background_has_the_job(
 
     for staged in (False, True):
         with monkeypatch.context() as patched:
-            patched.setattr(background_module, "start_thread", interrupted)
+            patched.setattr("asyncckpt.pipeline.threads.start_thread", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saver.save_async(0) if staged else saver.save(0)
     assert saver.save(0).step == 0
@@ -414,6 +414,22 @@ def test_case_113_load_thread_cannot_be_started(tmp_path: Path, monkeypatch: pyt
             with pytest.raises(IOFailedError, match="cannot be started"):
                 loader.load_async()
     assert loader.load_async().result(DEADLINE_S).step == 0
+
+
+def test_case_113_prepare_without_a_thread_gives_the_arena_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    busy = asyncckpt.BusyPolicy("wait", deadline=2)
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, on_busy=busy) as saver:
+        for _ in range(3):
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", start)
+                with pytest.raises(IOFailedError, match="cannot be started"):
+                    saver.prepare()
+        assert saver.save_async(0).result(DEADLINE_S).step == 0
 
 
 @pytest.mark.parametrize("queued", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -359,6 +360,32 @@ async def test_a_load_waits_for_the_save_in_flight_and_can_be_cancelled(run: Tra
             future.result(60)
             await asyncio.wait_for(load, 60)
             assert served.image() == run.images[1]
+
+
+async def test_a_load_that_is_cancelled_twice_has_ended_when_the_caller_goes_on(
+    run: TrainingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, may_end = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def held(*_: Any, **__: Any) -> None:
+        reached.set()
+        ended.append(may_end.wait(60))
+
+    monkeypatch.setattr(asyncckpt.engine.follow.table_update.OpenUpdate, "load", held)
+    run.save(1)
+    async with follow(run) as follower:
+        update = await anext(follower)
+        load = asyncio.ensure_future(update.load(State.empty().tables))
+        while not reached.is_set():
+            await asyncio.sleep(POLL_S)
+        for _ in range(3):
+            load.cancel()
+            await asyncio.wait([load], timeout=POLL_S)
+        asyncio.get_running_loop().call_later(POLL_S, may_end.set)
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert ended == [True]
 
 
 async def test_a_cancelled_wait_goes_on_later(run: TrainingRun) -> None:

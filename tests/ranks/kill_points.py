@@ -15,6 +15,7 @@ from asyncckpt.coordination.store_channel import StoreChannel
 from asyncckpt.engine.ranks import rank_save
 from asyncckpt.engine.ranks.rank_save import RankSave
 from asyncckpt.engine.save import start_save as save
+from asyncckpt.engine.save import write_files
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.format.names import Attempt
 
@@ -26,9 +27,9 @@ OF_COORDINATOR = (
     *("before commit", "manifest written", "renamed", "durable", "told"),
 )
 _FUNCTIONS: dict[str, tuple[Any, str]] = {
-    "plan": (save, "choose_kind"),
+    "plan": (save, "choose_stage"),
     "capture": (save, "capture"),
-    "filter": (rank_save, "filter_blocks"),
+    "filter": (write_files, "filter_blocks"),
     "write": (rank_save, "write_files"),
     "written": (rank_save, "write_files"),
     "folder": (Transaction, "begin"),

@@ -2,8 +2,8 @@
 
 Commits of other threads (compactions, DCP) run in the same loop, beside the saves: `run`.
 
-The thread is not a daemon and ends when it has nothing left to do, so the interpreter's exit joins a save in flight and
-never waits for an idle thread. What blocks runs on pools, for the same reason not on asyncio's own executor:
+Its thread ends when it has nothing left to do, like those of the pools (pipeline/threads.py), where all blocking work
+runs:
 
     workers     filters and writes shard files of saves, reads those of loads
     writers     single writes of what runs on a worker
@@ -26,11 +26,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import UsageError
-from asyncckpt.pipeline.threads import IdleEndingThreads, start_thread
+from asyncckpt.pipeline.threads import IdleEndingThreads
 
 T = TypeVar("T")
 
-THREAD_NAME = "asyncckpt-background"
 WORKERS_MAX = 4
 COMMITTERS_MAX = 8
 # They read and write whole checkpoints; more of them at once would take the disk from saves and end no sooner.
@@ -38,6 +37,7 @@ REWRITERS_MAX = 2
 HANDOVER_S_MAX = 0.0002
 _usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
+_loop_thread = IdleEndingThreads("asyncckpt-background", 1)
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
 writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
 committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)
@@ -64,14 +64,15 @@ class Background:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._jobs: list[Job] = []
-        self._thread: threading.Thread | None = None
+        self.is_busy = False
         self._wake: Callable[[], object] | None = None
 
     def submit(self, job: Job) -> None:
         """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started."""
         with self._guard:
-            if self._thread is None:
-                self._thread = start_thread(self._run, THREAD_NAME)
+            if not self.is_busy:
+                _loop_thread.submit(self._run)
+                self.is_busy = True
             self._jobs.append(job)
             if self._wake is not None:
                 self._wake()
@@ -104,11 +105,7 @@ class Background:
             raise
 
     def is_current_thread(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    @property
-    def is_busy(self) -> bool:
-        return self._thread is not None
+        return _loop_thread.is_current_thread()
 
     def _run(self) -> None:
         work = self._work()
@@ -120,11 +117,9 @@ class Background:
                 job.fail(error)
 
     def _take_all(self) -> Collection[Job]:
-        """The jobs that this thread, which has failed, leaves undone."""
+        """Return the jobs that the thread, which has failed, leaves undone."""
         with self._guard:
-            if self._thread is not threading.current_thread():
-                return ()
-            taken, self._jobs, self._thread, self._wake = self._jobs, [], None, None
+            taken, self._jobs, self.is_busy, self._wake = self._jobs, [], False, None
             for job in taken:
                 job.is_begun = True
             return taken
@@ -140,12 +135,10 @@ class Background:
         while True:
             woken.clear()
             with self._guard:
-                if self._thread is not threading.current_thread():
-                    return  # Whoever started this thread was interrupted before he knew of it.
                 self._wake = partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set)
                 begun = self._take_due(is_free=all(job.beside for job in running.values()))
                 if not begun and not running:
-                    self._thread = self._wake = None
+                    self.is_busy, self._wake = False, None
                     return
             for job in begun:
                 task = asyncio.get_running_loop().create_task(_run_job(job))
@@ -154,7 +147,7 @@ class Background:
             await woken.wait()
 
     def _take_due(self, *, is_free: bool) -> list[Job]:
-        """The jobs that begin now: all that run beside others, and the next one of the rest when none of it runs."""
+        """Return the jobs that begin now: all that run beside others, and the next of the rest when none of it runs."""
         due = [job for job in self._jobs if job.beside]
         rest = [job for job in self._jobs if not job.beside]
         if is_free and rest:

@@ -301,7 +301,7 @@ class OpenErrors:
         for future in self.in_flight():
             try:
                 future._inner.exception(max(0.0, until - time.monotonic()))
-            except TimeoutError:
+            except concurrent.futures.TimeoutError:  # Until Python 3.11 another one than the builtin.
                 raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
 
     def forget(self) -> None:

@@ -35,7 +35,6 @@ from asyncckpt.engine.ranks.replicas import (
     who_asks,
 )
 from asyncckpt.engine.ranks.saver_ranks import Ranks, talkers
-from asyncckpt.engine.save.filter_input import Filtered, filter_blocks
 from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
@@ -44,7 +43,6 @@ from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Fields, Json, dumps
-from asyncckpt.pipeline.filters import identity
 from asyncckpt.storage.directory import Directory
 
 FACTS_MAX = 1_000_000
@@ -112,17 +110,12 @@ class RankSave:
         notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"))
-        filtered = Filtered()
-        if job.target.filter_func is not identity:
-            job.enter(FutureState.FILTERING)
-            filtered = await run_on(workers, filter_blocks, job)
-        job.enter(FutureState.WRITING)
         if self.transaction is not None:
             folder = self.transaction.folder
-            self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+            self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
         else:
             with _attempt_folder(job.target.root, attempt.attempt) as folder:
-                self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+                self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
                 await run_on(committer, self._check_own, folder)
         job.enter(FutureState.COMMITTING)
         if self.ranks.is_coordinator:

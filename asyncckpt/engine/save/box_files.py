@@ -29,8 +29,7 @@ from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64, U64
-from asyncckpt.options import CHUNK_BYTES
+from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.dense_blocks import TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_facts import addresses, check_leaf
@@ -42,6 +41,9 @@ from asyncckpt.snapshot.tensor_copies import copied_by_address
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
+
+# Files, and digests of their blocks, uint8 [blocks, 16].
+Written = tuple[tuple[FileFacts, ...], U8]
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -55,19 +57,10 @@ class BoxPlan:
 
     boxes: tuple[BlockSpec, ...]
     dtypes: list[torch.dtype]
-    shapes: list[torch.Size]
     bytes: I64
     pieces: TensorPieces
     image: ImagePlan
     body: BodyTemplate
-
-
-@dataclass(frozen=True)
-class WrittenBoxes:
-    """Shard files on disk; digests of the blocks, uint8 [blocks, 16]."""
-
-    files: tuple[FileFacts, ...]
-    digests: NDArray[np.uint8]
 
 
 def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: int) -> BoxPlan:
@@ -82,7 +75,6 @@ def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: i
     return BoxPlan(
         boxes=tuple(boxes),
         dtypes=[dtype_by_name(box.dtype, owner=box.name).dtype for box in boxes],
-        shapes=[torch.Size(box.shape) for box in boxes],
         bytes=np.array([box.bytes for box in boxes], dtype=np.int64),
         pieces=TensorPieces(
             tensor=np.array(tensor, dtype=np.int64),
@@ -95,7 +87,7 @@ def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: i
     )
 
 
-def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTarget) -> WrittenBoxes:
+def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTarget) -> Written:
     """Write the shard files; tensors are those of the boxes, in their order, on any device and with any strides.
 
     On the calling thread; returns when the files are synced. What this thread has queued on devices is waited for.
@@ -124,19 +116,16 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
         wait_for(tensors)
         sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
         return stream_boxes(plan, sources, target)
+    give_back = pool.release
     try:
         copy(pieces, arena).settle()
         arena.seal()
-    except (DeviceError, DeadlineError):
-        pool.discard(arena)
-        raise
-    except BaseException:
-        pool.release(arena)
-        raise
-    try:
         return _drain(plan, arena, target)
+    except (DeviceError, DeadlineError):
+        give_back = pool.discard
+        raise
     finally:
-        pool.release(arena)
+        give_back(arena)
 
 
 def _staged_in_place(
@@ -157,26 +146,19 @@ def _staged_in_place(
     return (None if taken.any() or on_devices else lent), is_left
 
 
-def _drain(plan: BoxPlan, arena: Arena, target: ShardTarget) -> WrittenBoxes:
+def _drain(plan: BoxPlan, arena: Arena, target: ShardTarget) -> Written:
     """Write an arena that holds the image. The caller releases it."""
-    image = ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view())
-    files, digests = drain_image(image, target)
-    return WrittenBoxes(files=files, digests=digests)
+    return drain_image(ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view()), target)
 
 
 def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
-    """Which tensors can be copied by their addresses; errors for those that are not what was planned."""
-    for tensor, box in zip(tensors, plan.boxes, strict=True):
-        if type(tensor) not in _PLAIN_TENSORS:
+    """Return which tensors can be copied by their addresses; raise for those that are not what was planned."""
+    for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
+        if type(tensor) not in _PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
             check_leaf(tensor, box.name)
-    if [tensor.shape for tensor in tensors] != plan.shapes or [tensor.dtype for tensor in tensors] != plan.dtypes:
-        for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
-            if tuple(tensor.shape) != box.shape or tensor.dtype is not dtype:
-                found, expected = (tuple(tensor.shape), tensor.dtype), (box.shape, dtype)
-                raise UsageError(f"tensor {box.name!r} is not what was planned", found=found, expected=expected)
-    for tensor, box in zip(tensors, plan.boxes, strict=True):
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            check_leaf(tensor, box.name)
+        if tensor.shape != box.shape or tensor.dtype is not dtype:
+            found, expected = (tuple(tensor.shape), tensor.dtype), (box.shape, dtype)
+            raise UsageError(f"tensor {box.name!r} is not what was planned", found=found, expected=expected)
     raw = copied_by_address(tensors, bytes=plan.bytes, name=lambda number: plan.boxes[number].name)
     for number in np.flatnonzero(~raw).tolist():
         check_leaf(tensors[number], plan.boxes[number].name)
@@ -191,9 +173,7 @@ def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[
         yield tensor if spec.shape == box.shape else tensor[first : first + spec.shape[0]]
 
 
-def stream_boxes(plan: BoxPlan, sources: Sequence[ByteSource], target: ShardTarget) -> WrittenBoxes:
+def stream_boxes(plan: BoxPlan, sources: Sequence[ByteSource], target: ShardTarget) -> Written:
     """Write the shard files from a source per block, without an arena."""
-    largest = min(CHUNK_BYTES, max(file.bytes for file in plan.image.files))
-    with chunk_buffers.borrow(largest) as buffers:
-        files, digests = stream_sources(plan.image, sources, target, buffers=buffers, writer=writers)
-    return WrittenBoxes(files=files, digests=digests)
+    with chunk_buffers.borrow(max(file.bytes for file in plan.image.files)) as buffers:
+        return stream_sources(plan.image, sources, target, buffers=buffers, writer=writers)

@@ -7,8 +7,8 @@ before, with the versions of its cuts, and the next delta holds all rows written
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UsageError
@@ -31,6 +31,10 @@ class TableLink:
     shard: tuple[int, int]
     version: CutVersion | None
     fingerprints: RowFingerprints | None
+
+    def is_of(self, schema: TableSchema, shard: tuple[int, int]) -> bool:
+        """Whether rows of a table like that can be laid over this one."""
+        return self.schema == schema and self.shard == shard
 
 
 @dataclass(frozen=True)
@@ -62,24 +66,23 @@ class Choice:
     """
 
     base: ChainLink | None
-    newest: ChainLink | None = None
-    tables: tuple[TableRows, ...] = field(default=())
+    newest: ChainLink | None
+    tables: tuple[TableRows, ...]
 
 
 def choose_kind(
-    cut: Cut, base: ChainLink | None, *, step: int, kind: SaveKind, policy: DeltaPolicy | None, audit: bool = False
+    full: Choice, cut: Cut, *, step: int, kind: SaveKind, policy: DeltaPolicy | None, audit: bool
 ) -> Choice:
-    """Decide for a save. UsageError for a delta without a committed checkpoint to build upon."""
-    choice = _choose(cut, base, step, kind, policy)
+    """Decide whether a save is a delta or full. UsageError for a delta without a committed checkpoint to build upon."""
+    choice, base = _choose(full, cut, step, kind, policy), full.newest
     if not audit or base is None:
         return choice
     tables = tuple(_audited(chosen, cut.tables[chosen.table], base) for chosen in choice.tables)
     return replace(choice, tables=tables)
 
 
-def _choose(cut: Cut, base: ChainLink | None, step: int, kind: SaveKind, policy: DeltaPolicy | None) -> Choice:
-    every = tuple(TableRows(number) for number in range(len(cut.tables)))
-    full = Choice(base=None, newest=base, tables=every)
+def _choose(full: Choice, cut: Cut, step: int, kind: SaveKind, policy: DeltaPolicy | None) -> Choice:
+    base = full.newest
     if kind == "full" or (kind == "auto" and (policy is None or base is None or _is_due(base, step, policy))):
         return full
     if base is None:
@@ -95,12 +98,11 @@ def _choose(cut: Cut, base: ChainLink | None, step: int, kind: SaveKind, policy:
         )
     limits.check_chain_length(len(base.chain))
     rows = tuple(_rows_of(number, item, base) for number, item in enumerate(cut.tables))
-    delta = Choice(base=base, newest=base, tables=rows)
     if kind == "auto" and policy is not None:
-        bytes_share = (base.deltas_bytes + _bytes_of(delta, cut)) / max(1, base.full_bytes)
+        bytes_share = (base.deltas_bytes + _bytes_of(rows, base, cut)) / max(1, base.full_bytes)
         if bytes_share > policy.bytes_share_max:
             return full
-    return delta
+    return Choice(base=base, newest=base, tables=rows)
 
 
 def _is_due(base: ChainLink, step: int, policy: DeltaPolicy) -> bool:
@@ -111,35 +113,34 @@ def _is_due(base: ChainLink, step: int, policy: DeltaPolicy) -> bool:
 
 
 def _rows_of(number: int, item: CutTable, base: ChainLink) -> TableRows:
-    """The rows of a table that a delta needs: all of them where it is not known which were written."""
-    link = base.tables.get(item.name)
-    cut = item.cut
-    if link is not None and link.version is not None and is_same_table(item, link) and tracks_rows(cut):
-        rows, removed = cut.touched_since(link.version), cut.removed_since(link.version)
+    """Return the rows of a table that a delta needs: all of them where it is not known which were written."""
+    version, cut = _version_of(item, base), item.cut
+    if version is not None and tracks_rows(cut):
+        rows, removed = cut.touched_since(version), cut.removed_since(version)
         if rows is not None and removed is not None and len(rows) < cut.rows_count:
             return TableRows(number, rows=rows, removed=removed)
     return TableRows(number)
 
 
 def _audited(chosen: TableRows, item: CutTable, newest: ChainLink) -> TableRows:
-    """All rows of a table with marks, to be compared with those that are marked."""
-    link = newest.tables.get(item.name)
-    if link is None or link.version is None or not is_same_table(item, link) or not tracks_rows(item.cut):
+    """Return all rows of a table with marks, to be compared with those that are marked."""
+    version, cut = _version_of(item, newest), item.cut
+    if version is None or not tracks_rows(cut):
         return chosen
-    return TableRows(chosen.table, marked=item.cut.touched_since(link.version))
+    return TableRows(chosen.table, marked=cut.touched_since(version))
 
 
-def is_same_table(item: CutTable, link: TableLink) -> bool:
-    """Whether a delta of this table can be laid over that one."""
-    return link.schema == item.schema and link.shard == item.shard
+def _version_of(item: CutTable, newest: ChainLink) -> CutVersion | None:
+    """Return the version of a table in a checkpoint over which its rows can be laid."""
+    link = newest.tables.get(item.name)
+    return link.version if link is not None and link.is_of(item.schema, item.shard) else None
 
 
-def _bytes_of(delta: Choice, cut: Cut) -> int:
-    """About what a delta will write; of a table that is compared row by row nobody knows it yet."""
-    assert delta.base is not None
+def _bytes_of(rows: Sequence[TableRows], base: ChainLink, cut: Cut) -> int:
+    """Return about what a delta will write, without tables that are compared row by row: nobody knows it yet."""
     total = sum(tensor.nbytes for tensor in cut.flat.held)
-    for chosen, item in zip(delta.tables, cut.tables, strict=True):
-        link = delta.base.tables.get(item.name)
+    for chosen, item in zip(rows, cut.tables, strict=True):
+        link = base.tables.get(item.name)
         if chosen.is_whole and link is not None and link.fingerprints is not None:
             continue
         total += chosen.count(item.cut.rows_count) * row_bytes_of(item.schema) + chosen.removed.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from asyncckpt.engine.save.row_fingerprints import Selections
 from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
 from asyncckpt.model.row_runs import positions
-from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import Role
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.native import U8
@@ -23,67 +22,43 @@ from asyncckpt.snapshot.block_data import ArenaData, LiveData, LiveState, Tensor
 from asyncckpt.snapshot.capture import block_bytes
 
 
-@dataclass(frozen=True)
-class Filtered:
-    """The blocks of the plan. None: nobody has asked for them. is_changed: the filter function left others."""
-
-    blocks: list[StagedBlock] | None = None
-    is_changed: bool = False
-
-
-def filter_blocks(job: SaveJob) -> Filtered:
-    """On a worker thread: run the user's function."""
-    function = job.target.filter_func
-    data = _planned_data(job)
+def planned_blocks(job: SaveJob) -> list[StagedBlock]:
+    """Return the blocks of the plan, each with its values."""
     specs = [placed.spec for placed in job.plan.image.blocks]
-    blocks = [StagedBlock(spec, own, number) for number, (spec, own) in enumerate(zip(specs, data, strict=True))]
-    left = run_filter(function, [WriteBlock(spec, own.whole) for spec, own in zip(specs, data, strict=True)])
+    data: Sequence[ArenaData | LiveData]
+    if job.staged is None:
+        live = LiveState(job.plan, job.cut.flat, job.cut.tables)
+        data = [LiveData(live, number, spec) for number, spec in enumerate(specs)]
+    else:
+        image = job.staged.arena.view()[job.staged.base :]
+        data = [ArenaData(block_bytes(job.plan, number, image), spec) for number, spec in enumerate(specs)]
+    return [StagedBlock(spec, own, number) for number, (spec, own) in enumerate(zip(specs, data, strict=True))]
+
+
+def filter_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
+    """Run the user's function; return the same list if it changed nothing."""
+    left = run_filter(job.target.filter_func, [WriteBlock(block.spec, block.data.whole) for block in blocks])
     if left is None:
-        return Filtered(blocks=blocks)
-    return Filtered(
-        blocks=[
-            replace(blocks[item.number], spec=item.spec)
-            if item.data is None
-            else StagedBlock(item.spec, TensorData(item.data), item.number, replaced=True)
-            for item in left
-        ],
-        is_changed=True,
-    )
-
-
-def own_blocks(job: SaveJob, filtered: Filtered) -> list[StagedBlock]:
-    """The blocks of the plan that are left, without those that other ranks write."""
-    blocks = filtered.blocks
-    if blocks is None:
-        placed = job.plan.image.blocks
-        blocks = [StagedBlock(placed[number].spec, data, number) for number, data in enumerate(_planned_data(job))]
-    by_peers = job.by_peers
-    if by_peers is None:
         return blocks
-    specs = [_planned_spec(job, block) for block in blocks]
     return [
-        block
-        for block, spec in zip(blocks, specs, strict=True)
-        if spec.leaf not in by_peers.leaves and spec.table not in by_peers.tables
+        replace(blocks[item.number], spec=item.spec)
+        if item.data is None
+        else StagedBlock(item.spec, TensorData(item.data), item.number, replaced=True)
+        for item in left
     ]
 
 
-def planned_sources(job: SaveJob, filtered: Filtered) -> list[ByteSource]:
-    """The bytes of every block of the plan, of a save without an arena whose filter function changed nothing."""
-    if filtered.blocks is not None:
-        return [block.data.source() for block in filtered.blocks]
-    live = LiveState(job.plan, job.cut.flat, job.cut.tables)
-    return [live.source(number) for number in range(len(job.plan.image.blocks))]
-
-
-def _planned_data(job: SaveJob) -> Sequence[ArenaData | LiveData]:
-    """The values of every block of the plan."""
-    specs = [placed.spec for placed in job.plan.image.blocks]
-    if job.staged is None:
-        live = LiveState(job.plan, job.cut.flat, job.cut.tables)
-        return [LiveData(live, number, spec) for number, spec in enumerate(specs)]
-    image = job.staged.arena.view()[job.staged.base :]
-    return [ArenaData(block_bytes(job.plan, number, image), spec) for number, spec in enumerate(specs)]
+def own_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
+    """Return the blocks that no other rank writes."""
+    by_peers = job.by_peers
+    if by_peers is None:
+        return blocks
+    planned = [_planned_spec(job, block) for block in blocks]
+    return [
+        block
+        for block, spec in zip(blocks, planned, strict=True)
+        if spec.leaf not in by_peers.leaves and spec.table not in by_peers.tables
+    ]
 
 
 def _planned_spec(job: SaveJob, block: StagedBlock) -> BlockSpec:
@@ -94,8 +69,8 @@ def _planned_spec(job: SaveJob, block: StagedBlock) -> BlockSpec:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> tuple[TableFacts, ...]:
-    """The tables whose ids are among the blocks, under the names that the filter function gave them."""
+def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> dict[str, TableFacts]:
+    """Return the tables whose ids are among the blocks, under the names that the filter function gave them."""
     shards = {item.name: item.shard for item in job.cut.tables}
     facts = {}
     for block in blocks:
@@ -103,7 +78,7 @@ def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> tuple[TableFacts
             rows_count = (block.spec.whole_shape or block.spec.shape)[0]
             shard = shards[str(_planned_spec(job, block).table)]
             facts[block.spec.table] = TableFacts(name=block.spec.table, rows_count=rows_count, shard=shard)
-    return tuple(facts.values())
+    return facts
 
 
 def staged_tables(job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections) -> list[StagedTable]:
@@ -114,7 +89,7 @@ def staged_tables(job: SaveJob, blocks: Sequence[StagedBlock], selections: Selec
     for block in blocks:
         if block.spec.table is not None:
             columns.setdefault(block.spec.table, {}).setdefault(str(block.spec.column), []).append(block)
-    facts = {item.name: item for item in table_facts(job, blocks)}
+    facts = table_facts(job, blocks)
     return regions + [_from_plan(job, facts[name], list(own.values())) for name, own in columns.items()]
 
 

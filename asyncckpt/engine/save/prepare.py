@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import check_may_wait, workers
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.engine.save.delta_chain import choose_kind
+from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.device_stage import pin
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import choose_stage
@@ -46,7 +46,7 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
     """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
     cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
-        choice = choose_stage(target, cut, choose_kind(cut, None, step=0, kind="full", policy=None))
+        choice = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))
         found = runtime()
         begin, end = (0, 0) if found is None else _device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
     finally:
@@ -71,7 +71,12 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
         finally:
             pool.release(arena)
 
-    return PrepareFuture(workers.submit(touch))
+    try:
+        return PrepareFuture(workers.submit(touch))
+    except BaseException:
+        if arena is not None:
+            pool.release(arena)
+        raise
 
 
 def _device_extent(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions: Regions) -> tuple[int, int]:

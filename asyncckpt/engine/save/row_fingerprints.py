@@ -102,6 +102,4 @@ def _comparable(job: SaveJob, table: CapturedTable) -> RowFingerprints | None:
     """Return those of the table in the last committed checkpoint; None if there is none, or it was another table."""
     newest = job.choice.newest
     link = None if newest is None else newest.tables.get(table.facts.name)
-    if link is None or link.schema != table.schema or link.shard != table.facts.shard:
-        return None
-    return link.fingerprints
+    return link.fingerprints if link is not None and link.is_of(table.schema, table.facts.shard) else None

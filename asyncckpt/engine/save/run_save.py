@@ -1,8 +1,9 @@
 """The background half of a save: filter, write, commit, retention.
 
 1. Wait for the devices that still copy into the arena.
-2. Filter the staged blocks; without changes the arena is drained as it is, else a new image is streamed.
-3. Write the shard files into a new attempt's folder.
+2. Make the attempt's folder.
+3. Filter the staged blocks, and write the shard files: without changes the arena is drained as it is, else a new image
+   is streamed.
 4. Publish the manifest; the save is acknowledged.
 5. Begin to let old checkpoints go, on another thread. A failure there is a warning: the new checkpoint stands.
 6. Give back arena, step and lock, then resolve the future.
@@ -23,11 +24,9 @@ from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
-from asyncckpt.engine.save.filter_input import Filtered, filter_blocks
 from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.model.result import SaveResult
-from asyncckpt.pipeline.filters import identity
 from asyncckpt.staging.pool import pool
 
 
@@ -88,7 +87,8 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     if job.staged is not None:
         await run_on(workers, job.staged.pending.settle)
         job.future.mark_staged()
-    committed = await (_save_alone(job) if job.share is None else save_with_ranks(job, job.share))
+    share = job.cut.share
+    committed = await (_save_alone(job) if share is None else save_with_ranks(job, share))
     if isinstance(committed, Outcome):
         return committed
     seconds = time.perf_counter() - job.begun
@@ -113,15 +113,10 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
 
 
 async def _save_alone(job: SaveJob) -> Committed:
-    filtered = Filtered()
-    if job.target.filter_func is not identity:
-        job.enter(FutureState.FILTERING)
-        filtered = await run_on(workers, filter_blocks, job)
-    job.enter(FutureState.WRITING)
     transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
     parents = () if job.choice.base is None else job.choice.base.chain
     try:
-        written = await run_on(workers, write_files, job, filtered, transaction.folder, transaction.attempt)
+        written = await run_on(workers, write_files, job, transaction.folder, transaction.attempt)
         job.enter(FutureState.COMMITTING)
         head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
@@ -142,7 +137,7 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
         item.name: TableLink(
             schema=item.schema,
             shard=item.shard,
-            version=job.versions.get(item.name),
+            version=job.cut.versions.get(item.name),
             fingerprints=written.fingerprints.get(item.name),
         )
         for item in job.cut.tables

@@ -18,12 +18,12 @@ from asyncckpt.engine.ranks.replicas import WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, Choice
 from asyncckpt.engine.save.device_stage import StepFences
-from asyncckpt.engine.save.state_cut import Cut, RankShare
+from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, ParentFacts
 from asyncckpt.format.strict_json import Json
 from asyncckpt.model.block import TableFacts
-from asyncckpt.model.table import CutVersion, Table
+from asyncckpt.model.table import Table
 from asyncckpt.native import U8
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import FilterFunction
@@ -101,11 +101,9 @@ class Staged:
 class SaveJob:
     """One save. `staged` is None for a blocking save, which keeps its cut unfenced.
 
-    begun     time of the call, by the performance counter
-    plan      of what is not in regions
-    choice    full or delta, and the rows of every table by its number among the cuts
-    versions  of the cuts of all tables that have marks
-    share     of the state, when several ranks save
+    begun   time of the call, by the performance counter
+    plan    of what is not in regions
+    choice  full or delta, and the rows of every table by its number among the cuts
     """
 
     target: SaveTarget
@@ -118,8 +116,6 @@ class SaveJob:
     values: tuple[Json, ...]
     metadata: Json
     cut: Cut
-    versions: Mapping[str, CutVersion]
-    share: RankShare | None
     staged: Staged | None
     fallback: str | None
     stall_seconds: float = 0.0
@@ -136,7 +132,7 @@ class SaveJob:
     @property
     def by_peers(self) -> WrittenByPeers | None:
         """What has been captured, and other ranks write; None when there is nothing."""
-        return None if self.share is None else self.share.by_peers or None
+        return None if self.cut.share is None else self.cut.share.by_peers or None
 
     def enter(self, state: FutureState) -> None:
         """Enter the next state, unless the save was cancelled."""

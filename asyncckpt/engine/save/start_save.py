@@ -121,14 +121,17 @@ def _begin(
     snapshot: Staged | None = None
     try:
         base = _hold_newest(target, claim)
-        choice = choose_kind(cut, base, step=claim.step, kind=kind, policy=options.deltas, audit=options.debug.audit)
+        choice = Choice(base=None, newest=base, tables=cut.all_rows())
+        policy, audit = options.deltas, options.debug.audit
+        if kind == "delta" or policy is not None or audit:
+            choice = choose_kind(choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit)
         if choice.base is None:
             claim.parents.clear()
         if staged:
             stage = choose_stage(target, cut, choice)
         else:
             stage = StageChoice(target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers))
-        values, versions = cut.values(), cut.versions()
+        values = cut.values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
             text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
@@ -158,8 +161,6 @@ def _begin(
         values=values,
         metadata=metadata,
         cut=cut,
-        versions=versions,
-        share=cut.share,
         staged=snapshot,
         fallback=stage.fallback,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.abilities import is_overlaid, tracks_rows
 from asyncckpt.model.table import CutVersion, Table
+from asyncckpt.plan.captured_tables import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
 
@@ -41,10 +42,15 @@ class RankShare:
 
 @dataclass
 class Cut:
-    """The live state of one step, frozen: valid until `fence`. share: None of a Saver that saves alone."""
+    """The live state of one step, frozen: valid until `fence`.
+
+    versions  of the cuts of all tables that have marks
+    share     None of a Saver that saves alone
+    """
 
     flat: FlatState
     tables: list[CutTable]
+    versions: Mapping[str, CutVersion] = field(default_factory=dict)
     share: RankShare | None = None
     fenced: bool = False
 
@@ -62,6 +68,7 @@ class Cut:
                 if left_out is None or name not in left_out.tables:
                     schema = table.schema()
                     cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
+            cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
         except BaseException:
             cut.fence()
             cut.end(ok=False)
@@ -74,9 +81,9 @@ class Cut:
         left_out = None if self.share is None else self.share.left_out
         return frozenset() if left_out is None else left_out.leaves
 
-    def versions(self) -> dict[str, CutVersion]:
-        """The version of every table's cut that has one. Before the fence."""
-        return {item.name: item.cut.version for item in self.tables if tracks_rows(item.cut)}
+    def all_rows(self) -> tuple[TableRows, ...]:
+        """Every table, whole."""
+        return tuple(map(TableRows, range(len(self.tables))))
 
     def values(self) -> tuple[Json, ...]:
         return tuple(encode_value(value, owner="of the state") for value in self.flat.values)

@@ -19,7 +19,8 @@ from typing import cast
 import numpy as np
 
 from asyncckpt.engine.process.background import writers
-from asyncckpt.engine.save.filter_input import Filtered, own_blocks, planned_sources, staged_tables, table_facts
+from asyncckpt.engine.process.future import FutureState
+from asyncckpt.engine.save.filter_input import filter_blocks, own_blocks, planned_blocks, staged_tables, table_facts
 from asyncckpt.engine.save.row_fingerprints import Selections, select_rows
 from asyncckpt.engine.save.save_job import SaveJob, Written
 from asyncckpt.errors import FilterError
@@ -31,6 +32,7 @@ from asyncckpt.model.table import DeferredCut, Role
 from asyncckpt.native import DIGEST_BYTES, U8
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock
+from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.drain import ArenaImage, drain_image
@@ -41,25 +43,31 @@ from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
 
 
-def write_files(job: SaveJob, filtered: Filtered, folder: Directory, attempt: Attempt) -> Written:
-    """On a worker thread: write all shard files."""
+def write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
+    """On a worker thread: filter, and write all shard files."""
     options = job.target.options
+    planned = blocks = None
+    if job.target.filter_func is not identity:
+        job.enter(FutureState.FILTERING)
+        planned = planned_blocks(job)
+        blocks = filter_blocks(job, planned)
+    job.enter(FutureState.WRITING)
     target = ShardTarget(folder, attempt, options, job.future.native_progress)
     is_compared = job.captured and (options.debug.audit or options.deltas is not None)
     selections = select_rows(job) if is_compared else Selections()
     has_rows_to_choose = bool(job.target.filters or selections.rows or _has_rows_to_leave_out(job))
-    if has_rows_to_choose or filtered.is_changed or job.by_peers:
-        blocks = own_blocks(job, filtered)
+    if has_rows_to_choose or blocks is not planned or job.by_peers:
+        own = own_blocks(job, planned_blocks(job) if blocks is None else blocks)
         if has_rows_to_choose or job.captured:
-            state = _choose_rows(job, blocks, selections, target.check_not_cancelled)
-        else:
-            out = tuple(OutBlock(block.spec, block.data.source(), block.replaced) for block in blocks)
-            state = FilteredState(tables=table_facts(job, blocks), blocks=out)
+            state = _choose_rows(job, own, selections, target.check_not_cancelled)
+        else:  # In the order that the filter function has returned.
+            out = tuple(OutBlock(block.spec, block.data.source(), block.replaced) for block in own)
+            state = FilteredState(tables=tuple(table_facts(job, own).values()), blocks=out)
         written = _stream_changed(job, state, target)
     elif job.staged is not None:
         written = _drain(job, target)
     else:
-        plan, sources = job.plan, planned_sources(job, filtered)
+        plan, sources = job.plan, [block.data.source() for block in planned or planned_blocks(job)]
         written = _stream(job, plan.image, plan.body, plan.tables, sources, target)
     return replace(written, fingerprints=selections.fingerprints, missed=selections.missed)
 
