@@ -15,7 +15,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.future import FutureState, LoadFuture
+from asyncckpt.engine.process.future import LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
@@ -124,22 +124,18 @@ class Loader:
         ticket = self._acquire()
         future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
-        def work() -> None:
+        def load() -> LoadReport:
             try:
                 streams.follow()
                 try:
-                    report = self._run(future.native_progress)
+                    return self._run(future.native_progress)
                 finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
-            except BaseException as error:
+            finally:
                 save_lock.release(ticket)
-                future.fail(error)
-            else:
-                save_lock.release(ticket)
-                future.resolve(report, FutureState.COMMITTED)
 
         try:
-            workers.submit(work)
+            workers.submit(future.end_with, load)
         except BaseException:
             save_lock.release(ticket)
             raise

@@ -6,9 +6,9 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -227,7 +227,7 @@ class Saver:
         self._errors.raise_first()
 
     def statistics(self) -> SaverStatistics:
-        """Counts and sums over all saves of this Saver so far, and the arenas of the process."""
+        """Return counts and sums over all saves of this Saver so far, and the arenas of the process."""
         return self._counts.now(self._target.memory.plans.plans_made_count)
 
     def close(self) -> None:
@@ -310,13 +310,15 @@ class _Counts:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._counted = SaverStatistics()
+        self._sums: Counter[str] = Counter()
 
     def now(self, plans_made_count: int) -> SaverStatistics:
-        """What was counted so far, with the plans made and the arenas of the process."""
+        """Return what was counted so far, with the plans made and the arenas of the process."""
         arenas = pool.statistics()
-        return replace(
-            self._counted,
+        with self._guard:
+            sums: dict[str, Any] = dict(self._sums)
+        return SaverStatistics(
+            **sums,
             plans_made_count=plans_made_count,
             arenas_count=arenas.arenas_count,
             arena_bytes=arenas.touched_bytes,
@@ -327,9 +329,7 @@ class _Counts:
         """Count the outcome of a save that is done."""
         error = future._inner.exception()
         if error is not None:
-            added: dict[str, float] = {
-                "cancelled_count" if isinstance(error, SaveCancelledError) else "failed_count": 1
-            }
+            added: dict[str, Any] = {"cancelled_count" if isinstance(error, SaveCancelledError) else "failed_count": 1}
         else:
             result = future._inner.result()
             added = {
@@ -343,5 +343,5 @@ class _Counts:
                 "stall_seconds": result.stall_seconds,
             }
         with self._guard:
-            sums: dict[str, Any] = {name: getattr(self._counted, name) + value for name, value in added.items()}
-            self._counted = replace(self._counted, **sums)
+            for name, value in added.items():
+                self._sums[name] += value

@@ -61,7 +61,7 @@ RowFilter = KeepRows | EncodeBlocks
 
 
 def check_filters(filters: Iterable[RowFilter], tables: Mapping[str, TableSchema]) -> tuple[RowFilter, ...]:
-    """The filters of a Saver over these tables, companions among them; UsageError when one cannot be for any save.
+    """Return the filters of a Saver over these tables, companions among them; UsageError for one that fits no save.
 
     What is no column of a table may be a dense tensor; these are known, and checked, when a save is made.
     """
@@ -80,7 +80,7 @@ def check_filters(filters: Iterable[RowFilter], tables: Mapping[str, TableSchema
 
 
 def check_named(filters: Sequence[RowFilter], *, tables: Iterable[str], blocks: Iterable[str]) -> None:
-    """UsageError when a filter names a table or block that is not among those of a save."""
+    """Raise UsageError when a filter names a table or block that is not among those of a save."""
     known = {KeepRows: set(tables), EncodeBlocks: set(blocks)}
     for item in filters:
         if not is_pattern(item.pattern) and item.pattern not in known[type(item)]:
@@ -93,7 +93,7 @@ def check_named(filters: Sequence[RowFilter], *, tables: Iterable[str], blocks: 
 
 
 def row_rules(filters: Sequence[RowFilter], table: str) -> list[KeepRows]:
-    """The filters that choose the rows of a table."""
+    """Return the filters that choose the rows of a table."""
     return [item for item in filters if isinstance(item, KeepRows) and matches(item.pattern, table)]
 
 
@@ -106,7 +106,7 @@ def steps_for(
     *,
     error: type[UsageError],
 ) -> tuple[EncodingStep, ...]:
-    """How a block is to be stored. Raises `error` for a step that is named for it but cannot be done to it."""
+    """Return how to store a block. Raises `error` for a step that is named for it but cannot be done to it."""
     steps: list[EncodingStep] = []
     ranks: list[int] = []
     for item in filters:
@@ -142,7 +142,7 @@ def is_pattern(name: str) -> bool:
 
 
 def _check_name(item: RowFilter, tables: Mapping[str, TableSchema]) -> None:
-    """A table that is named is there, and a column of a table that is there is one."""
+    """Raise UsageError for the name of a table, or of a column of a table, that is not there."""
     if is_pattern(item.pattern):
         return
     if isinstance(item, KeepRows):

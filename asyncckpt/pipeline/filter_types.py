@@ -24,7 +24,7 @@ class BlockData(Protocol):
     """The values of a block, wherever they are."""
 
     def whole(self) -> torch.Tensor:
-        """All of them, on the CPU."""
+        """Return all of them, on the CPU."""
         ...
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ class BlockData(Protocol):
         ...
 
     def source(self) -> ByteSource:
-        """All of its bytes, as they are."""
+        """Return all of its bytes, as they are."""
         ...
 
 
@@ -77,7 +77,7 @@ class StagedColumn:
         return torch.cat(found) if found else self.blocks[0].data.rows(0, 0)
 
     def chosen_rows(self, positions: I64 | None, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of those at ascending positions (None: of all), side by side.
+        """Return rows [begin, end) of those at ascending positions (None: of all), side by side.
 
         At most CHUNK_BYTES of the column are fetched at once.
         """

@@ -26,7 +26,7 @@ FilterFunction = Callable[[list[WriteBlock]], Sequence[WriteBlock]]
 
 
 def identity(blocks: Any) -> Any:
-    """The default filter: everything as it is."""
+    """Return everything as it is: the default filter."""
     return blocks
 
 
@@ -122,7 +122,7 @@ def _with_data(spec: BlockSpec, data: Any, owner: str) -> BlockSpec:
 
 
 def _check_whole(filtered: Sequence[FilteredBlock], planned: Sequence[BlockSpec], owner: str) -> None:
-    """No name twice, no part of a split block missing or unlike its other parts, no table without its ids.
+    """Refuse a name twice, a part of a split block missing or unlike its other parts, a table without its ids.
 
     Of a tensor that is spread over ranks, all parts of this rank.
     """

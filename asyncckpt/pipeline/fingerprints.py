@@ -16,20 +16,20 @@ from asyncckpt.native import I64, U64, core
 
 @dataclass(frozen=True, eq=False)
 class RowFingerprints:
-    """The print of each id, int64 [n] and uint64 [n]."""
+    """The fingerprint of each id, int64 [n] and uint64 [n]."""
 
     ids: I64
     fingerprints: U64
 
 
 def take_fingerprints(ids: I64, columns: Sequence[tuple[int, int]]) -> RowFingerprints:
-    """Print the rows of contiguous columns (address, row bytes), in the order of ids (copied)."""
+    """Fingerprint the rows of contiguous columns (address, row bytes), in the order of ids (copied)."""
     table = np.array(columns, dtype=np.uint64).reshape(-1, 2)
     return RowFingerprints(ids=ids.copy(), fingerprints=core.fingerprints(table, len(ids)))
 
 
 def changed_since(now: RowFingerprints, before: RowFingerprints) -> tuple[I64, I64]:
-    """(positions in `now` of rows that are new or changed, ascending; ids that are gone)."""
+    """Return (positions in `now` of rows that are new or changed, ascending; ids that are gone)."""
     if len(now.ids) == len(before.ids) and np.array_equal(now.ids, before.ids):
         return np.flatnonzero(now.fingerprints != before.fingerprints), np.empty(0, dtype=np.int64)
     places = core.id_map(len(before.ids))

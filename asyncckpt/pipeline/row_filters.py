@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.native import U8
 from asyncckpt.options import BLOCK_BYTES_MAX
 from asyncckpt.pipeline.filter_rules import KeepRows, RowFilter, check_filters, check_named, row_rules, steps_for
-from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, Rows, StagedBlock, StagedColumn, StagedTable
+from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, Rows, StagedBlock, StagedTable
 from asyncckpt.plan.image import split_rows
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
@@ -56,109 +57,86 @@ def run_row_filters(
         check_named(filters, tables=[table.facts.name for table in tables], blocks=names)
     except UsageError as error:
         raise FilterError(str(error)) from error
-    run = _Run(tuple(filters), enter_state)
     facts: list[TableFacts] = []
-    blocks: list[OutBlock] = []
+    rows: list[_WrittenRows] = []
     for table in tables:
         enter_state()
         chosen = _keep_rows(table, row_rules(filters, table.facts.name))
         facts.append(_facts(chosen))
-        for column in chosen.columns:
-            blocks += run.column_blocks(chosen, column)
-        blocks += run.removed_blocks(chosen)
-    for item in dense:
-        blocks += run.dense_blocks(item)
+        rows += _rows_of_table(chosen)
+    rows += [_WrittenRows(item.spec, item.data.rows, (item,)) for item in dense]
+    blocks = [block for item in rows for block in item.blocks(filters, enter_state)]
     return FilteredState(tables=tuple(facts), blocks=tuple(blocks))
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run over one state."""
+def _rows_of_table(table: StagedTable) -> Iterator[_WrittenRows]:
+    """Yield the columns, and the ids that a delta takes out if there are any."""
+    kept, ids = table.kept, table.columns[0]
 
-    filters: tuple[RowFilter, ...]
-    enter_state: Callable[[], None]
+    def row_name(row: int) -> str:
+        position = row if kept is None else int(kept[row])
+        return f"the row of id {int(ids.rows(position, position + 1)[0])}"
 
-    def column_blocks(self, table: StagedTable, column: StagedColumn) -> Iterator[OutBlock]:
-        kept = table.kept
+    for column in table.columns:
         spec = column.spec if kept is None else column.spec.with_rows(len(kept))
-        steps = self._steps(spec, column.dtype)
-        if kept is None and not steps:
-            return map(_as_it_is, column.blocks)
-
-        def rows(begin: int, end: int) -> torch.Tensor:
-            return column.chosen_rows(kept, begin, end)
-
-        def row_name(row: int) -> str:
-            position = row if kept is None else int(kept[row])
-            return f"the row of id {int(table.columns[0].rows(position, position + 1)[0])}"
-
-        replaced = any(block.replaced for block in column.blocks)
-        return _FilteredRows(spec, column.dtype, steps, rows, row_name, replaced).blocks(self.enter_state)
-
-    def removed_blocks(self, table: StagedTable) -> Iterator[OutBlock]:
-        """The ids that a delta takes out, where there are any."""
-        if not len(table.removed):
-            return iter(())
-        ids = table.columns[0].spec.with_rows(len(table.removed))
-        spec = replace(ids, name=f"{ids.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
+        rows = partial(column.chosen_rows, kept)
+        yield _WrittenRows(spec, rows, column.blocks, is_all=kept is None, row_name=row_name)
+    if len(table.removed):
+        spec = ids.spec.with_rows(len(table.removed))
+        spec = replace(spec, name=f"{spec.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
         removed = torch.from_numpy(table.removed)
-        rows = _FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str)
-        return rows.blocks(self.enter_state)
-
-    def dense_blocks(self, item: StagedBlock) -> Iterator[OutBlock]:
-        spec = item.spec
-        dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
-        steps = self._steps(spec, dtype)
-        if not steps:
-            return map(_as_it_is, [item])
-
-        def row_name(row: int) -> str:
-            return f"row {spec.row_begin + row}"
-
-        return _FilteredRows(spec, dtype, steps, item.data.rows, row_name, item.replaced).blocks(self.enter_state)
-
-    def _steps(self, spec: BlockSpec, dtype: torch.dtype) -> tuple[EncodingStep, ...]:
-        return steps_for(self.filters, spec.name, spec.role, dtype, spec.shape, error=FilterError)
+        yield _WrittenRows(spec, lambda begin, end: removed[begin:end], (), is_all=False)
 
 
 @dataclass(frozen=True)
-class _FilteredRows:
+class _WrittenRows:
     """The rows of a column, or of a tensor, that are written; a number without shape is one row.
 
-    spec:       of all of them, as they are; a part of a large tensor keeps its place in it
-    row_name:   what an error calls a row
+    spec:     of all of them, as they are; a part of a large tensor keeps its place in it
+    staged:   the blocks that hold them
+    is_all:   whether these blocks hold no other ones
+    row_name: what an error calls a row; None: by its number
     """
 
     spec: BlockSpec
-    dtype: torch.dtype
-    steps: tuple[EncodingStep, ...]
     rows: Rows
-    row_name: Callable[[int], str]
-    replaced: bool = False
+    staged: Sequence[StagedBlock]
+    is_all: bool = True
+    row_name: Callable[[int], str] | None = None
 
-    def blocks(self, enter_state: Callable[[], None]) -> Iterator[OutBlock]:
-        """The blocks in the order of their rows; those that are encoded beforehand hold their bytes.
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_by_name(self.spec.dtype, owner=self.spec.name).dtype
+
+    def blocks(self, filters: Sequence[RowFilter], enter_state: Callable[[], None]) -> Iterator[OutBlock]:
+        """Yield the blocks in the order of their rows; those that are encoded beforehand hold their bytes.
 
         Raises FilterError when an encoding cannot take a value.
         """
-        for part in split_rows(self.spec, bytes_max=ENCODED_BYTES_MAX if self.steps else BLOCK_BYTES_MAX):
+        spec = self.spec
+        wanted = steps_for(filters, spec.name, spec.role, self.dtype, spec.shape, error=FilterError)
+        if self.is_all and not wanted:
+            yield from (OutBlock(block.spec, block.data.source(), block.replaced) for block in self.staged)
+            return
+        replaced = any(block.replaced for block in self.staged)
+        for part in split_rows(spec, bytes_max=ENCODED_BYTES_MAX if wanted else BLOCK_BYTES_MAX):
             count = part.shape[0] if part.shape else 1
-            steps = self.steps
+            steps = wanted
             stored = stored_as(self.dtype, part.shape, steps)
             if stored is None:
                 enter_state()
                 encoded = self._encoded(part, steps, 0, count)
                 if any(stored_as(self.dtype, part.shape, (step,)) is None for step in encoded.steps):
                     held = SpanSource(encoded.raw.ctypes.data, encoded.raw)
-                    yield OutBlock(_stored_spec(part, encoded.stored, encoded.steps), held, self.replaced)
+                    yield OutBlock(_stored_spec(part, encoded.stored, encoded.steps), held, replaced)
                     continue
                 # What did not become smaller need not be held.
                 steps, stored = encoded.steps, encoded.stored
-            spec = _stored_spec(part, stored, steps) if steps else part
-            yield OutBlock(spec, self._source(part, spec, max(1, spec.bytes // max(1, count))), self.replaced)
+            stored_spec = _stored_spec(part, stored, steps) if steps else part
+            yield OutBlock(stored_spec, self._source(part, stored_spec, count), replaced)
 
-    def _source(self, part: BlockSpec, spec: BlockSpec, row_bytes: int) -> RowsSource:
-        """The bytes of a block whose size is known, made when they are asked for."""
+    def _source(self, part: BlockSpec, spec: BlockSpec, count: int) -> RowsSource:
+        """Return the bytes of a block whose size is known, made when they are asked for."""
         first = part.row_begin - self.spec.row_begin
 
         def made(begin: int, end: int) -> U8:
@@ -166,15 +144,18 @@ class _FilteredRows:
                 return self._encoded(part, spec.encoding, begin, end).raw
             return as_bytes(self.rows(first + begin, first + end))
 
-        return RowsSource(made, row_bytes=row_bytes)
+        return RowsSource(made, row_bytes=max(1, spec.bytes // max(1, count)))
 
     def _encoded(self, part: BlockSpec, steps: tuple[EncodingStep, ...], begin: int, end: int) -> Encoded:
         first = part.row_begin - self.spec.row_begin
         try:
             return encode(self.rows(first + begin, first + end), steps)
         except Unfit as error:
-            kinds = " and ".join(step["kind"] for step in steps)
-            where = "" if error.row is None else f" in {self.row_name(first + begin + error.row)}"
+            kinds, where = " and ".join(step["kind"] for step in steps), ""
+            if error.row is not None:
+                row = first + begin + error.row
+                name = f"row {self.spec.row_begin + row}" if self.row_name is None else self.row_name(row)
+                where = f" in {name}"
             raise FilterError(f"block {part.name!r} cannot be stored by {kinds}: {error}{where}") from error
 
 
@@ -189,20 +170,16 @@ def _stored_spec(part: BlockSpec, stored: StoredAs, steps: tuple[EncodingStep, .
 
 
 def _facts(table: StagedTable) -> TableFacts:
-    """What the manifest says of a table, with the numbers of what is written of it."""
+    """Return what the manifest says of a table, with the numbers of what is written of it."""
     count = table.columns[0].spec.shape[0] if table.kept is None else len(table.kept)
     return replace(table.facts, rows_count=count, removed_count=len(table.removed))
-
-
-def _as_it_is(block: StagedBlock) -> OutBlock:
-    return OutBlock(block.spec, block.data.source(), block.replaced)
 
 
 # -- keep_rows ---------------------------------------------------------------------------------------------------------
 
 
 def _keep_rows(table: StagedTable, rules: Sequence[KeepRows]) -> StagedTable:
-    """The table with the rows that all rules keep, and with records of that in its facts.
+    """Return the table with the rows that all rules keep, and with records of that in its facts.
 
     In a delta, rows that are not kept are taken out of what the parents hold: their ids join `removed`. FilterError
     when a predicate raises or gives no bool per row.

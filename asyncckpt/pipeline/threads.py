@@ -69,11 +69,11 @@ class IdleEndingThreads(Executor):
         return task
 
     def is_current_thread(self) -> bool:
-        """Whether a thread of this pool asks."""
+        """Return whether the current thread is one of this pool."""
         return _current.pool is self
 
     def run_if_own(self, task: _Task[Any]) -> None:
-        """Before a wait for a task: run it in place if a thread of this pool waits and no other one has begun it."""
+        """Run a task in place if a thread of this pool is about to wait for it and no other one has begun it."""
         if not self.is_current_thread() or task.done():
             return
         self._check_own_wait()
@@ -101,7 +101,7 @@ class IdleEndingThreads(Executor):
             del task  # Its result may be large.
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing to do: the threads end by themselves."""
+        """Do nothing: the threads end by themselves."""
 
     def _start_anew(self) -> None:
         self._guard = threading.Lock()
@@ -151,7 +151,7 @@ def start_thread(function: Callable[[], Any], name: str) -> threading.Thread:
 
 
 def _start_anew_in_child() -> None:
-    """The threads do not exist in a forked child."""
+    """Forget the threads in a forked child, where they do not exist."""
     _current.pool = None
     for pool in _pools:
         pool._start_anew()

@@ -1,10 +1,12 @@
 """One staging arena: a region of host memory that holds the image of a checkpoint's shard files.
 
-#   from       to         done by               the caller promises
-#   FREE       FILLING    ArenaPool.acquire     nobody else holds the arena
-#   FILLING    DRAINING   Arena.seal            every copy is past its fence
-#   FILLING    FREE       ArenaPool.release     the save has failed before its fence
-#   DRAINING   FREE       ArenaPool.release     nobody reads the image any more
+#   from       to         done by                    the caller promises
+#   FREE       FILLING    ArenaPool.acquire          nobody else holds the arena
+#   FREE       PREPARING  ArenaPool.take_to_prepare  to touch it for a later save, and to release it
+#   PREPARING  FREE       ArenaPool.release          it is touched
+#   FILLING    DRAINING   Arena.seal                 every copy is past its fence
+#   FILLING    FREE       ArenaPool.release          the save has failed before its fence
+#   DRAINING   FREE       ArenaPool.release          nobody reads the image any more
 
 Memory is mapped once and touched once, because the first touch of a page costs ten times as much as a copy into it. It
 grows without moving what is touched, and stays with the process between saves and between Savers. What it holds of
@@ -37,6 +39,7 @@ class Pinner(Protocol):
 
 class ArenaState(Enum):
     FREE = "free"
+    PREPARING = "preparing"
     FILLING = "filling"
     DRAINING = "draining"
 
@@ -46,7 +49,6 @@ class Arena:
 
     def __init__(self) -> None:
         self.state = ArenaState.FREE
-        self.is_being_prepared = False
         self.is_lent = False
         self.contents: ArenaContents | None = None
         self.filled_at = 0
@@ -61,7 +63,7 @@ class Arena:
         return self._memory.address
 
     def view(self) -> U8:
-        """The whole region as bytes; dead after the next `ensure`."""
+        """Return the whole region as bytes; dead after the next `ensure`."""
         return self._memory.view()
 
     def ensure(self, bytes: int, *, threads: int = 0) -> None:
@@ -87,7 +89,7 @@ class Arena:
         return self.address + begin, end - begin
 
     def pinned_bytes_with(self, begin: int, end: int) -> int:
-        """How much would be pinned after `pin`."""
+        """Return how much would be pinned after `pin`."""
         first, last = self._range_with(begin, end)
         return last - first
 
@@ -119,7 +121,7 @@ class Arena:
         return min(first, self._pinned[0]), max(last, self._pinned[1])
 
     def seal(self) -> None:
-        """The image is complete and will be read from now on."""
+        """Note that the image is complete and will be read from now on."""
         assert self.state is ArenaState.FILLING
         self.filled_at = next(_fillings)
         self.state = ArenaState.DRAINING

@@ -26,7 +26,7 @@ class ChunkBuffers:
 
     @contextmanager
     def borrow(self, bytes: int) -> Iterator[tuple[int, ...]]:
-        """Addresses of the two buffers, touched for `bytes` of use; held until the block ends."""
+        """Yield the addresses of the two buffers, touched for `bytes` of use; held until the block ends."""
         with self._guard:
             if self._memory is None:
                 self._memory = core.map_memory(CHUNKS_COUNT * CHUNK_BYTES)

@@ -2,22 +2,30 @@
 
 A save that does not fit the limit gets no arena (`fits` says so beforehand) and goes the blocking way instead. An arena
 that holds a snapshot which a save can bring up to date is handed to that save; others take it only when they have to.
+
+The default limit is a share of what is free, so that a save never gets the process killed: the smaller of what psutil
+says is available and what the cgroup of this process still allows (version 1 and 2). Arenas that the process holds
+count as free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
 
 from asyncckpt.errors import DeadlineError
 from asyncckpt.options import HEADROOM_BYTES_MAX
 from asyncckpt.staging.arena import Arena, ArenaState
-from asyncckpt.staging.limits import default_limit_bytes
 
 ARENAS_COUNT_MAX = 2
+DEFAULT_SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,9 @@ class ArenaPool:
         return sum(arena.touched_bytes for arena in self._arenas)
 
     def fits(self, bytes: int, *, limit_bytes: int | None) -> bool:
-        """Whether a snapshot of `bytes` can be staged within the limit (None: the default share of free memory)."""
+        """Return whether a snapshot of `bytes` fits the limit (None: the default share of free memory)."""
         with self._changed:
-            free = [a.touched_bytes for a in self._arenas if a.state is ArenaState.FREE or a.is_being_prepared]
+            free = [a.touched_bytes for a in self._arenas if a.state in (ArenaState.FREE, ArenaState.PREPARING)]
         # The largest free arena is grown; the other ones stay as they are.
         reused = max(free, default=0)
         if limit_bytes is None and bytes <= reused:
@@ -53,7 +61,7 @@ class ArenaPool:
 
     def _may_add(self, bytes: int, limit_bytes: int | None) -> bool:
         held = self.held_bytes
-        return held + bytes <= (default_limit_bytes(held_bytes=held) if limit_bytes is None else limit_bytes)
+        return held + bytes <= (_default_limit_bytes(held) if limit_bytes is None else limit_bytes)
 
     def acquire(
         self,
@@ -91,11 +99,11 @@ class ArenaPool:
         with self._changed:
             arena = self._take(bytes, layout=layout)
             if arena is not None:
-                arena.is_being_prepared = True
+                arena.state = ArenaState.PREPARING
             return arena
 
     def _take(self, bytes: int, *, layout: object = None, may_add: Callable[[], bool] = lambda: False) -> Arena | None:
-        """Under the lock: a free arena, the smallest that suffices, else the largest, else a new one.
+        """Return a free arena, the smallest that suffices, else the largest, else a new one. Under the lock.
 
         One whose contents the save can use comes first, one with contents of use to others last: rather than that, a
         second one is made, if there may_add be one.
@@ -103,7 +111,8 @@ class ArenaPool:
         free = [arena for arena in self._arenas if arena.state is ArenaState.FREE]
         usable = [arena for arena in free if arena.contents is not None and arena.contents.layout is layout]
         plain = [arena for arena in free if arena.contents is None]
-        has_room = self._own_count() < ARENAS_COUNT_MAX and not any(item.is_being_prepared for item in self._arenas)
+        is_preparing = any(item.state is ArenaState.PREPARING for item in self._arenas)
+        has_room = self._own_count() < ARENAS_COUNT_MAX and not is_preparing
         if usable:
             arena = max(usable, key=lambda item: item.filled_at)  # Least has been written since.
         elif plain:
@@ -119,7 +128,7 @@ class ArenaPool:
         return arena
 
     def touch_ahead(self, arena: Arena, bytes: int, *, limit_bytes: int | None) -> None:
-        """In the background: see that an image somewhat larger than `bytes` fits, for tables grow between saves.
+        """Make room for an image somewhat larger than `bytes`, in the background: tables grow between saves.
 
         Does nothing while half of that room is left, so it touches memory once in many saves.
         """
@@ -139,7 +148,7 @@ class ArenaPool:
         """Give an arena back and wake a waiter; from any thread, also from within a garbage collection."""
         with self._changed:
             arena.state = ArenaState.FREE
-            arena.is_being_prepared = arena.is_lent = False
+            arena.is_lent = False
             if self._own_count() > ARENAS_COUNT_MAX:  # It was lent, and others came in its place.
                 self._arenas.remove(arena)
                 arena.close()
@@ -153,12 +162,12 @@ class ArenaPool:
             self._changed.notify()
 
     def pinned_bytes(self) -> int:
-        """Of all arenas together."""
+        """Return the pinned bytes of all arenas together."""
         with self._changed:
             return sum(arena.pinned[1] for arena in self._arenas)
 
     def forget(self, layout: object) -> None:
-        """Nobody will bring snapshots of this layout up to date any more."""
+        """Forget which arenas hold snapshots of this layout: nobody will bring them up to date any more."""
         with self._changed:
             for arena in self._arenas:
                 if arena.contents is not None and arena.contents.layout is layout:
@@ -190,11 +199,44 @@ def _best(arenas: list[Arena], bytes: int) -> Arena:
     return max(arenas, key=lambda item: item.touched_bytes)
 
 
+def _default_limit_bytes(held_bytes: int) -> int:
+    """Return the bytes that all arenas together may take now."""
+    available = psutil.virtual_memory().available
+    cgroup = _cgroup_free_bytes()
+    free = available if cgroup is None else min(available, cgroup)
+    return int((free + held_bytes) * DEFAULT_SHARE)
+
+
+def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return what is left below the tightest memory limit of our cgroups; None without any."""
+    frees = []
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                frees += _walk_up(root, path, limit="memory.max", usage="memory.current")
+            elif "memory" in controllers.split(","):
+                frees += _walk_up(root / "memory", path, limit="memory.limit_in_bytes", usage="memory.usage_in_bytes")
+    return min(frees, default=None)
+
+
+def _walk_up(root: Path, path: str, *, limit: str, usage: str) -> list[int]:
+    """Return the free bytes below the limit of a cgroup and of each of its parents, if visible in a container."""
+    frees = []
+    folder = root / path.lstrip("/")
+    while folder == root or root in folder.parents:
+        with contextlib.suppress(OSError, ValueError):
+            # "max" is no number and so no limit.
+            frees.append(max(0, int((folder / limit).read_text()) - int((folder / usage).read_text())))
+        folder = folder.parent
+    return frees
+
+
 pool = ArenaPool()
 
 
 def _forget_in_child() -> None:
-    """Arena memory is not inherited by forked children; the child starts without."""
+    """Start without arenas in a forked child, which does not inherit their memory."""
     global pool
     pool._arenas = []
     pool._changed = threading.Condition()

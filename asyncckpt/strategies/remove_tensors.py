@@ -36,6 +36,7 @@ from asyncckpt.model.table import Role
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.target import ShardTarget
 from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 
 
@@ -138,7 +139,8 @@ def _write(
 ) -> Draft:
     """Copy what stays into new shard files; returns what the manifest is made of."""
     with ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=Progress()) as reader:
-        own = copy_blocks(remaining.blocks, reader, transaction, rank=0, options=options, progress=Progress())
+        target = ShardTarget(transaction.folder, transaction.attempt, options, Progress())
+        own = copy_blocks(remaining.blocks, reader, target, rank=0)
     was = manifest.head
     head = transaction.head(created=was.created, files=own.files, values=remaining.values, metadata=was.metadata)
     return Draft(head, render_body([], remaining.tree, own.blocks), own.digests)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.staging.limits import _cgroup_free_bytes
-from asyncckpt.staging.pool import pool
+from asyncckpt.staging.pool import _cgroup_free_bytes, pool
 from tests.end_to_end.state import State, load_image
 
 

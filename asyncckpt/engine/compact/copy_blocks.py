@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncckpt.commit.transaction import Transaction
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.model.block import BlockSpec, PlacedBlock
-from asyncckpt.native import I64, U8, Progress, core, paged
-from asyncckpt.options import CHUNK_BYTES, SaveOptions
+from asyncckpt.native import I64, U8, core, paged
+from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.plan.image import plan_image
 from asyncckpt.shard.reader import ChainReader
@@ -36,17 +35,9 @@ class CopiedBlocks:
     digests: U8
 
 
-def copy_blocks(
-    copies: Sequence[BlockCopy],
-    reader: ChainReader,
-    transaction: Transaction,
-    *,
-    rank: int,
-    options: SaveOptions,
-    progress: Progress,
-) -> CopiedBlocks:
+def copy_blocks(copies: Sequence[BlockCopy], reader: ChainReader, target: ShardTarget, *, rank: int) -> CopiedBlocks:
     """Write the shard files of one rank. Every stored block is verified on the way: CorruptError."""
-    image = plan_image([copy.spec for copy in copies], parallel=options.parallel, rank=rank)
+    image = plan_image([copy.spec for copy in copies], parallel=target.options.parallel, rank=rank)
     sources = [stored_source(reader, copy.number, copy.rows) for copy in copies]
     # Buffers of its own: those of saves are held by a save for as long as it takes.
     size = min(CHUNK_BYTES, max(paged(file.bytes) for file in image.files))
@@ -55,7 +46,7 @@ def copy_blocks(
         files, digests = stream_sources(
             image,
             sources,
-            ShardTarget(transaction.folder, transaction.attempt, options, progress),
+            target,
             buffers=(memory.address, memory.address + size),
             writer=IdleEndingThreads("asyncckpt-copy", 1),
         )

@@ -14,7 +14,7 @@ import numpy as np
 from asyncckpt.engine.compact.copy_blocks import BlockCopy
 from asyncckpt.errors import SaveCancelledError, UnsupportedError
 from asyncckpt.format.manifest import Chain, RankPart
-from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.native import I64, Progress
 from asyncckpt.plan.stored_tables import StoredShard, stored_tables
@@ -77,32 +77,36 @@ def _copies_of_shard(stored: StoredShard, reader: ChainReader) -> tuple[list[Blo
         layer.rows_count if rows is None else len(rows) for layer, rows in zip(stored.layers, chosen, strict=True)
     )
     copies: list[BlockCopy] = []
-    for column, numbers in stored.layers[0].columns.items():
-        parts: list[BlockCopy] = []
-        for layer, rows in zip(stored.layers, chosen, strict=True):
-            parts += _copies_of_column(layer.columns.get(column, ()), rows, reader)
-        copies += _placed(parts or [_no_rows(numbers[0], reader)], rows_count)
+    for column in stored.layers[0].columns:
+        copies += _placed(copies_of_column(stored, column, chosen, reader), rows_count)
     return copies, rows_count
 
 
-def _copies_of_column(numbers: Sequence[int], rows: I64 | None, reader: ChainReader) -> Iterator[BlockCopy]:
-    """Return what is needed of the blocks of one column of one layer; nothing of those without a chosen row."""
-    for number, spec in in_row_order(numbers, reader):
-        mine = None if rows is None else within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
-        if mine is not None and len(mine) == spec.shape[0]:
-            mine = None
-        if spec.shape[0] and (mine is None or len(mine)):
-            yield BlockCopy(number=number, rows=mine, spec=copied_spec(spec, mine))
+def copies_of_column(
+    stored: StoredShard, column: str, chosen: Sequence[I64 | None], reader: ChainReader
+) -> list[BlockCopy]:
+    """Return what is needed of the blocks of a column, at least one: the newest layer first, in the order of rows.
+
+    chosen: of every layer, the positions of its rows that count, ascending; None: all of them.
+    """
+    copies = []
+    for layer, rows in zip(stored.layers, chosen, strict=True):
+        specs = [(number, reader.block(number).placed.spec) for number in layer.columns[column]]
+        for number, spec in sorted(specs, key=lambda item: item[1].row_begin):
+            mine = None if rows is None else _within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
+            if mine is not None and len(mine) == spec.shape[0]:
+                mine = None
+            if spec.shape[0] and (mine is None or len(mine)):
+                copies.append(BlockCopy(number=number, rows=mine, spec=copied_spec(spec, mine)))
+    if not copies:
+        number, none = stored.layers[0].columns[column][0], np.empty(0, dtype=np.int64)
+        spec = copied_spec(reader.block(number).placed.spec, none)
+        copies.append(BlockCopy(number=number, rows=none, spec=spec))
+    return copies
 
 
-def _no_rows(number: int, reader: ChainReader) -> BlockCopy:
-    """Return the block of a column without rows."""
-    rows = np.empty(0, dtype=np.int64)
-    return BlockCopy(number=number, rows=rows, spec=copied_spec(reader.block(number).placed.spec, rows))
-
-
-def within(rows: I64, begin: int, end: int) -> I64:
-    """Return those of ascending positions that lie in [begin, end), counted from begin."""
+def _within(rows: I64, begin: int, end: int) -> I64:
+    """Return those of ascending positions that are in [begin, end), counted from begin."""
     low, high = np.searchsorted(rows, [begin, end])
     return rows[low:high] - begin
 
@@ -119,7 +123,7 @@ def _placed(parts: Sequence[BlockCopy], rows_count: int) -> Iterator[BlockCopy]:
 
 
 def layers_that_count(stored: StoredShard, reader: ChainReader) -> list[I64 | None]:
-    """For every layer, newest first, the positions of its rows that count, ascending; None: all of them.
+    """Return the positions of the rows that count of every layer, newest first, ascending; None: all of them.
 
     Takes 8 bytes for each id of all layers, and an id map over those of all layers but the oldest.
     """
@@ -135,9 +139,3 @@ def layers_that_count(stored: StoredShard, reader: ChainReader) -> list[I64 | No
     ]
     ids.run()
     return newest_rows(layers, owner=f"table {stored.name!r}")
-
-
-def in_row_order(numbers: Sequence[int], reader: ChainReader) -> list[tuple[int, BlockSpec]]:
-    """Return the blocks of a column, each with its number."""
-    specs = [(number, reader.block(number).placed.spec) for number in numbers]
-    return sorted(specs, key=lambda item: item[1].row_begin)

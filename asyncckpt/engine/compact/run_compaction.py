@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.claims import Claim, claims
+from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_step
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.transaction import Commits, Transaction
@@ -34,6 +34,7 @@ from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.target import ShardTarget
 
 
 def run_compaction(
@@ -42,7 +43,7 @@ def run_compaction(
     *,
     options: SaveOptions,
     progress: Progress,
-    may_commit: Callable[[], bool] | None = None,
+    may_commit: Callable[[], bool] = lambda: True,
 ) -> SaveResult:
     """Compact a step (default: the newest) and return when that is durable. Needs no save lock.
 
@@ -62,9 +63,15 @@ def run_compaction(
         if chain.newest.head.kind == "full":
             return SaveResult(step=step, kind="full", path=root.path, skipped=True, seconds=time.perf_counter() - begun)
         try:
-            folded, bytes_written = _compact(
-                commits, chain, claim, options=options, progress=progress, may_commit=may_commit
-            )
+            with ChainReader(root.data, chain, threads=1, verify=True, progress=Progress()) as reader:
+                folded = fold_chain(chain, reader, progress)
+                reader.verify = False  # From here blocks are read by windows, and their sources verify them.
+                with Transaction.begin(commits, claim) as transaction:
+                    target = ShardTarget(transaction.folder, transaction.attempt, options, progress)
+                    draft = _write(chain, folded, reader, transaction, target)
+                    if progress.cancelled or not may_commit():
+                        raise SaveCancelledError(f"compaction of step {step} was cancelled")
+                    published = background.run(lambda: transaction.commit(draft), "a compaction")
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, step) from error
     return SaveResult(
@@ -73,44 +80,15 @@ def run_compaction(
         path=root.path,
         seconds=time.perf_counter() - begun,
         bytes_logical=sum(part.bytes for part in folded),
-        bytes_written=bytes_written,
+        bytes_written=published.manifest_bytes + sum(file.bytes for file in draft.whole_head.files),
     )
 
 
-def _compact(
-    commits: Commits,
-    chain: Chain,
-    claim: Claim,
-    *,
-    options: SaveOptions,
-    progress: Progress,
-    may_commit: Callable[[], bool] | None,
-) -> tuple[list[FoldedPart], int]:
-    with ChainReader(commits.root.data, chain, threads=1, verify=True, progress=Progress()) as reader:
-        folded = fold_chain(chain, reader, progress)
-        reader.verify = False  # From here blocks are read by windows, and their sources verify them.
-        with Transaction.begin(commits, claim) as transaction:
-            draft = _write(chain, folded, reader, transaction, options=options, progress=progress)
-            if progress.cancelled or (may_commit is not None and not may_commit()):
-                raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
-            published = background.run(lambda: transaction.commit(draft), "a compaction")
-    return folded, published.manifest_bytes + sum(file.bytes for file in draft.whole_head.files)
-
-
 def _write(
-    chain: Chain,
-    folded: Sequence[FoldedPart],
-    reader: ChainReader,
-    transaction: Transaction,
-    *,
-    options: SaveOptions,
-    progress: Progress,
+    chain: Chain, folded: Sequence[FoldedPart], reader: ChainReader, transaction: Transaction, target: ShardTarget
 ) -> Draft:
-    """Write the shard files of all ranks; returns what the manifest is made of."""
-    written = [
-        copy_blocks(part.copies, reader, transaction, rank=part.was.rank, options=options, progress=progress)
-        for part in folded
-    ]
+    """Write the shard files of all ranks; return what the manifest is made of."""
+    written = [copy_blocks(part.copies, reader, target, rank=part.was.rank) for part in folded]
     bodies = [_body(part, own, reader) for part, own in zip(folded, written, strict=True)]
     was = chain.newest.head
     head = transaction.head(
@@ -153,20 +131,15 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
         future.skip()
         return future
 
-    def work() -> None:
-        try:
-            future.enter(FutureState.WRITING)
-            result = run_compaction(
-                target.commits,
-                chosen,
-                options=target.options,
-                progress=future.native_progress,
-                may_commit=lambda: future.enter(FutureState.COMMITTING),
-            )
-        except BaseException as error:
-            future.fail(error)
-        else:
-            future.resolve(result, FutureState.COMMITTED)
+    def work() -> SaveResult:
+        future.enter(FutureState.WRITING)
+        return run_compaction(
+            target.commits,
+            chosen,
+            options=target.options,
+            progress=future.native_progress,
+            may_commit=lambda: future.enter(FutureState.COMMITTING),
+        )
 
-    rewriters.submit(work)
+    rewriters.submit(future.end_with, work)
     return future

@@ -22,7 +22,7 @@ import torch
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.compact.fold import in_row_order, layers_that_count, within
+from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
 from asyncckpt.engine.follow.load_update import can_take, load_update, read_removed
 from asyncckpt.engine.load.run_load import metadata_of
@@ -211,17 +211,12 @@ def _is_change_of(chain: Chain, seen: SeenStep) -> bool:
 
 def _read_column(change: StoredTable, column: str, chosen: list[list[I64 | None]], reader: ChainReader) -> torch.Tensor:
     parts = []
-    stacks = (
-        (layer, rows)
-        for shard, own in zip(change.shards, chosen, strict=True)
-        for layer, rows in zip(shard.layers, own, strict=True)
-    )
-    for layer, rows in stacks:
-        for number, spec in in_row_order(layer.columns.get(column, ()), reader):
-            mine = None if rows is None else within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
+    for shard, own in zip(change.shards, chosen, strict=True):
+        for copy in copies_of_column(shard, column, own, reader):
+            spec = reader.block(copy.number).placed.spec
             raw = np.empty(spec.bytes, dtype=np.uint8)
-            reader.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
+            reader.add(copy.number, raw.ctypes.data, begin=0, bytes=spec.bytes)
             reader.run()
             values = decode(raw, spec)
-            parts.append(values if mine is None else values[torch.from_numpy(mine)])
+            parts.append(values if copy.rows is None else values[torch.from_numpy(copy.rows)])
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -78,7 +78,7 @@ class Background:
                 self._wake()
 
     def withdraw(self, job: Job) -> bool:
-        """After an interrupted or failed `submit`: False when the job has begun, or knows that it is lost."""
+        """Take back a job after an interrupted or failed `submit`; False when it has begun or knows that it is lost."""
         with self._guard:
             if job in self._jobs:
                 self._jobs.remove(job)
@@ -173,7 +173,7 @@ background = Background()
 
 
 def check_may_wait(what: str, *pools: IdleEndingThreads) -> None:
-    """UsageError on the threads that run saves, filters and callbacks: what they wait for needs them.
+    """Raise UsageError on the threads that run saves, filters and callbacks: what they wait for needs them.
 
     pools: on which else it runs.
     """
@@ -190,7 +190,7 @@ async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any)
 
 @contextmanager
 def short_handovers() -> Iterator[None]:
-    """Have waits for the interpreter lock end within HANDOVER_S_MAX; one thread of the process at a time.
+    """Let waits for the interpreter lock end within HANDOVER_S_MAX; one thread of the process at a time.
 
     A save takes the lock some forty times, for moments, and a trainer that runs nothing but bytecode gives it up only
     after the switch interval, 5 ms by default: together a fifth of a second, in which the disk has nothing to do. The

@@ -163,7 +163,7 @@ class CheckpointFuture(Generic[T]):
                 self._waiters_count -= 1
 
     def _check_can_end(self) -> None:
-        """UsageError where a wait would have no end."""
+        """Raise UsageError where a wait would have no end."""
         if self.done():
             return
         check_may_wait(self._what, *self._pools)
@@ -193,6 +193,15 @@ class CheckpointFuture(Generic[T]):
         self._staged.set()
         self._inner.set_exception(error)
 
+    def end_with(self, work: Callable[[], T]) -> None:
+        """Do the work here, and resolve with its result or fail with its error."""
+        try:
+            result = work()
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.resolve(result)
+
     def take_unclaimed_error(self) -> BaseException | None:
         """Return the error if nobody has got it yet, once; None while somebody waits for it."""
         with self._guard:
@@ -216,8 +225,9 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         stream: a torch.cuda.Stream. The host does not wait. Needed for streams that change the state and that the Saver
         does not know.
         """
-        if self._pending is not None:
-            self._pending.fence(stream)
+        pending = self._pending  # The background takes it away when the copies are done.
+        if pending is not None:
+            pending.fence(stream)
 
     # -- for the engine ------------------------------------------------------------------------------------------
 
@@ -230,13 +240,13 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         self.resolve(result, FutureState.SKIPPED)
 
     def expect_copies(self, pending: Pending) -> None:
-        """Devices still copy the state."""
+        """Note that devices still copy the state."""
         self._pending = pending
         if pending.devices:
             self._staged.clear()
 
     def mark_staged(self) -> None:
-        """They have done so."""
+        """Note that they have ended."""
         self._pending = None
         self._staged.set()
 
@@ -246,7 +256,7 @@ class LoadFuture(CheckpointFuture[LoadReport]):
 
 
 def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException:
-    """An error of the system that passed no door, as one of this library; others as they are."""
+    """Return an error of the system as one of this library, others as they are."""
     save = "the save" if step is None else f"the save of step {step}"
     if isinstance(error, MemoryError):
         wrapped = IOFailedError(f"{save} ran out of memory", hint="lower host_memory_limit, or use save()")
@@ -289,23 +299,21 @@ class OpenErrors:
             if not self._futures:
                 _reporters.discard(self)
 
-    def in_flight(self) -> list[CheckpointFuture[Any]]:
-        with self._guard:
-            return [future for future in self._futures if not future.done()]
-
     def wait(self, timeout: float) -> None:
         """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
-        for future in self.in_flight():
+        with self._guard:
+            in_flight = [future for future in self._futures if not future.done()]
+        for future in in_flight:
             future._check_can_end()
         until = time.monotonic() + timeout
-        for future in self.in_flight():
+        for future in in_flight:
             try:
                 future._inner.exception(max(0.0, until - time.monotonic()))
             except concurrent.futures.TimeoutError:  # Until Python 3.11 another one than the builtin.
                 raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
 
     def forget(self) -> None:
-        """In a forked child, leave these to the parent."""
+        """Leave these to the parent, in a forked child."""
         self._guard = threading.Lock()
         self._futures = []
 

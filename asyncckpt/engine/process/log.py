@@ -14,6 +14,6 @@ def log_warning(message: str, *values: object) -> None:
 
 
 def log_exception(message: str, *values: object) -> None:
-    """The same with the exception that is being handled."""
+    """Log a warning with the exception that is being handled."""
     with contextlib.suppress(Exception):
         _log.exception(message, *values)

@@ -85,7 +85,7 @@ class SaveLock:
             self._changed.notify_all()
 
     def in_flight(self) -> list[Ticket]:
-        """Tickets held now, oldest first."""
+        """Return the tickets held now, oldest first."""
         with self._changed:
             return list(self._held)
 

@@ -131,7 +131,7 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
 def _staged_in_place(
     plan: BoxPlan, tensors: Sequence[torch.Tensor], begins: U64
 ) -> tuple[LentArena | None, NDArray[np.bool_]]:
-    """The arena that tensors at these addresses were staged in for this plan, and the blocks that are not in place.
+    """Return the arena in which these tensors were staged for this plan, and which blocks are not in place.
 
     None when one of those cannot be copied to its place by the host, or another tensor is there.
     """
@@ -166,7 +166,7 @@ def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
 
 
 def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The rows of every block."""
+    """Yield the rows of every block."""
     for placed, number in zip(plan.image.blocks, plan.pieces.tensor.tolist(), strict=True):
         tensor, box, spec = tensors[number].detach(), plan.boxes[number], placed.spec
         first = spec.row_begin - box.row_begin

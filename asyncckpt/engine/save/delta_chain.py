@@ -33,7 +33,7 @@ class TableLink:
     fingerprints: RowFingerprints | None
 
     def is_of(self, schema: TableSchema, shard: tuple[int, int]) -> bool:
-        """Whether rows of a table like that can be laid over this one."""
+        """Return whether rows of a table like that can be laid over this one."""
         return self.schema == schema and self.shard == shard
 
 

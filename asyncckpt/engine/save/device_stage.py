@@ -27,7 +27,7 @@ from asyncckpt.staging.pool import pool
 
 
 def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> HostCopies:
-    """An empty list of copies for one save."""
+    """Return an empty list of copies for one save."""
     found = runtime()
     return HostCopies(
         found,
@@ -82,13 +82,13 @@ class StepFences:
             weakref.finalize(self, handle.remove).atexit = False
 
     def memory(self) -> U64:
-        """(address, bytes) of all tensors that only steps change, uint64 [n, 2]."""
+        """Return (address, bytes) of all tensors that only steps change, uint64 [n, 2]."""
         tensors = [tensor for item in self._optimizers for tensor in _tensors(item) if not tensor.is_meta]
         found = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         return np.array(found, dtype=np.uint64).reshape(-1, 2)
 
     def expect(self, pending: Pending) -> None:
-        """The next step waits for these copies, on the device."""
+        """Let the next step wait for these copies, on the device."""
         self._pending = [item for item in self._pending if item.devices]
         if self._optimizers and pending.devices:
             self._pending.append(pending)
@@ -108,7 +108,7 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What a DTensor holds on this rank."""
+    """Return what a DTensor holds on this rank."""
     local = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(local, torch.Tensor)
     return local

@@ -82,7 +82,7 @@ def table_facts(job: SaveJob, blocks: Sequence[StagedBlock]) -> dict[str, TableF
 
 
 def staged_tables(job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections) -> list[StagedTable]:
-    """All tables of this rank: those in regions, then those of the blocks."""
+    """Return all tables of this rank: those in regions, then those of the blocks."""
     left_out = () if job.by_peers is None else job.by_peers.tables
     regions = [_from_region(job, table, selections) for table in job.captured if table.facts.name not in left_out]
     columns: dict[str, dict[str, list[StagedBlock]]] = {}
@@ -132,7 +132,6 @@ def _from_plan(job: SaveJob, facts: TableFacts, columns: Sequence[list[StagedBlo
 
 
 def _column(blocks: Sequence[StagedBlock]) -> StagedColumn:
-    """Join the parts of a column."""
     blocks = sorted(blocks, key=lambda block: block.spec.row_begin)
     spec = blocks[0].spec
     if spec.whole_shape is not None:

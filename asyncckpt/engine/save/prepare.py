@@ -5,7 +5,7 @@ it for devices takes long too.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import check_may_wait, workers
@@ -13,13 +13,11 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.device_stage import pin
 from asyncckpt.engine.save.save_job import SaveTarget
-from asyncckpt.engine.save.stage_choice import choose_stage
+from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeadlineError
 from asyncckpt.model.abilities import is_overlaid
-from asyncckpt.plan.regions import Regions
-from asyncckpt.plan.save_plan import CutTable, SavePlan
-from asyncckpt.plan.state import FlatState
+from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.staging.pool import pool
 
 
@@ -43,21 +41,19 @@ class PrepareFuture:
 
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
-    """Make the plan now (on the caller's thread, for it reads the live state), touch the arena on a worker."""
+    """Make the plan now, on the caller's thread, because it reads the live state; touch the arena on a worker."""
     cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
-        choice = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))
+        stage = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))
         found = runtime()
-        begin, end = (0, 0) if found is None else _device_extent(choice.plan, cut.flat, cut.tables, choice.regions)
+        extents = [] if found is None else list(_device_extents(stage, cut))
     finally:
-        cut.fence()
-        cut.end(ok=False)
+        cut.give_up()
 
-    size, limit = choice.arena_bytes, target.options.host_memory_limit
+    size, limit = stage.arena_bytes, target.options.host_memory_limit
     # A save in flight has the arena already; and what does not fit will not be staged.
-    to_do = not save_lock.in_flight() and choice.fallback is None
-    layout = choice.regions if target.options.refreshes and choice.regions.bytes else None
-    arena = pool.take_to_prepare(size, layout=layout) if to_do else None
+    to_do = not save_lock.in_flight() and stage.fallback is None
+    arena = pool.take_to_prepare(size, layout=stage.layout) if to_do else None
 
     def touch() -> None:
         if arena is None:
@@ -66,7 +62,8 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             arena.ensure(size)
             if target.tables:
                 pool.touch_ahead(arena, size, limit_bytes=limit)
-            if found is not None and begin < end:
+            if found is not None and extents:
+                begin, end = min(begin for begin, _ in extents), max(end for _, end in extents)
                 pin(arena, begin, end, found, limit_bytes=target.options.device.pinned_memory_limit)
         finally:
             pool.release(arena)
@@ -79,13 +76,9 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
         raise
 
 
-def _device_extent(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions: Regions) -> tuple[int, int]:
-    """The bytes [begin, end) of the arena between which devices will write; (0, 0): none. Before the fence."""
-    found = list(_extents(plan, flat, cuts, regions))
-    return min((begin for begin, _ in found), default=0), max((end for _, end in found), default=0)
-
-
-def _extents(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions: Regions) -> Iterator[tuple[int, int]]:
+def _device_extents(stage: StageChoice, cut: Cut) -> Iterator[tuple[int, int]]:
+    """Yield the bytes [begin, end) of the arena that devices will write. Before the fence."""
+    plan, regions, cuts = stage.plan, stage.regions, cut.tables
     for region in regions.tables:
         for name, column in region.columns.items():
             if _is_on_device(cuts[region.table], name):
@@ -93,7 +86,7 @@ def _extents(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions:
     for pieces in plan.on_devices.values():
         ends = pieces.place + pieces.bytes
         yield regions.bytes + int(pieces.place.min()), regions.bytes + int(ends.max())
-    numbers = [number for number in plan.foreign if device_of(flat.held[plan.sources[number].tensor]) is not None]
+    numbers = [number for number in plan.foreign if device_of(cut.flat.held[plan.sources[number].tensor]) is not None]
     numbers += [number for number, (table, column) in plan.columns.items() if _is_on_device(cuts[table], column)]
     for number in numbers:
         begin = regions.bytes + int(plan.image.offsets[number])
@@ -105,6 +98,6 @@ def _extents(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable], regions:
 
 
 def _is_on_device(item: CutTable, column: str) -> bool:
-    """Whether either level of a column is on a device."""
+    """Return whether either level of a column is on a device."""
     cached = item.cut.cached_column(column) if is_overlaid(item.cut) else None
     return any(level is not None and device_of(level) is not None for level in (item.cut.column(column), cached))

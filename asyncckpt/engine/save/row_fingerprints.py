@@ -1,11 +1,11 @@
-"""Rows compared with those of the last committed checkpoint, by a print of each; in the background, on the snapshot.
+"""Compare rows with those of the last committed checkpoint by their fingerprints, in the background, on the snapshot.
 
     the table        the Saver          what for
     without marks    makes deltas       a delta writes the rows that have changed, and removes the ids that are gone
     with marks       audits its tables  rows that have changed without a mark are reported, and written in a delta too
 
-Prints of all rows are taken at every staged save and kept when it commits; of tables in regions only, whose rows lie in
-plain memory.
+Fingerprints of all rows are taken at every staged save and kept when it commits; of tables in regions only, whose rows
+are in plain memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Selections:
 
 
 def select_rows(job: SaveJob) -> Selections:
-    """Print the tables that are to be compared, compare them, and choose the rows that a delta writes of them."""
+    """Fingerprint the rows of the tables that are compared, and choose those that a delta writes."""
     rows: dict[int, Selection] = {}
     fingerprints: dict[str, RowFingerprints] = {}
     missed: dict[str, tuple[int, ...]] = {}

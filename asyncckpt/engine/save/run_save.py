@@ -50,7 +50,7 @@ async def run_save(job: SaveJob) -> None:
 
 
 def _touch_ahead(job: SaveJob) -> None:
-    """Tables grow: let the next save find its memory touched, rather than pay for that in its stall."""
+    """Touch memory into which tables may grow, so that the next save does not pay for it in its stall."""
     staged = job.staged
     if staged is None or not job.target.tables:
         return
@@ -128,7 +128,7 @@ async def _save_alone(job: SaveJob) -> Committed:
 
 
 def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
-    """What the next delta builds upon, now that this save has committed; None: the next save is a full one."""
+    """Return what the next delta builds upon, now that this save has committed; None: the next save is a full one."""
     if committed.parent is None:
         return None
     written = committed.written
@@ -165,7 +165,7 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
 
 
 def start_retention(target: SaveTarget, step: int) -> None:
-    """Let old checkpoints go, on a thread of its own: it delays no save."""
+    """Remove old checkpoints on a thread of its own, so that it delays no save."""
     if target.options.keep_latest is not None:
         try:
             target.memory.retention = retainer.submit(_retain, target, step)

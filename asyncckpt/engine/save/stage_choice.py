@@ -35,13 +35,15 @@ NO_REGIONS = Regions(tables=(), bytes=0)
 
 @dataclass(frozen=True)
 class StageChoice:
-    """The plan of a save and its regions, which lie before it in the arena.
+    """The plan of a save and its regions, which are before it in the arena.
 
-    `fallback` says why it cannot be staged, None when it can.
+    layout    the regions, if a later save may bring them up to date
+    fallback  why it cannot be staged; None when it can
     """
 
     plan: SavePlan
     regions: Regions = NO_REGIONS
+    layout: Regions | None = None
     fallback: str | None = None
 
     @property
@@ -50,7 +52,7 @@ class StageChoice:
 
 
 def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
-    """Choose for a save that would rather not block."""
+    """Choose for a save that shall not block."""
     host_level, limit = target.options.device.host_level, target.options.host_memory_limit
     if host_level != "first_touch":
         last = _stage(target, cut, choice, deferred=())
@@ -62,8 +64,13 @@ def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
         if pool.fits(last.arena_bytes, limit_bytes=limit):
             return last
     shown = "a share of what is available" if limit is None else f"{limit} bytes"
-    why = f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})"
-    return StageChoice(target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers), fallback=why)
+    return unstaged(target, cut, f"a snapshot of {last.arena_bytes} bytes does not fit the host memory limit ({shown})")
+
+
+def unstaged(target: SaveTarget, cut: Cut, fallback: str | None = None) -> StageChoice:
+    """Return the choice to write the live state while the caller waits."""
+    plan = target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers)
+    return StageChoice(plan, fallback=fallback)
 
 
 def _can_be_left_open(target: SaveTarget, cut: Cut, choice: Choice) -> list[str]:
@@ -103,7 +110,10 @@ def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection
     ]
     if not wishes:
         return StageChoice(plan)
-    return StageChoice(plan, target.memory.regions.regions(wishes) if choice.base is None else plan_regions(wishes))
+    if choice.base is not None:
+        return StageChoice(plan, plan_regions(wishes))
+    regions = target.memory.regions.regions(wishes)
+    return StageChoice(plan, regions, regions if target.options.refreshes and regions.bytes else None)
 
 
 def _is_plain(item: CutTable) -> bool:

@@ -52,7 +52,7 @@ class Places:
     image: ImagePlan | None = None
 
     def fit(self, sizes: I64, itemsizes: I64) -> bool:
-        """Whether they are for tensors like these."""
+        """Return whether they are for tensors like these."""
         return np.array_equal(sizes, self.sizes) and np.array_equal(itemsizes, self.itemsizes)
 
 
@@ -115,7 +115,7 @@ class StagedTensors:
             raise
 
     def _lend(self, lent: LentArena) -> torch.Tensor:
-        """The bytes of an arena, for as long as anything uses them."""
+        """Return the bytes of an arena, for as long as anything uses them."""
         lent.arena.seal()
         pool.lend(lent.arena)
         view = lent.arena.view()[: lent.places.bytes]
@@ -175,7 +175,7 @@ def copy_pieces(
 
 
 def lent_arena(begins: U64) -> LentArena | None:
-    """The arena that tensors at these addresses are staged in, or some of them."""
+    """Return the arena in which tensors at these addresses are staged, or some of them."""
     for address, lent in _lent.copy().items():
         if np.any((begins >= address) & (begins < address + lent.places.bytes)):
             return lent
@@ -183,7 +183,7 @@ def lent_arena(begins: U64) -> LentArena | None:
 
 
 def remember_places(image: ImagePlan, pieces: TensorPieces, begins: U64, bytes: I64) -> None:
-    """Tensors that were staged are written at the places of an image: next time they are staged there.
+    """Stage tensors like those that are staged now at their places in an image the next time.
 
     begins, bytes: addresses and sizes of the tensors of the pieces. What is not a staged tensor as a whole, and in one
     piece, gets a place behind the image.

@@ -20,7 +20,7 @@ from asyncckpt.engine.save.delta_chain import ChainLink, Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
-from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
+from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format import limits
@@ -127,10 +127,7 @@ def _begin(
             choice = choose_kind(choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit)
         if choice.base is None:
             claim.parents.clear()
-        if staged:
-            stage = choose_stage(target, cut, choice)
-        else:
-            stage = StageChoice(target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers))
+        stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
         values = cut.values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
@@ -144,8 +141,7 @@ def _begin(
     except BaseException:
         if snapshot is not None:
             snapshot.give_back()
-        cut.fence()
-        cut.end(ok=False)
+        cut.give_up()
         raise
     future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
     if snapshot is not None:
@@ -167,7 +163,7 @@ def _begin(
 
 
 def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
-    """The newest link of the chain. Retention keeps its checkpoint from now on, whatever commits meanwhile."""
+    """Return the newest link of the chain. Retention keeps its checkpoint from now on, whatever commits meanwhile."""
     while True:
         newest = target.memory.newest
         claim.parents[:] = [] if newest is None else [newest.parent.step]
@@ -177,7 +173,7 @@ def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
 
 def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:
     options = target.options
-    layout = stage.regions if choice.base is None and options.refreshes and stage.regions.bytes else None
+    layout = stage.layout
     arena = pool.acquire(
         stage.arena_bytes,
         deadline_s=deadline_s,
@@ -221,7 +217,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
 
 
 def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
-    """What a later save can bring up to date."""
+    """Return what a later save can bring up to date."""
     return {
         table.name: TableContents(version=table.version, places=table.places, fingerprints=table.fingerprints)
         for table in tables

@@ -70,8 +70,7 @@ class Cut:
                     cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
             cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
         except BaseException:
-            cut.fence()
-            cut.end(ok=False)
+            cut.give_up()
             raise
         return cut
 
@@ -82,14 +81,14 @@ class Cut:
         return frozenset() if left_out is None else left_out.leaves
 
     def all_rows(self) -> tuple[TableRows, ...]:
-        """Every table, whole."""
+        """Return every table, whole."""
         return tuple(map(TableRows, range(len(self.tables))))
 
     def values(self) -> tuple[Json, ...]:
         return tuple(encode_value(value, owner="of the state") for value in self.flat.values)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All live tensors: of the dense state, of the storage of tables, of their cache levels. Before the fence."""
+        """Yield all live tensors: the dense ones, the storage of tables, their cache levels. Before the fence."""
         yield from self.flat.held
         for item in self.tables:
             for column in item.schema.columns:
@@ -99,12 +98,17 @@ class Cut:
                     yield cached
 
     def fence(self) -> None:
-        """The live state may change from here; nothing of the user's is held any longer."""
+        """Let the live state change from here; nothing of the user's is held any longer."""
         if not self.fenced:
             self.fenced = True
             self.flat = FlatState()
             for item in self.tables:
                 item.cut.fence()
+
+    def give_up(self) -> None:
+        """End without a save."""
+        self.fence()
+        self.end(ok=False)
 
     def end(self, *, ok: bool) -> None:
         """Let every table know how the save ended."""

@@ -44,7 +44,7 @@ from asyncckpt.storage.directory import Directory
 
 
 def write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
-    """On a worker thread: filter, and write all shard files."""
+    """Filter, and write all shard files. On a worker thread."""
     options = job.target.options
     planned = blocks = None
     if job.target.filter_func is not identity:
@@ -73,7 +73,7 @@ def write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
 
 
 def _has_rows_to_leave_out(job: SaveJob) -> bool:
-    """Whether there are rows to leave out of tables that are not in regions."""
+    """Return whether there are rows to leave out of tables that are not in regions."""
     in_regions = {table.region.table for table in job.captured}
     return any(not chosen.is_whole and chosen.table not in in_regions for chosen in job.choice.tables)
 
@@ -123,7 +123,7 @@ def _drain(job: SaveJob, target: ShardTarget) -> Written:
 
 
 def _in_order(job: SaveJob, facts: Sequence[TableFacts]) -> tuple[TableFacts, ...]:
-    """Tables in the order of the cuts; those that a filter has renamed behind them."""
+    """Return tables in the order of the cuts; those that a filter has renamed behind them."""
     places = {item.name: number for number, item in enumerate(job.cut.tables)}
     return tuple(sorted(facts, key=lambda item: places.get(item.name, len(places))))
 
@@ -170,7 +170,7 @@ def _open_facts(job: SaveJob) -> list[TableFacts]:
 def _choose_rows(
     job: SaveJob, blocks: Sequence[StagedBlock], selections: Selections, check_not_cancelled: Callable[[], None]
 ) -> FilteredState:
-    """Rows left out, columns stored otherwise."""
+    """Leave rows out, and store columns as the row filters want them."""
     state = run_row_filters(
         job.target.filters,
         staged_tables(job, blocks, selections),

@@ -1,0 +1,38 @@
+"""The future of a save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncckpt.devices.host_copies import Pending
+from asyncckpt.engine.process.future import SaveFuture
+
+
+class Fenced(Pending):
+    """Notes who was to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Any] = []
+
+    def fence(self, stream: Any = None) -> None:
+        self.streams.append(stream)
+
+
+class StagedMeanwhile(SaveFuture):
+    """Its copies are done as soon as somebody has looked whether they are."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == "_pending" and found is not None:
+            self.mark_staged()
+        return found
+
+
+def test_a_fence_may_come_when_the_copies_end() -> None:
+    future, pending = StagedMeanwhile(step=1, path=Path("run"), what="save of step 1"), Fenced()
+    future.expect_copies(pending)
+    future.fence("stream")
+    future.fence("later")
+    assert pending.streams == ["stream"]
