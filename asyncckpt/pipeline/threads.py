@@ -27,13 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Current(threading.local):
-    """What the running thread belongs to."""
-
-    pool: IdleEndingThreads | None = None
-
-
-_current = _Current()
+_current = threading.local()  # pool: that of the running thread.
 _pools: weakref.WeakSet[IdleEndingThreads] = weakref.WeakSet()
 
 
@@ -70,7 +64,7 @@ class IdleEndingThreads(Executor):
 
     def is_current_thread(self) -> bool:
         """Return whether the current thread is one of this pool."""
-        return _current.pool is self
+        return getattr(_current, "pool", None) is self
 
     def run_if_own(self, task: _Task[Any]) -> None:
         """Run a task in place if a thread of this pool is about to wait for it and no other one has begun it."""

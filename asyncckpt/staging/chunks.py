@@ -37,13 +37,6 @@ class ChunkBuffers:
                 self._touched = wanted
             yield tuple(self._memory.address + index * CHUNK_BYTES for index in range(CHUNKS_COUNT))
 
-    def trim(self) -> None:
-        """Return the buffers' memory to the system."""
-        with self._guard:
-            if self._memory is not None:
-                self._memory.close()
-                self._memory = None
-
     def forget(self) -> None:
         self._guard = threading.Lock()
         self._memory = None

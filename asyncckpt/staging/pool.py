@@ -79,12 +79,12 @@ class ArenaPool:
         """
         until = time.monotonic() + deadline_s
         with self._changed:
-            while (
-                arena := self._take(bytes, layout=layout, may_add=lambda: self._may_add(bytes, limit_bytes))
-            ) is None:
+            while (arena := self._take(bytes, layout, lambda: self._may_add(bytes, limit_bytes))) is None:
                 before_wait()
-                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                left_s = until - time.monotonic()
+                if left_s <= 0:
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
+                self._changed.wait(left_s)
         try:
             if arena.contents is not None and arena.contents.layout is not layout:
                 arena.contents = None
@@ -97,12 +97,12 @@ class ArenaPool:
     def take_to_prepare(self, bytes: int, *, layout: object = None) -> Arena | None:
         """Take an arena only to touch it ahead of a save and release it; None when none is free."""
         with self._changed:
-            arena = self._take(bytes, layout=layout)
+            arena = self._take(bytes, layout, lambda: False)
             if arena is not None:
                 arena.state = ArenaState.PREPARING
             return arena
 
-    def _take(self, bytes: int, *, layout: object = None, may_add: Callable[[], bool] = lambda: False) -> Arena | None:
+    def _take(self, bytes: int, layout: object, may_add: Callable[[], bool]) -> Arena | None:
         """Return a free arena, the smallest that suffices, else the largest, else a new one. Under the lock.
 
         One whose contents the save can use comes first, one with contents of use to others last: rather than that, a

@@ -68,6 +68,22 @@ saver.save_async(0)
     saved_and_usable(tmp_path, [0])
 
 
+def test_case_106_exit_that_waits_for_another_commit_names_no_save(tmp_path: Path) -> None:
+    """As that of a compaction, which holds no save lock."""
+    script = """
+from asyncckpt.engine.process.background import Job, background
+
+async def commit():
+    while threading.main_thread().is_alive():
+        await asyncio.sleep(0.01)
+    print("committed")
+
+background.submit(Job(run=commit, fail=print, beside=True))
+"""
+    run = run_script(script, tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "committed\n", "")
+
+
 def test_case_106_error_nobody_asked_for_is_printed_at_exit(tmp_path: Path) -> None:
     script = f"""
 {WAIT_FOR_EXIT}

@@ -85,23 +85,27 @@ def _copies_of_shard(stored: StoredShard, reader: ChainReader) -> tuple[list[Blo
 def copies_of_column(
     stored: StoredShard, column: str, chosen: Sequence[I64 | None], reader: ChainReader
 ) -> list[BlockCopy]:
-    """Return what is needed of the blocks of a column, at least one: the newest layer first, in the order of rows.
+    """Return what is needed of the blocks of a column: the newest layer first, in the order of rows.
+
+    At least one, if the shard has the column, so that its dtype and shape are known.
 
     chosen: of every layer, the positions of its rows that count, ascending; None: all of them.
     """
     copies = []
-    for layer, rows in zip(stored.layers, chosen, strict=True):
-        specs = [(number, reader.block(number).placed.spec) for number in layer.columns[column]]
+    blocks = [layer.columns.get(column, ()) for layer in stored.layers]
+    for numbers, rows in zip(blocks, chosen, strict=True):
+        specs = [(number, reader.block(number).placed.spec) for number in numbers]
         for number, spec in sorted(specs, key=lambda item: item[1].row_begin):
             mine = None if rows is None else _within(rows, spec.row_begin, spec.row_begin + spec.shape[0])
             if mine is not None and len(mine) == spec.shape[0]:
                 mine = None
             if spec.shape[0] and (mine is None or len(mine)):
                 copies.append(BlockCopy(number=number, rows=mine, spec=copied_spec(spec, mine)))
-    if not copies:
-        number, none = stored.layers[0].columns[column][0], np.empty(0, dtype=np.int64)
-        spec = copied_spec(reader.block(number).placed.spec, none)
-        copies.append(BlockCopy(number=number, rows=none, spec=spec))
+    found = next(filter(None, blocks), None)
+    if not copies and found is not None:
+        none = np.empty(0, dtype=np.int64)
+        spec = copied_spec(reader.block(found[0]).placed.spec, none)
+        copies.append(BlockCopy(number=found[0], rows=none, spec=spec))
     return copies
 
 

@@ -3,18 +3,20 @@
 1. Find the oldest step after the last finished one; read its chain and open all files.
 2. It is a delta if its chain contains the last finished step, with one of that step's digests, and only deltas after
    it. Then the layers after that step are the change.
-3. Load: tables that hold the last finished step get the change, others the whole chain.
+3. Load: tables that hold the last finished step get the change, removals first, then rows; others the whole chain.
+   As in every load, no target is touched before the reads begin, and everything has been checked to fit by then.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,20 +26,31 @@ from asyncckpt.commit.discover import committed_steps, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.follow.load_update import can_take, load_update, read_removed
-from asyncckpt.engine.load.run_load import metadata_of
-from asyncckpt.errors import CorruptError, NotFoundError, UsageError
+from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, report_of
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress
 from asyncckpt.plan.contents import contents_of
+from asyncckpt.plan.load_plan import TableLoadPlan, make_load_plan
+from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.snapshot.layer_rows import IdsReader
 
 READ_THREADS = 4
 LOOKS_MAX = 8  # How often to look at a step again if manifests appear or disappear meanwhile.
+
+
+@runtime_checkable
+class RemovesIds(Protocol):
+    """A table that can remove ids."""
+
+    def remove(self, ids: torch.Tensor, /) -> int:
+        """Remove ids, int64 [n]; skip those that are not there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -116,20 +129,54 @@ class OpenUpdate:
         strict: bool,
         progress: Progress,
     ) -> LoadReport:
-        """Bring tables and state to this step. held: the tables of the follower, and the step that each holds."""
+        """Bring tables and state to this step. held: the tables of the follower, and the step that each holds.
+
+        Raises like Loader.load; then the content of the targets is undefined.
+        """
         before = {name: held.pop(name, (None, None)) for name in tables}  # After an error, their content is unknown.
         changes = {
             name: change
             for name, change in self._changes.items()
             if name in tables and before[name][0] is tables[name] and before[name][1] == self.previous
-            if not self._is_whole(name) and can_take(tables[name], change)
+            if not self._is_whole(name) and _can_take(tables[name], change)
         }
         with self._reading(progress) as reader:
-            report = load_update(
-                self.path, self._chain, self._contents, reader, tables, state, changes=changes, strict=strict
-            )
+            report = self._load(tables, state, changes, reader, strict=strict)
         held |= {name: (table, self.step) for name, table in tables.items()}
         return report
+
+    def _load(
+        self,
+        tables: Mapping[str, Table],
+        state: Mapping[str, Any],
+        changes: Mapping[str, StoredTable],
+        reader: ChainReader,
+        *,
+        strict: bool,
+    ) -> LoadReport:
+        """Load the step. changes: what is new in it, for the tables that hold the previous one."""
+        begun, bytes_before = time.perf_counter(), reader.bytes_read
+        targets = dense_targets(state, tables=iter(tables))
+        plan = make_load_plan(self._chain, self._contents, targets, tables, strict=strict)
+        report = report_of(self.path, self._chain, self._contents, targets, plan)
+        whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
+        changed = [_plan_of_change(item, changes[item.name]) for item in plan.tables if item.name in changes]
+        removed = _read_removed([[shard for shard, _ in item.sources] for item in changed], reader)
+        rebuilt, rows = fill(whole, reader, clear=True)
+        for item, ids in zip(changed, removed, strict=True):
+            _remove(item, ids)
+        # A change that only removes ids has no rows to load, and perhaps no columns.
+        over = [
+            item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)
+        ]
+        _, rows_over = fill(replace(plan, dense=(), tables=tuple(over), objects=()), reader, clear=False)
+        give_state_dicts(plan, self._contents, rebuilt)
+        return replace(
+            report,
+            rows={item.name: 0 for item in changed} | rows | rows_over,
+            bytes_read=reader.bytes_read - bytes_before,
+            seconds=time.perf_counter() - begun,
+        )
 
     def rows(self, table: str) -> dict[str, torch.Tensor]:
         """Return the rows of the change, by column; each id once."""
@@ -142,7 +189,7 @@ class OpenUpdate:
         """Return the ids to remove before the rows are inserted: distinct, int64 [n]."""
         change = self._change(table)
         with self._reading() as reader:
-            (ids,) = read_removed([change.shards], reader)
+            (ids,) = _read_removed([change.shards], reader)
         return torch.from_numpy(ids)
 
     def _change(self, table: str) -> StoredTable:
@@ -220,3 +267,40 @@ def _read_column(change: StoredTable, column: str, chosen: list[list[I64 | None]
             values = decode(raw, spec)
             parts.append(values if copy.rows is None else values[torch.from_numpy(copy.rows)])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _can_take(table: Table, change: StoredTable) -> bool:
+    """Return whether a change can be applied to a table: a change that removes ids needs a RemovesIds."""
+    return isinstance(table, RemovesIds) or not any(layer.removed_count for layer in change.layers)
+
+
+def _read_removed(changes: Sequence[Sequence[StoredShard]], reader: ChainReader) -> list[I64]:
+    """Return the ids that the shards of each change remove, verified: distinct int64 [n]."""
+    ids = IdsReader(reader)
+    layers = [
+        [ids.add(layer.removed, layer.removed_count) for shard in shards for layer in shard.layers]
+        for shards in changes
+    ]
+    ids.run()
+    return [np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found])) for found in layers]
+
+
+def _plan_of_change(item: TableLoadPlan, change: StoredTable) -> TableLoadPlan:
+    """Return the plan of a table with only its newest layers. Without a load filter, a table has one source."""
+    by_rank = {shard.rank: shard for shard in change.shards}
+    return replace(item, sources=tuple((by_rank[shard.rank], columns) for shard, columns in item.sources))
+
+
+def _remove(item: TableLoadPlan, ids: I64) -> None:
+    if not len(ids):
+        return
+    assert isinstance(item.table, RemovesIds)
+    try:
+        item.table.remove(torch.from_numpy(ids))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise IncompatibleError(
+            f"table {item.name!r} could not remove ids: {type(error).__name__}: {error}",
+            hint="the next load of it is complete",
+        ) from error

@@ -216,17 +216,5 @@ def _give_back_in_child() -> None:
         sys.setswitchinterval(_usual_s.pop())
 
 
-def _say_what_is_awaited() -> None:
-    if background.is_busy:
-        from asyncckpt.engine.process.save_lock import save_lock
-
-        waiting = ", ".join(str(ticket) for ticket in save_lock.in_flight())
-        print(f"asyncckpt: the interpreter ends after the {waiting}", file=sys.stderr)
-
-
 os.register_at_fork(after_in_child=background.forget)
 os.register_at_fork(after_in_child=_give_back_in_child)
-# Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
-_register = getattr(threading, "_register_atexit", None)
-if _register is not None:
-    _register(_say_what_is_awaited)

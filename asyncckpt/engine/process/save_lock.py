@@ -12,13 +12,14 @@ order.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from asyncckpt.engine.process.background import check_may_wait
+from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.options import OnBusy
 
@@ -96,4 +97,16 @@ class SaveLock:
 
 
 save_lock = SaveLock()
+
+
+def _report_what_is_awaited() -> None:
+    tickets = save_lock.in_flight()
+    if background.is_busy and tickets:
+        print(f"asyncckpt: the interpreter ends after the {', '.join(map(str, tickets))}", file=sys.stderr)
+
+
 os.register_at_fork(after_in_child=save_lock.forget)
+# Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
+_register = getattr(threading, "_register_atexit", None)
+if _register is not None:
+    _register(_report_what_is_awaited)

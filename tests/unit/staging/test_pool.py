@@ -63,6 +63,20 @@ def test_two_are_the_most() -> None:
         take(pool, MIB)
 
 
+def test_an_arena_that_comes_back_at_the_deadline_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives it back wakes one waiter, and the others go on waiting."""
+    pool = ArenaPool()
+    held = [take(pool, MIB), take(pool, MIB)]
+
+    def timed_out(timeout: float | None = None) -> bool:
+        pool.release(held.pop())
+        return False
+
+    monkeypatch.setattr(pool._changed, "wait", timed_out)
+    last = held[-1]
+    assert pool.acquire(MIB, deadline_s=20, limit_bytes=1000 * MIB) is last
+
+
 def test_contents_are_forgotten_with_their_layout() -> None:
     pool = ArenaPool()
     first = filled(pool, 2 * MIB, LAYOUT)
