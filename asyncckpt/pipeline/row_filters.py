@@ -244,15 +244,13 @@ def _ask(rule: KeepRows, table: str, rows: dict[str, torch.Tensor], count: int) 
     owner = f"filter {rule} of table {table!r}"
     try:
         answer = rule.predicate(_Copies(rows))
+        if isinstance(answer, torch.Tensor) and answer.dtype is torch.bool:
+            answer = answer.detach().cpu().numpy()
     except BaseException as error:  # On a thread of ours, sys.exit() in a predicate is no exit but an error too.
         raise FilterError(f"{owner} raised {type(error).__name__}: {error}") from error
-    if isinstance(answer, torch.Tensor):
-        found = (str(answer.dtype), tuple(answer.shape))
-        answer = answer.detach().cpu().numpy() if answer.dtype is torch.bool else None
-    elif isinstance(answer, np.ndarray):
-        found = (str(answer.dtype), answer.shape)
-    else:
+    if not isinstance(answer, torch.Tensor | np.ndarray):
         raise FilterError(f"{owner} returned nonsense", found=type(answer).__name__, expected="a bool tensor")
-    if answer is None or answer.dtype != np.bool_ or answer.shape != (count,):
+    if isinstance(answer, torch.Tensor) or answer.dtype != np.bool_ or answer.shape != (count,):
+        found = (str(answer.dtype), tuple(answer.shape))
         raise FilterError(f"{owner} returned nonsense", found=found, expected=("torch.bool", (count,)))
-    return np.asarray(answer, dtype=np.bool_)
+    return answer

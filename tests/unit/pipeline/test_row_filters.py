@@ -268,6 +268,8 @@ def _raise(error: BaseException) -> Any:
         (lambda c: (c["count"] > 3).tolist(), "list"),
         (lambda c: True, "bool"),
         (lambda c: None, "NoneType"),
+        (lambda c: torch.empty(len(c["count"]), dtype=torch.bool, device="meta"), "NotImplementedError"),
+        (lambda c: (c["count"] > 3).to_sparse(), "TypeError"),
     ],
 )
 def test_wrong_answers_of_a_predicate_are_filter_errors(predicate: Callable[..., Any], found: str) -> None:
