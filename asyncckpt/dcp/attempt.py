@@ -2,7 +2,8 @@
 
 1. `begin`: open the directory and take its lock, sweep what failed saves left, choose the step, make the attempt's
    folder. Every rank then writes its files into it.
-2. `commit`: publish the manifest that all parts make up; then, without the save lock, let old checkpoints go.
+2. `commit`: publish the manifest that all parts make up. Then old checkpoints go, on a thread of their own, which keeps
+   the directory and its lock until it has ended.
 3. `close`, in any case: without a commit, the folder is removed.
 
 DCP does not inform a writer of a save that failed on another rank. So an attempt that was not committed is closed with
@@ -30,7 +31,7 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background, short_handovers
-from asyncckpt.engine.process.held_directory import held_directory
+from asyncckpt.engine.process.held_directory import held_directory, start_retention
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.names import Attempt
 from asyncckpt.options import BUSY_DEADLINE_S, SaveOptions
@@ -70,8 +71,8 @@ class CoordinatedAttempt:
         self.root = held.enter_context(CheckpointRoot.for_writing(path))
         self._commits = held.enter_context(held_directory(self.root, self._options.durability))
         with save_lock_held("save", self.root.path, step):
-            claim = held.enter_context(claims.save(self.root, step))
-            self.transaction = held.enter_context(Transaction.begin(self._commits, claim))
+            self._claim = held.enter_context(claims.save(self.root, step))
+            self.transaction = held.enter_context(Transaction.begin(self._commits, self._claim))
 
     @property
     def attempt(self) -> Attempt:
@@ -86,7 +87,9 @@ class CoordinatedAttempt:
         path, step = self.root.path, self.attempt.step
         with save_lock_held("save", path, step):
             background.run(lambda: self.transaction.commit(draft), "a DCP save")
-        self._commits.retain(self._options.keep_latest, protected=lambda: {*newest_verified(self.root), step})
+        self._claim.release()
+        root, commits, held = self.root, self._commits, self._held.pop_all()
+        start_retention(commits, self._options.keep_latest, protected=lambda: {*newest_verified(root), step}, held=held)
 
     def close(self) -> None:
         """Give the directory back; remove what an attempt without a commit left. Idempotent."""

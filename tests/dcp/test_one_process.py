@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gc
+import os
 import pickle
 import threading
 import warnings
@@ -21,11 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import asyncckpt
 import asyncckpt.dcp
+from asyncckpt.commit.retention import keep_latest
 from asyncckpt.dcp import StorageReader, StorageWriter
 from asyncckpt.dcp.save_planner import PlanToken
+from asyncckpt.engine.process.background import retainer
 from asyncckpt.shard.target import ShardFiles
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.owner_lock import _lock_file
 from tests.dcp.model import differences, image_of, make, train
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -394,7 +399,47 @@ def test_unflattened_states_keep_values_whole(tmp_path: Path) -> None:
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for seed in range(4):
         dcp.save(rich_state(seed), storage_writer=StorageWriter(tmp_path / "ckpt", keep_latest=2))
+    await_retention()
     assert asyncckpt.list_steps(tmp_path / "ckpt") == [2, 3]
+
+
+def await_retention() -> None:
+    """There is one thread for it, and what is begun later ends later."""
+    retainer.submit(int).result(60)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_does_not_wait_for_old_checkpoints_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The directory stays locked until they are gone, also where that fails."""
+    saved, seen = threading.Event(), []
+
+    def slow(*args: Any, **options: Any) -> None:
+        seen.append((saved.wait(5), can_lock(tmp_path / "ckpt")))
+        if fails:
+            raise asyncckpt.IOFailedError("the disk is gone")
+        keep_latest(*args, **options)
+
+    monkeypatch.setattr("asyncckpt.commit.transaction.keep_latest", slow)
+    for _ in range(2):
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "ckpt", keep_latest=1))
+        saved.set()
+        await_retention()
+        assert seen.pop() == (True, False)
+        assert can_lock(tmp_path / "ckpt")
+        saved.clear()
+    assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1][0 if fails else 1 :]
+
+
+def can_lock(path: Path) -> bool:
+    """Whether another process could write to the directory now: a lock belongs to its open file, not to a process."""
+    with Directory.open(path) as folder:
+        try:
+            os.close(_lock_file(folder, "LOCK"))
+        except asyncckpt.ConflictError:
+            return False
+    return True
 
 
 def test_a_directory_that_another_writer_of_the_process_holds_is_shared(tmp_path: Path) -> None:
