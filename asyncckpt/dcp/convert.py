@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from asyncckpt.commit.proof import Draft
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.dcp_metadata import METADATA_NAME, read_dcp_metadata
-from asyncckpt.dcp.planned_data import from_stream, put_at
+from asyncckpt.dcp.planned_data import from_stream
 from asyncckpt.dcp.rank_part import DcpPath, LocalKeys, tree_of
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.writer import check_whole
@@ -95,7 +96,7 @@ def export_checkpoint(
     state: dict[str, Any] = {}
     for name, item in metadata.state_dict_metadata.items():
         value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
-        put_at(state, metadata.planner_data[name], value)
+        set_element(state, metadata.planner_data[name], value)
     load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 

@@ -1,8 +1,8 @@
 """Random programs of saves through two writers and two stagers, beside staged states that are held.
 
 Each program draws a few states: dtypes, shapes, strides, views of one storage, tied tensors. It saves and stages them,
-trains in between, saves what it has staged, whole, renamed, or with parts left out. Whatever was saved is loaded at once
-and must be, bit for bit, what the state was at the call; and so must be what is still staged, when its turn comes.
+trains in between, saves what it has staged, whole, renamed, or with parts left out. Whatever was saved is loaded at
+once and must be, bit for bit, what the state was at the call; and so must be what is still staged, to the end.
 """
 
 from __future__ import annotations
