@@ -167,10 +167,10 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         except BaseException as error:
             raise as_checkpoint_error(error, self._step) from error.__cause__
         saving.ranks_count = len(plans)
-        step, id, count = begun.attempt.step, begun.attempt.id, len(plans)
-        if count == 1:
-            receive_ref(step, id, 0, 1)  # Nothing is sent to a single rank.
-        return [replace(plan, storage_data=AttemptRef(step, id, rank, count)) for rank, plan in enumerate(plans)]
+        if len(plans) == 1:
+            receive_ref(begun.attempt, 0, 1)  # Nothing is sent to a single rank.
+        refs = [AttemptRef(begun.attempt, rank, len(plans)) for rank in range(len(plans))]
+        return [replace(plan, storage_data=ref) for plan, ref in zip(plans, refs, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         saving, ref = self._saving(), take_newest_ref()
@@ -181,7 +181,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         except BaseException as error:
             if ref.ranks_count == 1:
                 self.close()
-            raise as_checkpoint_error(error, ref.step) from error.__cause__
+            raise as_checkpoint_error(error, ref.attempt.step) from error.__cause__
         future: Future[list[WriteResult]] = Future()
         bytes_written = sum(file.bytes for file in sent.files)
         future.set_result([WriteResult(index=PART_INDEX, size_in_bytes=bytes_written, storage_data=sent)])
@@ -193,12 +193,12 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         part = part_plans.plan(plan.items, local, paths, rank=ref.rank, parallel=self._options.parallel)
         values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
-        with save_lock_held("save", self._path, ref.step), _folder_of(saving, self._path, ref) as folder:
+        with save_lock_held("save", self._path, ref.attempt.step), _folder_of(saving, self._path, ref) as folder:
             written = write_boxes(part.boxes, tensors, ShardTarget(folder, ref.attempt, self._options, Progress()))
             if ref.rank and self._options.durability == "fsync":
                 folder.sync()  # Rank 0 does so when it commits.
-            check_listed(folder, written.files, step=ref.step)
-        return SentPart(ref.rank, ref.id, tuple(written.files), values, part.boxes.body, written.digests)
+            check_listed(folder, written.files, step=ref.attempt.step)
+        return SentPart(ref.rank, ref.attempt.id, tuple(written.files), values, part.boxes.body, written.digests)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saving = self._saving()
@@ -247,7 +247,7 @@ def local_items(planner: SavePlanner) -> list[WriteItem]:
 def _folder_of(saving: _Saving, path: Path, ref: AttemptRef) -> Iterator[Directory]:
     """Give the attempt's folder: the coordinator's own, or opened for the time of the writing."""
     if saving.attempt is not None:
-        yield saving.attempt.folder
+        yield saving.attempt.transaction.folder
         return
     with ExitStack() as opened:
         try:
