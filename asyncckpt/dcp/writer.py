@@ -56,8 +56,10 @@ PART_INDEX = MetadataIndex("asyncckpt.part")
 
 @dataclass
 class _Saving:
-    """One save of one writer, in the thread that makes it."""
+    """One save of one writer, in the thread that makes it. is_begun: it is set up, not just sent to a directory."""
 
+    path: Path
+    is_begun: bool
     local: list[WriteItem] | None = None
     attempt: CoordinatedAttempt | None = None
     ranks_count: int = 0
@@ -132,9 +134,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save into another directory from now on, if one is named."""
+        """Save into another directory from now on, if one is named; a save that is under way keeps its own."""
         if checkpoint_id is not None:
-            self._path = check_path(checkpoint_id)
+            self._path = path = check_path(checkpoint_id)
+            self.close()
+            _savings()[self] = _Saving(path, is_begun=False)
 
     def close(self) -> None:
         """Close what a save of this thread that failed on another rank left open. Not needed after other saves."""
@@ -143,13 +147,15 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             saving.close()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        named = _savings().get(self)
+        path = self._path if named is None or named.is_begun else named.path
         self.close()
         take_newest_ref()
         if not kwargs.get("use_collectives", True) and own_rank(None, None)[1] > 1:
             raise UnsupportedError(
                 "use_collectives=False would commit every rank by itself", expected="one checkpoint of all ranks"
             )
-        _savings()[self] = _Saving()
+        _savings()[self] = _Saving(path, is_begun=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
@@ -163,7 +169,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         saving = self._saving()
         try:
-            saving.attempt = begun = CoordinatedAttempt(self._path, self._step, self._options)
+            saving.attempt = begun = CoordinatedAttempt(saving.path, self._step, self._options)
         except BaseException as error:
             raise as_checkpoint_error(error, self._step) from error.__cause__
         saving.ranks_count = len(plans)
@@ -193,7 +199,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         part = part_plans.plan(plan.items, local, paths, rank=ref.rank, parallel=self._options.parallel)
         values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
-        with save_lock_held("save", self._path, ref.attempt.step), _folder_of(saving, self._path, ref) as folder:
+        with save_lock_held("save", saving.path, ref.attempt.step), _folder_of(saving, ref) as folder:
             written = write_boxes(part.boxes, tensors, ShardTarget(folder, ref.attempt, self._options, Progress()))
             if ref.rank and self._options.durability == "fsync":
                 folder.sync()  # Rank 0 does so when it commits.
@@ -212,7 +218,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             raise as_checkpoint_error(error, begun.attempt.step) from error.__cause__
         finally:
             self.close()
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(saving.path))
         if hasattr(metadata, "version"):
             metadata.version = DCP_VERSION
 
@@ -244,19 +250,19 @@ def local_items(planner: SavePlanner) -> list[WriteItem]:
 
 
 @contextmanager
-def _folder_of(saving: _Saving, path: Path, ref: AttemptRef) -> Iterator[Directory]:
+def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory]:
     """Give the attempt's folder: the coordinator's own, or opened for the time of the writing."""
     if saving.attempt is not None:
         yield saving.attempt.transaction.folder
         return
     with ExitStack() as opened:
         try:
-            root = opened.enter_context(CheckpointRoot.for_joining(path, exact_modes=False))
+            root = opened.enter_context(CheckpointRoot.for_joining(saving.path, exact_modes=False))
             folder = opened.enter_context(root.data.child(ref.attempt.directory))
         except NotFoundError as error:
             raise UsageError(
                 "the folder that the coordinator has made is not there on this rank",
-                found=str(path),
+                found=str(saving.path),
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
         yield folder

@@ -190,6 +190,30 @@ def test_saves_at_once_through_one_writer_are_steps_of_their_own(tmp_path: Path)
     assert differences(images[0], images[1]) != []
 
 
+def test_saves_at_once_through_one_writer_go_where_each_was_sent(tmp_path: Path) -> None:
+    """Each has named its directory before one of them opens it."""
+    both_named = threading.Barrier(2)
+
+    class Waiting(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            both_named.wait(60)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    writer, folders = StorageWriter(tmp_path / "ckpt"), [tmp_path / "a", tmp_path / "b"]
+    saves = []
+    for number, folder in enumerate(folders):
+        state = {"number": torch.tensor(number)}
+        saves.append(dcp.async_save(state, checkpoint_id=folder, storage_writer=writer, planner=Waiting()))
+    for saved in saves:
+        upload(saved)
+    for number, folder in enumerate(folders):
+        found = {"number": torch.tensor(-1)}
+        dcp.load(found, storage_reader=StorageReader(folder))
+        assert found["number"] == number
+    dcp.save({"number": torch.tensor(2)}, storage_writer=writer)
+    assert sorted(len(asyncckpt.list_steps(folder)) for folder in folders) == [1, 2]
+
+
 @pytest.mark.parametrize("writers", [1, 4])
 def test_no_room_in_one_file_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int) -> None:
     """DCP's own writer returns, and commits what the other threads have written, when one of them fails."""
