@@ -72,7 +72,7 @@ class SentPart:
 
     @property
     def part_text(self) -> PartText:
-        """As the part of a rank other than 0."""
+        """The manifest's text of it, as the part of a rank other than 0."""
         return encode_part(self.files, self.values, self.body, self.digests)
 
 

@@ -31,6 +31,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.values import decode_value
 from asyncckpt.native import Progress
+from asyncckpt.plan.load_targets import writable_tensor
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter, queue_boxes
 from asyncckpt.snapshot.windows import Scatter, scatter_all
@@ -136,7 +137,7 @@ class StorageReader(DcpStorageReader):
 
 def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPlanner, stored: Stored) -> None:
     """Fill the targets of all items; each block that they need is read once."""
-    targets = [planner.resolve_tensor(item).detach() for item in items]
+    targets = [writable_tensor(item.dest_index.fqn, planner.resolve_tensor(item)) for item in items]
     by_block: dict[int, list[BoxCopy]] = defaultdict(list)
     for item, target in zip(items, targets, strict=True):
         if target.shape != item.lengths:

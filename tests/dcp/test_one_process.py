@@ -340,6 +340,24 @@ def test_loading_converts_dtypes_and_fills_strided_targets_as_dcp_does(tmp_path:
     assert torch.equal(found["b"], matrix)
 
 
+def shrunk() -> torch.Tensor:
+    tensor = torch.zeros(3, 20_000)
+    tensor.untyped_storage().resize_(1000)
+    return tensor
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("target", [torch.zeros(20_000).expand(3, -1), shrunk()], ids=["expanded", "shrunk"])
+def test_a_target_without_memory_for_every_element_is_refused(
+    tmp_path: Path, target: torch.Tensor, verify: bool
+) -> None:
+    dcp.save({"first": torch.randn(3, 20_000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"first": target}, storage_reader=StorageReader(tmp_path / "ckpt", verify=verify))
+    assert isinstance(cause_of(raised), asyncckpt.UsageError)
+    assert "'first'" in str(cause_of(raised))
+
+
 def test_a_truncated_file_is_found_before_a_target_is_touched(tmp_path: Path) -> None:
     dcp.save({"a": torch.zeros(5000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
     (shard,) = (tmp_path / "ckpt" / "data").rglob("*.safetensors")
