@@ -96,7 +96,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     seconds = time.perf_counter() - job.begun
     written = committed.written
     job.target.memory.newest = _link(job, committed)
-    if committed.manifest_bytes:
+    if committed.manifest_bytes and job.target.options.keep_latest is not None:
         _start_retention(job.target, job.step)
     return SaveResult(
         step=job.step,
