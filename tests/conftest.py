@@ -33,6 +33,7 @@ ONCE = (
     "bench",
     "core_programs",
     "dcp/test_stager.py",
+    "dcp/test_staging_programs.py",
     "demo",
     "docs",
     "embcache",

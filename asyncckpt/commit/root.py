@@ -79,6 +79,17 @@ class CheckpointRoot:
         self.close()
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder above a checkpoint directory, durably, if it is missing. Not its parents. Raises IOFailedError."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise io_failed(f"folder {str(path)!r} cannot be made", error) from error
+    _sync_parent(path)
+
+
 def _make_root(path: Path, *, exact_modes: bool) -> None:
     if os.path.islink(path):
         raise UsageError("path is a symbolic link to nothing", found=str(path))

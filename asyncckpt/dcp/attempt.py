@@ -2,7 +2,8 @@
 
 1. `begin`: open the directory and take its lock, sweep what failed saves left, choose the step, make the attempt's
    folder. Every rank then writes its files into it.
-2. `commit`: publish the manifest that all parts make up; then, without the save lock, let old checkpoints go.
+2. `commit`: publish the manifest that all parts make up. Then old checkpoints go, on a thread of their own, which keeps
+   the directory and its lock until it has ended.
 3. `close`, in any case: without a commit, the folder is removed.
 
 DCP does not inform a writer of a save that failed on another rank. So an attempt that was not committed is closed with
@@ -27,14 +28,13 @@ from typing import Literal
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, make_folder
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background, short_handovers
-from asyncckpt.engine.process.held_directory import held_directory
+from asyncckpt.engine.process.held_directory import held_directory, start_retention
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.names import Attempt
 from asyncckpt.options import BUSY_DEADLINE_S, SaveOptions
-from asyncckpt.storage.directory import Directory, io_failed
 
 
 @contextlib.contextmanager
@@ -54,90 +54,60 @@ class CoordinatedAttempt:
 
     def __init__(self, path: Path, step: int | None, options: SaveOptions) -> None:
         """Begin. UsageError, ConflictError for a step that exists or a directory that another process writes to."""
+        for folder in reversed(path.parents):  # DCP's own writer makes them, and callers rely on it.
+            if not folder.exists():
+                make_folder(folder)
         self._options = options
-        self._held = held = contextlib.ExitStack()
+        with contextlib.ExitStack() as held:
+            self.root = held.enter_context(CheckpointRoot.for_writing(path))
+            self._commits = held.enter_context(held_directory(self.root, options.durability))
+            with save_lock_held("save", self.root.path, step):
+                self._claim = held.enter_context(claims.save(self.root, step))
+                self.transaction = held.enter_context(Transaction.begin(self._commits, self._claim))
+            self._held = held.pop_all()
         # Also when a writer is dropped in the middle of a save.
-        self._finalizer = weakref.finalize(self, held.close)
-        try:
-            self._begin(path, step)
-        except BaseException:
-            self.close()
-            raise
-
-    def _begin(self, path: Path, step: int | None) -> None:
-        make_parents(path)
-        held = self._held
-        self.root = held.enter_context(CheckpointRoot.for_writing(path))
-        self._commits = held.enter_context(held_directory(self.root, self._options.durability))
-        with save_lock_held("save", self.root.path, step):
-            claim = held.enter_context(claims.save(self.root, step))
-            self.transaction = held.enter_context(Transaction.begin(self._commits, claim))
+        self._finalizer = weakref.finalize(self, self._held.close)
 
     @property
     def attempt(self) -> Attempt:
         return self.transaction.attempt
-
-    @property
-    def folder(self) -> Directory:
-        return self.transaction.folder
 
     def commit(self, draft: Draft) -> None:
         """Publish; returns when the checkpoint is durable. InDoubt when that is not known."""
         path, step = self.root.path, self.attempt.step
         with save_lock_held("save", path, step):
             background.run(lambda: self.transaction.commit(draft), "a DCP save")
-        self._commits.retain(self._options.keep_latest, protected=lambda: {*newest_verified(self.root), step})
+        self._claim.release()
+        root, commits, held = self.root, self._commits, self._held.pop_all()
+        start_retention(commits, self._options.keep_latest, protected=lambda: {*newest_verified(root), step}, held=held)
 
     def close(self) -> None:
         """Give the directory back; remove what an attempt without a commit left. Idempotent."""
         self._finalizer()
 
 
-def make_parents(path: Path) -> None:
-    """Make the folders above a checkpoint directory, durably: DCP's own writer makes them, and callers rely on it."""
-    missing = []
-    for folder in path.parents:
-        if folder.exists():
-            break
-        missing.append(folder)
-    for folder in reversed(missing):
-        try:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-        except OSError as error:
-            raise io_failed(f"folder {str(folder)!r} cannot be made", error) from error
-        with Directory.open(folder.parent) as parent:
-            parent.sync()
-
-
 @dataclass(frozen=True)
 class AttemptRef:
-    """To which attempt a rank writes its files, as rank `rank` of `ranks_count`. Only plain values."""
+    """To which attempt a rank writes its files, as rank `rank` of `ranks_count`."""
 
-    step: int
-    id: str
+    attempt: Attempt
     rank: int
     ranks_count: int
 
-    @property
-    def attempt(self) -> Attempt:
-        return Attempt(step=self.step, id=self.id)
-
     def __reduce__(self) -> tuple[object, ...]:
-        return receive_ref, (self.step, self.id, self.rank, self.ranks_count)
+        return receive_ref, (self.attempt, self.rank, self.ranks_count)
 
 
 _received = threading.local()
 
 
-def receive_ref(step: int, id: str, rank: int, ranks_count: int) -> AttemptRef:
+def receive_ref(attempt: Attempt, rank: int, ranks_count: int) -> AttemptRef:
     """Make a reference and remember it as the newest of this thread."""
-    _received.newest = ref = AttemptRef(step=step, id=id, rank=rank, ranks_count=ranks_count)
+    _received.newest = ref = AttemptRef(attempt, rank, ranks_count)
     return ref
 
 
 def take_newest_ref() -> AttemptRef | None:
     """Return the reference that this thread has received last, and forget it."""
-    newest: AttemptRef | None = getattr(_received, "newest", None)
-    _received.newest = None
+    newest: AttemptRef | None = _received.__dict__.pop("newest", None)
     return newest

@@ -10,34 +10,33 @@ from __future__ import annotations
 import io
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from asyncckpt.commit.proof import Draft
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
 from asyncckpt.dcp.dcp_metadata import METADATA_NAME, read_dcp_metadata
-from asyncckpt.dcp.planned_data import from_stream, put_at
-from asyncckpt.dcp.rank_part import DcpPath, LocalKeys, tree_of
+from asyncckpt.dcp.planned_data import from_stream
+from asyncckpt.dcp.rank_part import ChunkFacts, DcpPath, LocalKeys, plan_chunks
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.writer import check_whole
-from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes, stream_boxes
+from asyncckpt.engine.save.box_files import BoxPlan, stream_boxes
 from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import U64, Progress
 from asyncckpt.options import Durability, SaveOptions
-from asyncckpt.plan.dense_blocks import box_spec
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.storage.directory import check_path, io_failed
 
@@ -59,23 +58,19 @@ def import_checkpoint(
     folder = check_path(dcp_dir)
     metadata = read_dcp_metadata(folder)
     check_whole(metadata)
-    files = _DcpFiles(folder, metadata)
-    with files.open():
+    with closing(_DcpFiles(folder, metadata)) as files:
         plan, names, chunks = _plan(metadata, parallel=parallel)
         values = [encode_value(files.value(name), owner=repr(name)) for name in names]
         options = SaveOptions(durability=durability, parallel=parallel)
-        begun = CoordinatedAttempt(check_path(path), step, options)
-        try:
+        with closing(CoordinatedAttempt(check_path(path), step, options)) as begun:
             sources = [
                 _ChunkSource(files, chunks[box], plan.boxes[box], placed.spec)
                 for box, placed in zip(plan.pieces.tensor.tolist(), plan.image.blocks, strict=True)
             ]
+            target = ShardTarget(begun.transaction.folder, begun.attempt, options, Progress())
             with save_lock_held("save", begun.root.path, begun.attempt.step):
-                target = ShardTarget(begun.folder, begun.attempt, options, Progress())
                 written, digests = stream_boxes(plan, sources, target)
             begun.commit(Draft(begun.transaction.head(files=written, values=tuple(values)), plan.body, digests))
-        finally:
-            begun.close()
     return begun.attempt.step
 
 
@@ -95,7 +90,7 @@ def export_checkpoint(
     state: dict[str, Any] = {}
     for name, item in metadata.state_dict_metadata.items():
         value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
-        put_at(state, metadata.planner_data[name], value)
+        set_element(state, metadata.planner_data[name], value)
     load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
     save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
@@ -104,22 +99,15 @@ def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], lis
     """Return the plan of all chunks, the names of the values in the order of the tree, and the chunk of every box."""
     items = metadata.state_dict_metadata
     tensors = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
-    values = [name for name, item in items.items() if isinstance(item, BytesStorageMetadata)]
+    keys = LocalKeys(tensors=tuple(tensors), values=tuple(name for name in items if name not in tensors))
     paths: dict[str, DcpPath] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    tree, tensor_names, value_names = tree_of(LocalKeys(tensors=tuple(tensors), values=tuple(values)), paths)
-    boxes: list[BlockSpec] = []
-    chunks: list[MetadataIndex] = []
-    for leaf, name in enumerate(tensor_names):
-        item = tensors[name]
-        for chunk in item.chunks:
-            if not all(chunk.sizes) and chunk.sizes != item.size:
-                continue
-            dtype = item.properties.dtype
-            boxes.append(
-                box_spec(name, dtype, begin=chunk.offsets, shape=chunk.sizes, whole_shape=item.size, leaf=leaf)
-            )
-            chunks.append(MetadataIndex(name, chunk.offsets))
-    return plan_boxes(boxes, tree, parallel=parallel, rank=0), value_names, chunks
+    chunks: list[ChunkFacts] = [
+        (name, chunk.offsets, chunk.sizes, item.size, item.properties.dtype)
+        for name, item in tensors.items()
+        for chunk in item.chunks
+    ]
+    plan, stored, value_names = plan_chunks(chunks, keys, paths, rank=0, parallel=parallel)
+    return plan, value_names, [MetadataIndex(name, begin) for name, begin, *_ in map(chunks.__getitem__, stored)]
 
 
 class _DcpFiles:
@@ -131,13 +119,9 @@ class _DcpFiles:
         self._files: dict[str, io.BufferedReader] = {}
         self._held: weakref.WeakValueDictionary[MetadataIndex, torch.Tensor] = weakref.WeakValueDictionary()
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for file in self._files.values():
-                file.close()
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
     def value(self, name: str) -> Any:
         return from_stream(self._stream(MetadataIndex(name)), name=name)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -84,7 +84,7 @@ def give_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
         name = item.dest_index.fqn
         if planner.flatten_state_dict:
-            put_at(planner.original_state_dict, planner.mappings[name], value)
+            set_element(planner.original_state_dict, planner.mappings[name], value)
         else:
             planner.state_dict[name] = value
         return
@@ -92,27 +92,3 @@ def give_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     torch.save(value, stream)  # In memory only: what the planner asks for.
     stream.seek(0)
     planner.load_bytes(item, stream)
-
-
-def put_at(state: Any, path: Sequence[str | int], value: Any) -> None:
-    """Put a value where DCP flattened it from; containers that are missing are made."""
-    at = state
-    for key, following in pairwise(path):
-        at = _child(at, key, list if isinstance(following, int) else dict)
-    if isinstance(path[-1], int):
-        _grow(at, path[-1])
-    at[path[-1]] = value
-
-
-def _child(at: Any, key: str | int, make: type) -> Any:
-    if isinstance(key, int):
-        _grow(at, key)
-        if at[key] is None:
-            at[key] = make()
-    elif key not in at:
-        at[key] = make()
-    return at[key]
-
-
-def _grow(at: list[Any], index: int) -> None:
-    at.extend([None] * (index + 1 - len(at)))

@@ -11,17 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes
 from asyncckpt.format.manifest import BodyTemplate, FileFacts, PartText, encode_part
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name, leaves
+from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name
 from asyncckpt.native import U8
 from asyncckpt.plan.dense_blocks import box_spec
 
 # A path as DCP flattens a state: keys of dicts as text, places in lists as numbers.
 DcpPath = tuple[str | int, ...]
+# What the block of a chunk depends on: name, begin, shape, shape of the whole, dtype.
+ChunkFacts = tuple[str, torch.Size, torch.Size, torch.Size, torch.dtype]
 PLANS_KEPT_MAX = 2
 
 
@@ -48,6 +51,13 @@ class PartPlan:
     items: tuple[WriteItem, ...]
     values: tuple[str, ...]
 
+    @staticmethod
+    def of(
+        items: Sequence[WriteItem], keys: LocalKeys, paths: Mapping[str, DcpPath], *, rank: int, parallel: int
+    ) -> PartPlan:
+        boxes, stored, values = plan_chunks(list(map(_facts, items)), keys, paths, rank=rank, parallel=parallel)
+        return PartPlan(boxes=boxes, items=tuple(items[number] for number in stored), values=tuple(values))
+
 
 @dataclass(frozen=True)
 class SentPart:
@@ -62,7 +72,7 @@ class SentPart:
 
     @property
     def part_text(self) -> PartText:
-        """As the part of a rank other than 0."""
+        """The manifest's text of it, as the part of a rank other than 0."""
         return encode_part(self.files, self.values, self.body, self.digests)
 
 
@@ -104,7 +114,7 @@ class PartPlans:
         tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
         facts = (place, keys, [_facts(item) for item in tensors])
         found = next((kept.part for kept in self._kept if kept.facts == facts), None)
-        part = found or _plan(tensors, keys, paths or {}, rank=rank, parallel=parallel)
+        part = found or PartPlan.of(tensors, keys, paths or {}, rank=rank, parallel=parallel)
         self._kept = [_Kept(local, items, facts, part), *(kept for kept in self._kept if kept.part is not part)]
         del self._kept[PLANS_KEPT_MAX:]
         return part
@@ -113,27 +123,27 @@ class PartPlans:
 part_plans = PartPlans()
 
 
-def _facts(item: WriteItem) -> tuple[Any, ...]:
-    """Return what a block depends on."""
+def _facts(item: WriteItem) -> ChunkFacts:
     data = item.tensor_data
     assert data is not None
     return item.index.fqn, data.chunk.offsets, data.chunk.sizes, data.size, data.properties.dtype
 
 
-def _plan(
-    items: Sequence[WriteItem], keys: LocalKeys, paths: Mapping[str, DcpPath], *, rank: int, parallel: int
-) -> PartPlan:
+def plan_chunks(
+    chunks: Sequence[ChunkFacts], keys: LocalKeys, paths: Mapping[str, DcpPath], *, rank: int, parallel: int
+) -> tuple[BoxPlan, list[int], list[str]]:
+    """Return the plan of the chunks that are stored, their numbers, and the names of values in the order of the tree.
+
+    A rank may hold nothing of a tensor that is spread: such a chunk is not stored.
+    """
     tree, tensor_names, value_names = tree_of(keys, paths)
     leaf_of = {name: number for number, name in enumerate(tensor_names)}
-    kept, boxes = [], []
-    for item in items:
-        name, offsets, sizes, whole, dtype = _facts(item)
-        if not all(sizes) and sizes != whole:
-            continue  # A rank may hold nothing of a tensor that is spread.
-        kept.append(item)
-        boxes.append(box_spec(name, dtype, begin=offsets, shape=sizes, whole_shape=whole, leaf=leaf_of[name]))
-    planned = plan_boxes(boxes, tree, parallel=parallel, rank=rank)
-    return PartPlan(boxes=planned, items=tuple(kept), values=tuple(value_names))
+    stored = [n for n, (_, _, shape, whole_shape, _) in enumerate(chunks) if all(shape) or shape == whole_shape]
+    boxes = [
+        box_spec(name, dtype, begin=begin, shape=shape, whole_shape=whole_shape, leaf=leaf_of[name])
+        for name, begin, shape, whole_shape, dtype in map(chunks.__getitem__, stored)
+    ]
+    return plan_boxes(boxes, tree, parallel=parallel, rank=rank), stored, value_names
 
 
 def tree_of(keys: LocalKeys, paths: Mapping[str, DcpPath]) -> tuple[Node, list[str], list[str]]:
@@ -150,7 +160,6 @@ def tree_of(keys: LocalKeys, paths: Mapping[str, DcpPath]) -> tuple[Node, list[s
     names: list[tuple[str, Node]] = []
     tree = _node(root, names)
     tensors = [name for name, node in names if node is not VALUE]
-    assert len(list(leaves(tree))) == len(names)
     return tree, tensors, [name for name, node in names if node is VALUE]
 
 

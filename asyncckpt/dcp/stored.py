@@ -36,8 +36,9 @@ DCP_VERSION = "1.0.0"
 
 @dataclass(frozen=True)
 class Stored:
-    """blocks: the number of the block of every chunk. values: still encoded, by name. paths: where names come from."""
+    """blocks: the number of the block of every chunk. values: still encoded, by name."""
 
+    chain: Chain
     metadata: Metadata
     blocks: dict[MetadataIndex, int]
     values: dict[str, Json]
@@ -75,9 +76,8 @@ def stored_of(chain: Chain) -> Stored:
             del values[name]
         else:
             items[name] = BytesStorageMetadata()
-    return Stored(
-        metadata=_metadata(items, {name: paths[name] for name in items}, blocks), blocks=blocks, values=values
-    )
+    metadata = _metadata(items, {name: paths[name] for name in items}, blocks)
+    return Stored(chain=chain, metadata=metadata, blocks=blocks, values=values)
 
 
 def _metadata(items: dict[str, Any], paths: dict[str, DcpPath], blocks: dict[MetadataIndex, int]) -> Metadata:

@@ -56,8 +56,10 @@ PART_INDEX = MetadataIndex("asyncckpt.part")
 
 @dataclass
 class _Saving:
-    """One save of one writer, in the thread that makes it."""
+    """One save of one writer, in the thread that makes it. is_begun: it is set up, not just sent to a directory."""
 
+    path: Path
+    is_begun: bool
     local: list[WriteItem] | None = None
     attempt: CoordinatedAttempt | None = None
     ranks_count: int = 0
@@ -132,9 +134,11 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Save into another directory from now on, if one is named."""
+        """Save into another directory from now on, if one is named; a save that is under way keeps its own."""
         if checkpoint_id is not None:
-            self._path = check_path(checkpoint_id)
+            self._path = path = check_path(checkpoint_id)
+            self.close()
+            _savings()[self] = _Saving(path, is_begun=False)
 
     def close(self) -> None:
         """Close what a save of this thread that failed on another rank left open. Not needed after other saves."""
@@ -143,13 +147,15 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             saving.close()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        named = _savings().get(self)
+        path = self._path if named is None or named.is_begun else named.path
         self.close()
         take_newest_ref()
         if not kwargs.get("use_collectives", True) and own_rank(None, None)[1] > 1:
             raise UnsupportedError(
                 "use_collectives=False would commit every rank by itself", expected="one checkpoint of all ranks"
             )
-        _savings()[self] = _Saving()
+        _savings()[self] = _Saving(path, is_begun=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
@@ -163,14 +169,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         saving = self._saving()
         try:
-            saving.attempt = begun = CoordinatedAttempt(self._path, self._step, self._options)
+            saving.attempt = begun = CoordinatedAttempt(saving.path, self._step, self._options)
         except BaseException as error:
             raise as_checkpoint_error(error, self._step) from error.__cause__
         saving.ranks_count = len(plans)
-        step, id, count = begun.attempt.step, begun.attempt.id, len(plans)
-        if count == 1:
-            receive_ref(step, id, 0, 1)  # Nothing is sent to a single rank.
-        return [replace(plan, storage_data=AttemptRef(step, id, rank, count)) for rank, plan in enumerate(plans)]
+        if len(plans) == 1:
+            receive_ref(begun.attempt, 0, 1)  # Nothing is sent to a single rank.
+        refs = [AttemptRef(begun.attempt, rank, len(plans)) for rank in range(len(plans))]
+        return [replace(plan, storage_data=ref) for plan, ref in zip(plans, refs, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         saving, ref = self._saving(), take_newest_ref()
@@ -181,7 +187,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         except BaseException as error:
             if ref.ranks_count == 1:
                 self.close()
-            raise as_checkpoint_error(error, ref.step) from error.__cause__
+            raise as_checkpoint_error(error, ref.attempt.step) from error.__cause__
         future: Future[list[WriteResult]] = Future()
         bytes_written = sum(file.bytes for file in sent.files)
         future.set_result([WriteResult(index=PART_INDEX, size_in_bytes=bytes_written, storage_data=sent)])
@@ -193,13 +199,13 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         part = part_plans.plan(plan.items, local, paths, rank=ref.rank, parallel=self._options.parallel)
         values = tuple(encode_values(part.values, plan, planner))
         tensors = tensors_of(part.items, planner)
-        with save_lock_held("save", self._path, ref.step), _folder_of(saving, self._path, ref) as folder:
+        with save_lock_held("save", saving.path, ref.attempt.step), _folder_of(saving, ref) as folder:
             target = ShardTarget(folder, ref.attempt, self._options, Progress())
             files, digests = write_boxes(part.boxes, tensors, target)
             if ref.rank and self._options.durability == "fsync":
                 folder.sync()  # Rank 0 does so when it commits.
-            check_listed(folder, files, step=ref.step)
-        return SentPart(ref.rank, ref.id, files, values, part.boxes.body, digests)
+            check_listed(folder, files, step=ref.attempt.step)
+        return SentPart(ref.rank, ref.attempt.id, files, values, part.boxes.body, digests)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saving = self._saving()
@@ -213,7 +219,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             raise as_checkpoint_error(error, begun.attempt.step) from error.__cause__
         finally:
             self.close()
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(saving.path))
         if hasattr(metadata, "version"):
             metadata.version = DCP_VERSION
 
@@ -245,19 +251,19 @@ def local_items(planner: SavePlanner) -> list[WriteItem]:
 
 
 @contextmanager
-def _folder_of(saving: _Saving, path: Path, ref: AttemptRef) -> Iterator[Directory]:
+def _folder_of(saving: _Saving, ref: AttemptRef) -> Iterator[Directory]:
     """Give the attempt's folder: the coordinator's own, or opened for the time of the writing."""
     if saving.attempt is not None:
-        yield saving.attempt.folder
+        yield saving.attempt.transaction.folder
         return
     with ExitStack() as opened:
         try:
-            root = opened.enter_context(CheckpointRoot.for_joining(path, exact_modes=False))
+            root = opened.enter_context(CheckpointRoot.for_joining(saving.path, exact_modes=False))
             folder = opened.enter_context(root.data.child(ref.attempt.directory))
         except NotFoundError as error:
             raise UsageError(
                 "the folder that the coordinator has made is not there on this rank",
-                found=str(path),
+                found=str(saving.path),
                 hint="all ranks need the same path, on a file system that they share",
             ) from error
         yield folder

@@ -99,13 +99,14 @@ class Uploads:
             listed.kept += (target, memory)
 
     def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy values on the CPU to any tensor of their shape and dtype: on the host now, on devices with the launch.
+        """Copy values on the CPU to any tensor of their shape: on the host now, on devices with the launch.
 
-        values: neither conjugated nor negated.
+        Converts them to another dtype. values: neither conjugated nor negated.
         """
         if self.device_of(target) is None:
             target.copy_(values)
         elif target.numel():
+            values = values.to(target.dtype)
             listed = self._on(target)
             listed.kept += (target, values)
             if values.is_contiguous() and is_plain(target):

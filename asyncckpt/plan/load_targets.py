@@ -150,10 +150,10 @@ def writable(name: str, path: Path, leaf: Any) -> InPlace:
     """A leaf as a target; UsageError, UnsupportedError when it cannot be written."""
     sharded = None if type(leaf) in (torch.Tensor, torch.nn.Parameter) else as_sharded(leaf, name)
     if sharded is None:
-        tensor = _writable_tensor(name, leaf)
+        tensor = writable_tensor(name, leaf)
         whole = (Piece(tensor, (0,) * tensor.dim()),)
         return InPlace(name=name, path=path, whole_shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=whole)
-    pieces = tuple(Piece(_writable_tensor(name, piece.tensor), piece.begin) for piece in sharded.pieces)
+    pieces = tuple(Piece(writable_tensor(name, piece.tensor), piece.begin) for piece in sharded.pieces)
     return InPlace(name=name, path=path, whole_shape=sharded.whole_shape, dtype=sharded.dtype, pieces=pieces)
 
 
@@ -214,7 +214,8 @@ def _walk(state: Any, node: Node) -> Iterator[Any]:
             yield from _walk(item, child)
 
 
-def _writable_tensor(name: str, leaf: Any) -> torch.Tensor:
+def writable_tensor(name: str, leaf: Any) -> torch.Tensor:
+    """Return the tensor to write to; UsageError, UnsupportedError for what does not hold a value for every element."""
     if isinstance(leaf, np.generic):
         raise UsageError(f"target {name!r} is a NumPy scalar and cannot be written", hint="use a 0-d array")
     if isinstance(leaf, np.ndarray):

@@ -31,7 +31,10 @@ RUNS_MAX = 1 << 16
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """The box of a block at `begin`, and the memory that it goes to: `target` has its shape and the block's dtype."""
+    """The box of a block at `begin`, and the memory that it goes to: `target` has its shape and the block's dtype.
+
+    A BoxScatter converts to another dtype, if the target has one.
+    """
 
     begin: tuple[int, ...]
     target: torch.Tensor

@@ -62,7 +62,7 @@ class AsyncRequest(NamedTuple):
         _sync_calls.maybe_finalize_async_calls(blocking=True)
 
     def freeze(self) -> AsyncRequest:
-        """The same request, to which no finalize function can be added."""
+        """Return the same request, to which no finalize function can be added."""
         return self._replace(is_frozen=True)
 
 
@@ -75,7 +75,7 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the oldest call has ended on all ranks (no_dist: on this one); blocking: wait until it has.
+        """Return whether the oldest call has ended on all ranks (no_dist: on this one); blocking: wait for that.
 
         To be called on all ranks, unless no_dist. True ends that call. Raises what async_fn raised, PeerError when it
         failed on another rank or that rank does not answer, DeadlineError; each of them ends that call too.
@@ -83,7 +83,7 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def sync_all_async_calls(self, is_alive: int | bool) -> bool:
-        """Whether the oldest call has ended on all ranks, when this one says whether it is still running here."""
+        """Return whether the oldest call has ended on all ranks; is_alive: whether it still runs on this one."""
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
@@ -164,7 +164,7 @@ class ThreadAsyncCaller(AsyncCaller):
                 cancel()
 
     def _wait(self, call: int, future: Future[Any], agreement: Agreement | None) -> DeadlineError | None:
-        """Until the call has ended on this rank, letting the others know meanwhile; the error when it has not."""
+        """Wait until the call has ended on this rank, and let the others know; return the error if it has not."""
         until = time.monotonic() + self._deadline_s
         while not future.done():
             left = until - time.monotonic()
@@ -177,7 +177,7 @@ class ThreadAsyncCaller(AsyncCaller):
 
 
 def _error_of(future: Future[Any], call: int) -> Exception | None:
-    """What a call raised. An exit of its thread is none of the caller's, but it is an error."""
+    """Return what a call raised. An exit of its thread is none of the caller's, but it is an error."""
     error = future.exception()
     if error is None or isinstance(error, Exception):
         return error
@@ -256,7 +256,7 @@ class AsyncCallsQueue:
         return finalized
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many calls wait for their finalization."""
+        """Return how many calls wait for their finalization."""
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
@@ -290,7 +290,7 @@ class AsyncCallsQueue:
 
 
 def as_request(request: Any) -> AsyncRequest:
-    """A request of ours, or another named tuple taken by its fields; UsageError for anything else."""
+    """Return a request of ours, or one made of the fields of another named tuple; UsageError for anything else."""
     if isinstance(request, AsyncRequest):
         return request
     try:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, make_folder
 from asyncckpt.errors import IncompatibleError, NotFoundError
-from asyncckpt.storage.directory import Directory, check_path, io_failed
+from asyncckpt.storage.directory import check_path
 from asyncckpt.strategies.base import LoadStrategyBase
 
 BACKEND = "asyncckpt"
@@ -38,21 +38,14 @@ TENSORS = "tensors"
 
 
 def writing_path(checkpoint_dir: str | os.PathLike[str], name: str) -> Path:
-    """The path of a part, in a folder that is made when it is missing (but not its parents). IOFailedError."""
+    """Return the path of a part, in a folder that is made if it is missing (but not its parents). IOFailedError."""
     folder = check_path(checkpoint_dir)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return folder / name
-    except OSError as error:
-        raise io_failed(f"folder {str(folder)!r} cannot be made", error) from error
-    with Directory.open(folder.parent) as parent:
-        parent.sync()
+    make_folder(folder)
     return folder / name
 
 
 def reading_root(checkpoint_dir: str | os.PathLike[str], name: str) -> CheckpointRoot:
-    """A part, open for reading; NotFoundError when the checkpoint has none."""
+    """Open a part for reading; NotFoundError when the checkpoint has none."""
     folder = check_path(checkpoint_dir)
     try:
         return CheckpointRoot.for_reading(folder / name)

@@ -31,7 +31,7 @@ async_calls = AsyncCallsQueue()
 
 
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
-    """The default strategy of an action for (backend, version); NotFoundError when there is none."""
+    """Return the default strategy of an action for (backend, version); NotFoundError when there is none."""
     if not isinstance(action, StrategyAction):
         raise UsageError("action is wrong", found=action, expected="a StrategyAction")
     known = default_strategies[action.value]
@@ -89,16 +89,16 @@ class LoadCommonStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """The common state."""
+        """Load the common state."""
 
     @abstractmethod
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """The same nested dict with objects in place of the ShardedObjects."""
+        """Return the same nested dict with objects in place of the ShardedObjects."""
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """ShardedObjects without data, by their unique keys."""
+        """Return ShardedObjects without data, by their unique keys."""
         if not self.can_handle_sharded_objects:
             return {}
         raise UnsupportedError(f"{type(self).__name__} does not know what sharded objects there are")
@@ -109,14 +109,14 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """The same nested dict with tensors in place of the ShardedTensors."""
+        """Return the same nested dict with tensors in place of the ShardedTensors."""
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """ShardedTensors without data and sharding, by their keys: global shape and dtype are what they hold."""
+        """Return ShardedTensors without data and sharding, by their keys: they hold global shape and dtype."""
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The same, and ShardedObjects without data by their unique keys."""
+        """Return the same, and ShardedObjects without data by their unique keys."""
         if not self.can_handle_sharded_objects:
             return self.load_tensors_metadata(checkpoint_dir)
         raise UnsupportedError(f"{type(self).__name__} does not know what sharded objects there are")
@@ -154,5 +154,5 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         """Prepare a save and return the request, which the caller schedules."""
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """The asynchronous save, waited for."""
+        """Save asynchronously, and wait for the end."""
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()

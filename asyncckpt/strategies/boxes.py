@@ -10,12 +10,13 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.sharded import Piece
+from asyncckpt.plan.load_targets import overlap
 
 Shape = tuple[int, ...]
 
 
 def pieces_of(leaf: Any, data: torch.Tensor) -> Iterator[Piece]:
-    """The boxes that `data`, the tensor of a ShardedTensor, consists of; views of it.
+    """Yield the boxes that `data`, the tensor of a ShardedTensor, consists of; views of it.
 
     One box, or of a flattened range as many as it takes. Boxes without elements are left out, if the whole has any.
     UsageError when data is not what the ShardedTensor says.
@@ -30,24 +31,13 @@ def pieces_of(leaf: Any, data: torch.Tensor) -> Iterator[Piece]:
 
 
 def clipped(piece: Piece, whole_shape: Shape) -> Piece | None:
-    """What of a piece lies within a whole of this shape; None: nothing of it."""
-    tensor = piece.tensor
-    for dimension, (begin, whole) in enumerate(zip(piece.begin, whole_shape, strict=True)):
-        size = min(tensor.shape[dimension], whole - begin)
-        if size < 0 or (size == 0 and tensor.shape[dimension]):
-            return None
-        tensor = tensor.narrow(dimension, 0, size)
-    return Piece(tensor=tensor, begin=piece.begin)
-
-
-def overlap(one: Piece, other: Piece) -> bool:
-    """Whether two boxes of one whole have an element in common."""
-    spans = zip(one.begin, one.tensor.shape, other.begin, other.tensor.shape, strict=True)
-    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in spans)
+    """Return what of a piece lies within a whole of this shape; None: nothing of it."""
+    shared = overlap(piece.begin, piece.tensor.shape, (0,) * len(whole_shape), whole_shape)
+    return None if shared is None else Piece(piece.tensor[tuple(map(slice, shared.shape))], piece.begin)
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    """(begin, shape) of the boxes that elements [start, stop) of a flattened array make up, in their order."""
+    """Yield (begin, shape) of the boxes that elements [start, stop) of a flattened array make up, in their order."""
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -71,7 +61,7 @@ def _within_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iter
 
 
 def _parts(leaf: Any, data: torch.Tensor) -> Iterator[tuple[Shape, torch.Tensor]]:
-    """(begin within the local piece, view of data)."""
+    """Yield (begin within the local piece, view of data)."""
     local_shape, part = tuple(leaf.local_shape), getattr(leaf, "flattened_range", None)
     if part is None:
         if tuple(data.shape) != local_shape:

@@ -92,7 +92,7 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
         self._object_type = object_type
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """The common state; dicts and lists are new, tensors are on the CPU.
+        """Return the common state; dicts and lists are new, tensors are on the CPU.
 
         Of a checkpoint without one, the object as which Megatron-Core 0.19 saves it. NotFoundError.
         """
@@ -112,10 +112,10 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """The same nested dict with objects in place of the ShardedObjects. NotFoundError naming a missing one."""
+        """Return the same nested dict with objects in place of ShardedObjects. NotFoundError naming a missing one."""
         loaded: StateDict = load_sharded(sharded_objects_state_dict, checkpoint_dir, OBJECTS_DIR)
         return loaded
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """ShardedObjects without data, by their unique keys; none where no objects were saved."""
+        """Return ShardedObjects without data, by their unique keys; none where no objects were saved."""
         return objects_metadata(checkpoint_dir, OBJECTS_DIR, object_type=self._object_type)

@@ -18,8 +18,9 @@ import torch
 
 from asyncckpt.errors import IncompatibleError, NotFoundError
 from asyncckpt.model.sharded import Piece, Sharded
+from asyncckpt.plan.load_targets import overlap
 from asyncckpt.strategies.backend import OBJECTS, TENSORS
-from asyncckpt.strategies.boxes import clipped, overlap, pieces_of
+from asyncckpt.strategies.boxes import clipped, pieces_of
 from asyncckpt.strategies.mapping import (
     ShardedObject,
     ShardedTensor,
@@ -71,13 +72,13 @@ def load_sharded(state: Any, checkpoint_dir: str | Path, name: str) -> Any:
 
 
 def tensors_metadata(checkpoint_dir: str | Path, name: str, *, tensor_type: Any = ShardedTensor) -> dict[str, Any]:
-    """A `tensor_type` without data and sharding for every stored tensor, by its key."""
+    """Return a `tensor_type` without data and sharding for every stored tensor, by its key."""
     found = open_stored(checkpoint_dir, name).tensors
     return {key: _unsharded(key, stored, tensor_type) for key, stored in found.items()}
 
 
 def objects_metadata(checkpoint_dir: str | Path, name: str, *, object_type: Any = ShardedObject) -> dict[str, Any]:
-    """An `object_type` without data for every stored object, by its unique key; none where there is no such part."""
+    """Return an `object_type` without data for every stored object, by its unique key; none without such a part."""
     try:
         keys = open_stored(checkpoint_dir, name).object_keys
     except NotFoundError:
@@ -147,7 +148,7 @@ def _fill(stored: StoredState, wanted: Sequence[_Wanted], packed: dict[str, Any]
 
 
 def _rounds(wanted: Sequence[_Wanted]) -> list[dict[str, Sharded]]:
-    """Targets of one load after the other, so that no two pieces in one of them overlap."""
+    """Return the targets of one load after the other, so that no two pieces in one of them overlap."""
     by_key: dict[str, list[list[Piece]]] = defaultdict(list)
     stored = {item.leaf.key: item.stored for item in wanted}
     for item in wanted:
@@ -156,10 +157,9 @@ def _rounds(wanted: Sequence[_Wanted]) -> list[dict[str, Sharded]]:
             inside = clipped(piece, item.stored.shape)
             if inside is None:
                 continue
-            free = next((held for held in rounds if not any(overlap(inside, other) for other in held)), None)
+            free = next((held for held in rounds if not any(_overlap(inside, other) for other in held)), None)
             if free is None:
-                free = []
-                rounds.append(free)
+                rounds.append(free := [])
             free.append(inside)
     count = max((len(rounds) for rounds in by_key.values()), default=0)
     return [
@@ -170,3 +170,7 @@ def _rounds(wanted: Sequence[_Wanted]) -> list[dict[str, Sharded]]:
         }
         for number in range(count)
     ]
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    return overlap(one.begin, one.tensor.shape, other.begin, other.tensor.shape) is not None

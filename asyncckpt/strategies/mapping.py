@@ -59,7 +59,7 @@ class ShardedTensor:
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """UsageError unless shapes, offsets, dtype and data agree."""
+        """Raise UsageError unless shapes, offsets, dtype and data agree."""
         if self.data is not None:
             _check_data(self.data, self)
         if len(self.global_shape) != len(self.global_offset):
@@ -77,13 +77,13 @@ class ShardedTensor:
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Where the piece lies in the global tensor: a number for every prepended axis, a slice for the others."""
+        """Return where the piece is in the global tensor: a number for every prepended axis, a slice for the others."""
         prepended, inner = self.global_offset[: self.prepend_axis_num], self.global_offset[self.prepend_axis_num :]
         slices = (slice(begin, begin + size) for begin, size in zip(inner, self.local_shape, strict=True))
         return (*prepended, *slices)
 
     def without_data(self) -> ShardedTensor:
-        """The same piece with data None."""
+        """Return the same piece with data None."""
         return replace(self, data=None)
 
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
@@ -103,7 +103,7 @@ class ShardedTensor:
         flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """The piece number `place` of `count` equal ones along `axis`, for every (axis, place, count) given.
+        """Make the piece number `place` of `count` equal ones along `axis`, for every (axis, place, count) given.
 
         Axes count the prepended ones too. Raises UsageError.
         """
@@ -150,7 +150,7 @@ class ShardedObject:
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """UsageError unless offset and shape have the same number of dimensions."""
+        """Raise UsageError unless offset and shape have the same number of dimensions."""
         if len(self.global_shape) != len(self.global_offset):
             raise UsageError(
                 f"sharded object {self.key!r}: global_offset has another number of dimensions than global_shape",
@@ -166,17 +166,17 @@ class ShardedObject:
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """The object of a unique key, without data. UsageError for a text of another form."""
+        """Make the object of a unique key, without data. UsageError for a text of another form."""
         key, offset, shape = split_unique_key(unique_key)
         return cls(key, None, shape, offset, replica_id)
 
     def without_data(self) -> ShardedObject:
-        """The same object with data None."""
+        """Return the same object with data None."""
         return replace(self, data=None)
 
 
 def split_unique_key(unique_key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """(key, global_offset, global_shape) of a unique key; UsageError for a text of another form."""
+    """Return (key, global_offset, global_shape) of a unique key; UsageError for a text of another form."""
     key, mark, place = unique_key.rpartition(_SHARD)
     try:
         offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in place.split("_"))
@@ -189,26 +189,26 @@ def split_unique_key(unique_key: str) -> tuple[str, tuple[int, ...], tuple[int, 
 
 
 def is_main_replica(replica_id: Any) -> bool:
-    """Whether the copy with this replica_id is the one that is saved: 0, or a tuple of zeros."""
+    """Return whether the copy with this replica_id is the one that is saved: 0, or a tuple of zeros."""
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(number == 0 for number in replica_id)
 
 
 def is_sharded_tensor(value: Any) -> bool:
-    """Whether a leaf has the attributes of a ShardedTensor, ours or Megatron's."""
+    """Return whether a leaf has the attributes of a ShardedTensor, ours or Megatron's."""
     return all(hasattr(value, name) for name in ("key", "global_shape", "global_offset", "local_shape", "replica_id"))
 
 
 def is_sharded_object(value: Any) -> bool:
-    """Whether a leaf has the attributes of a ShardedObject, ours or Megatron's."""
+    """Return whether a leaf has the attributes of a ShardedObject, ours or Megatron's."""
     return not hasattr(value, "local_shape") and all(
         hasattr(value, name) for name in ("key", "global_shape", "global_offset", "unique_key", "replica_id")
     )
 
 
 def sharded_leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All leaves of nested mappings, lists and tuples, with their paths; UsageError for one that is not sharded."""
+    """Yield all leaves of nested mappings, lists and tuples, with their paths; UsageError for one of another kind."""
     if isinstance(state, Mapping):
         items: Any = state.items()
     elif isinstance(state, (list, tuple)):
@@ -230,7 +230,7 @@ def sharded_leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tup
 
 
 def replaced(state: Any, leaves: Iterator[Any]) -> Any:
-    """The same nested containers with other leaves, taken in the order of sharded_leaves."""
+    """Return the same nested containers with other leaves, taken in the order of sharded_leaves."""
     if isinstance(state, Mapping):
         return {key: replaced(value, leaves) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
@@ -240,7 +240,7 @@ def replaced(state: Any, leaves: Iterator[Any]) -> Any:
 
 
 def shown_path(path: tuple[Any, ...]) -> str:
-    """A path for people: 'model'['layers'][3]."""
+    """Return a path for people: 'model'['layers'][3]."""
     if not path:
         return "(root)"
     return repr(path[0]) + "".join(f"[{part!r}]" for part in path[1:])

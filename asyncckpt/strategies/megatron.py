@@ -105,7 +105,7 @@ def register_with_megatron(
 
 
 def _registry() -> Any:
-    """The module of Megatron's registry; None where there is none, or only its remains."""
+    """Return the module of Megatron's registry; None where there is none, or only its remains."""
     if find_spec(f"{_CHECKPOINTING}.strategies.base") is None:
         return None
     base = _megatron("strategies.base")
@@ -113,7 +113,7 @@ def _registry() -> Any:
 
 
 def _request_type(async_strategy: str | None) -> Any:
-    """The class of the requests that the queue of an async strategy takes."""
+    """Return the class of the requests that the queue of an async strategy takes."""
     if async_strategy == "nvrx":
         try:
             return import_module(_RESILIENCY).AsyncRequest

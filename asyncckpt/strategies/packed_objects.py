@@ -40,7 +40,7 @@ def pack(value: Any, *, path: Path = ()) -> dict[str, Any]:
 
 
 def unpack(packed: Any, *, owner: str) -> Any:
-    """The object; CorruptError naming `owner` for what `pack` does not make."""
+    """Return the object; CorruptError naming `owner` for what `pack` does not make."""
     if not isinstance(packed, Mapping) or packed.keys() != {"value", "kinds"}:
         raise CorruptError(f"{owner} is no packed object", found=type(packed).__name__)
     try:
@@ -70,7 +70,7 @@ def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, str]]) ->
 
 
 def _as_plain(value: Any) -> tuple[str | None, Any]:
-    """(kind, what stands for it)."""
+    """Return (kind, what stands for it)."""
     if isinstance(value, io.BytesIO):
         return "BytesIO", _as_tensor(value.getvalue())
     if isinstance(value, bytes) and len(value) > BYTES_IN_MANIFEST_MAX:
@@ -120,7 +120,7 @@ def _as_kind(value: Any, kind: str | None) -> Any:
 
 
 def _member(named: Sequence[str]) -> Enum | None:
-    """The member of an enum that is there already; looking it up runs no code."""
+    """Return the member of an enum that is there already; looking it up runs no code."""
     module, path, name = named
     found: Any = sys.modules.get(module)
     for part in path.split("."):

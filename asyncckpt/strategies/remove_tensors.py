@@ -29,7 +29,7 @@ from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import IncompatibleError, UsageError
 from asyncckpt.format.manifest import Chain, Manifest, render_body
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, descend, leaves
+from asyncckpt.format.tree import VALUE, Node, leaves, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import Role
@@ -38,6 +38,7 @@ from asyncckpt.options import SaveOptions
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
+from asyncckpt.strategies.stored_state import children, values_of
 
 
 def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, process_group: Any = None) -> None:
@@ -78,12 +79,9 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
             raise IncompatibleError(
                 f"checkpoint of step {manifest.step} was not saved by a strategy", found=part.tree[1]
             )
-        found = iter(part.values)
-        values |= {path: next(found) for path, node in leaves(part.tree) if node is VALUE}
+        values |= values_of(part)
         for name, kept in ((TENSORS, tensors), (OBJECTS, objects)):
-            node = descend(part.tree, (name,))
-            assert node is not None
-            for key, child in zip(node[1], node[2], strict=True):
+            for key, child in children(part.tree, name):
                 if name == TENSORS and key.startswith(key_prefix):
                     removed = True
                 else:
@@ -92,7 +90,7 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
         return None
     folders = tuple(("dict", tuple(kept), tuple(kept.values())) for kept in (tensors, objects))
     tree: Node = ("dict", (TENSORS, OBJECTS), folders)
-    places = {path: place for place, path in enumerate(path for path, node in leaves(tree) if node is not VALUE)}
+    places = {path: place for place, path in enumerate(tensor_paths(tree))}
     return Remaining(
         tree=tree,
         values=tuple(values[path] for path, node in leaves(tree) if node is VALUE),
@@ -101,11 +99,11 @@ def without_tensors(manifest: Manifest, key_prefix: str) -> Remaining | None:
 
 
 def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[BlockCopy]:
-    """The blocks of the leaves that have a place."""
+    """Return the blocks of the leaves that have a place."""
     blocks = []
     number = 0
     for part in manifest.parts:
-        paths = [path for path, node in leaves(part.tree) if node is not VALUE]
+        paths = tensor_paths(part.tree)
         for block in part.blocks:
             spec = block.placed.spec
             if spec.role is Role.DENSE and spec.leaf is not None and paths[spec.leaf] in places:

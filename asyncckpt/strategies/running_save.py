@@ -32,21 +32,19 @@ LOCK_PAUSE_S = 0.05
 class RunningSave:
     """A save with the Saver that does it, which is closed when the save was waited for.
 
-    deadline          seconds that each wait takes at most
-    other_processes   other processes may wait for it too
+    deadline  seconds that each wait takes at most
+    lock      for which other processes wait; it is released when the save has ended. None: they cannot wait
     """
 
     def __init__(
-        self, saver: Saver, future: SaveFuture, *, deadline: float = SAVE_DEADLINE_S, other_processes: bool = False
+        self, saver: Saver, future: SaveFuture, *, deadline: float = SAVE_DEADLINE_S, lock: HeldFile | None = None
     ) -> None:
         self.deadline_s = deadline
         self._pid = os.getpid()
         self._saver: Saver | None = saver
         self._future: SaveFuture | None = future
-        self._lock = _HeldFile() if other_processes else None
-        self._lock_path = None if self._lock is None else self._lock.path
-        if self._lock is not None:
-            lock = self._lock  # The callback shall not keep this object, and with it the Saver, alive.
+        self._lock_path = None if lock is None else lock.path
+        if lock is not None:
             future.add_done_callback(lambda _: lock.release())
 
     def __call__(self) -> None:
@@ -78,7 +76,7 @@ class RunningSave:
 
     def __getstate__(self) -> dict[str, Any]:
         """For a spawned process, which can only wait."""
-        return {**self.__dict__, "_saver": None, "_future": None, "_lock": None}
+        return {**self.__dict__, "_saver": None, "_future": None}
 
 
 def begin_save(
@@ -95,41 +93,44 @@ def begin_save(
 ) -> RunningSave:
     """Capture the state of this rank, of as many as the group has; what is committed replaces what was there before.
 
-    name: of the part. other_processes: see RunningSave. To be called on all ranks. An error of make_state is raised
-    here, and by the saves of the other ranks as PeerError. Raises PeerError when the ranks do not find each other.
+    name: of the part. other_processes: they may wait for it too. To be called on all ranks. An error of make_state is
+    raised here, and by the saves of the other ranks as PeerError. PeerError when the ranks do not find each other.
     """
     rank, ranks_count = own_rank(None, None, process_group)
     state: Mapping[str, Any] = {}
+    lock: HeldFile | None = None
     failed: Exception | None = None
-    try:
-        state = make_state()
-    except Exception as error:
-        if ranks_count == 1:
-            raise
-        failed = error  # The others would wait for this rank.
-    saver = Saver(
-        shard_index=rank,
-        shard_num=ranks_count,
-        path=writing_path(checkpoint_dir, name),
-        parallel=parallel,
-        tensors=state,
-        ranks=RankOptions(process_group, peer_deadline),
-        keep_latest=1,
-        on_busy="queue",
-        durability=durability,
-    )
-    try:
+    with contextlib.ExitStack() as begun:
+        try:
+            state = make_state()
+            if other_processes:
+                lock = HeldFile()
+                begun.callback(lock.release)
+        except Exception as error:
+            if ranks_count == 1:
+                raise
+            failed = error  # The others would wait for this rank.
+        saver = Saver(
+            shard_index=rank,
+            shard_num=ranks_count,
+            path=writing_path(checkpoint_dir, name),
+            parallel=parallel,
+            tensors=state,
+            ranks=RankOptions(process_group, peer_deadline),
+            keep_latest=1,
+            on_busy="queue",
+            durability=durability,
+        )
+        begun.callback(saver.close)
         if failed is not None:
             saver._leave_out_call(failed)
             raise failed
         future = saver.save_async()
-    except BaseException:
-        saver.close()
-        raise
-    return RunningSave(saver, future, deadline=deadline, other_processes=other_processes)
+        begun.pop_all()
+    return RunningSave(saver, future, deadline=deadline, lock=lock)
 
 
-class _HeldFile:
+class HeldFile:
     """A file that this process has locked. A record lock: forked children do not inherit it, and it ends with us."""
 
     def __init__(self) -> None:

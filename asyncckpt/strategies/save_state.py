@@ -23,7 +23,7 @@ from asyncckpt.strategies.packed_objects import pack
 
 
 def state_to_save(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
-    """Tensors by key and packed objects by unique key; tensors are not copied. UsageError naming the leaf."""
+    """Return tensors by key and packed objects by unique key; tensors are not copied. UsageError naming the leaf."""
     tensors: dict[str, list[tuple[Any, Piece]]] = defaultdict(list)
     objects: dict[str, Any] = {}
     for path, leaf in sharded_leaves(sharded_state_dict):
@@ -44,7 +44,7 @@ def state_to_save(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
 
 
 def objects_to_save(sharded_objects_state_dict: ShardedStateDict) -> dict[str, Any]:
-    """The same for a dict that holds objects only; UsageError for a tensor."""
+    """Do the same for a dict that holds objects only; UsageError for a tensor."""
     for path, leaf in sharded_leaves(sharded_objects_state_dict):
         if is_sharded_tensor(leaf):
             raise UsageError(f"leaf {shown_path(path)} is a sharded tensor", expected="sharded objects only")

@@ -92,7 +92,7 @@ class ShardedLoad(LoadsOwnCheckpoints, LoadShardedStrategy):
     def load(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, async_strategy: str | None = None
     ) -> StateDict:
-        """The same nested dict with tensors and objects in place of the sharded ones.
+        """Return the same nested dict with tensors and objects in place of the sharded ones.
 
         A ShardedTensor's own data is filled in place; without data it gets a tensor on the CPU. Where
         allow_shape_mismatch is set and shapes differ, what the checkpoint does not have is zero. async_strategy has
@@ -102,11 +102,11 @@ class ShardedLoad(LoadsOwnCheckpoints, LoadShardedStrategy):
         return loaded
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """A ShardedTensor without data and sharding for every tensor, by its key."""
+        """Return a ShardedTensor without data and sharding for every tensor, by its key."""
         return tensors_metadata(checkpoint_dir, SHARDED_DIR, tensor_type=self._tensor_type)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """The same, and ShardedObjects without data by their unique keys."""
+        """Return the same, and ShardedObjects without data by their unique keys."""
         objects = objects_metadata(checkpoint_dir, SHARDED_DIR, object_type=self._object_type)
         return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
 

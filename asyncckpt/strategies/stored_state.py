@@ -19,7 +19,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name, rebuild
+from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name, rebuild, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.loader import Loader
@@ -44,15 +44,15 @@ class StoredState:
         self._values: dict[int, dict[TreePath, Json]] = {}
         self._dense = {path: facts for part in manifest.parts for path, facts in _dense(part)}
         self.tensors = {path[1]: facts for path, facts in self._dense.items() if path[0] == TENSORS and len(path) == 2}
-        self._objects = {key: (part, node) for part in manifest.parts for key, node in _children(part.tree, OBJECTS)}
+        self._objects = {key: (part, node) for part in manifest.parts for key, node in children(part.tree, OBJECTS)}
 
     @property
     def object_keys(self) -> Collection[str]:
-        """Unique keys of all sharded objects."""
+        """The unique keys of all sharded objects."""
         return self._objects.keys()
 
     def new_object(self, unique_key: str) -> Any:
-        """A packed object: values are there, tensors and arrays are new and not yet filled.
+        """Make a packed object: values are there, tensors and arrays are new and not yet filled.
 
         The key is one of object_keys. CorruptError, UnsupportedError.
         """
@@ -60,7 +60,7 @@ class StoredState:
         return self._rebuilt(part, (OBJECTS, unique_key), node)
 
     def new_common(self) -> Any:
-        """The packed common state, in the same way; None where there is none."""
+        """Make the packed common state in the same way; None without one."""
         part = self._parts[0]
         node = descend(part.tree, (COMMON,))
         return None if node is None else self._rebuilt(part, (COMMON,), node)
@@ -71,8 +71,7 @@ class StoredState:
 
     def _rebuilt(self, part: RankPart, path: TreePath, node: Node) -> Any:
         if part.rank not in self._values:
-            found = (path for path, leaf in leaves(part.tree) if leaf is VALUE)
-            self._values[part.rank] = dict(zip(found, part.values, strict=True))
+            self._values[part.rank] = values_of(part)
         by_path = self._values[part.rank]
         tensors, values = [], []
         for below, leaf in leaves(node):
@@ -95,15 +94,21 @@ def open_stored(checkpoint_dir: str | os.PathLike[str], name: str) -> StoredStat
         return StoredState(root.path, read_manifest(root, newest_step(root)))
 
 
-def _children(tree: Node, name: str) -> Iterator[tuple[Any, Node]]:
-    """What a tree has below a name, when that is a dict."""
+def values_of(part: RankPart) -> dict[TreePath, Json]:
+    """Return the plain values of a part, still encoded."""
+    paths = (path for path, leaf in leaves(part.tree) if leaf is VALUE)
+    return dict(zip(paths, part.values, strict=True))
+
+
+def children(tree: Node, name: str) -> Iterator[tuple[Any, Node]]:
+    """Yield what a tree has below a name, if that is a dict."""
     node = descend(tree, (name,))
     if node is not None and node[0] == "dict":
         yield from zip(node[1], node[2], strict=True)
 
 
 def _dense(part: RankPart) -> Iterator[tuple[TreePath, StoredTensor]]:
-    paths = [path for path, node in leaves(part.tree) if node is not VALUE]
+    paths = tensor_paths(part.tree)
     for block in part.blocks:
         spec = block.placed.spec
         if spec.leaf is not None:

@@ -37,12 +37,9 @@ class DataPosition:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._keeps_itself = _keeps_itself(loader)
-        self._sampler: ResumableSampler | None = None
-        self._samples_per_batch = 0
-        if not self._keeps_itself:
-            self._sampler, batch_size = _sampler_of(loader)
-            self._samples_per_batch = batch_size * self._sampler.ranks_count
+        # None: the loader keeps its position itself.
+        self._sampler, batch_size = _sampler_of(loader)
+        self._samples_per_batch = 0 if self._sampler is None else batch_size * self._sampler.ranks_count
         self._epoch = 0
         self._samples_consumed = 0
         self._is_resumed = False
@@ -73,7 +70,7 @@ class DataPosition:
         self._samples_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values; the same on all ranks, but for a loader that keeps its own."""
+        """Return the position as plain values; the same on all ranks, but for a loader that keeps its own."""
         if self._sampler is None:
             with _undrawn(torch.default_generator):  # It may make its iterator now.
                 return {"epoch": self._epoch, "loader": to_plain(self._loader.state_dict())}
@@ -90,11 +87,10 @@ class DataPosition:
 
         IncompatibleError, with nothing changed, when the data set has another number of samples.
         """
-        if self._keeps_itself != ("loader" in state) or not (state.keys() >= {*_FIELDS} or "loader" in state):
+        expected = ["epoch", "loader"] if self._sampler is None else sorted(_FIELDS)
+        if not state.keys() >= {*expected} or (self._sampler is not None and "loader" in state):
             raise IncompatibleError(
-                "the saved position is that of another kind of loader",
-                found=sorted(state),
-                expected=["epoch", "loader"] if self._keeps_itself else sorted(_FIELDS),
+                "the saved position is that of another kind of loader", found=sorted(state), expected=expected
             )
         if self._sampler is None:
             self._loader.load_state_dict(from_plain(state["loader"]))
@@ -133,7 +129,7 @@ class DataPosition:
 
 @contextmanager
 def _undrawn(generator: torch.Generator) -> Iterator[None]:
-    """What is drawn from a generator inside was never drawn."""
+    """Have a generator go on as if nothing was drawn from it inside."""
     before = generator.get_state()
     try:
         yield
@@ -141,12 +137,10 @@ def _undrawn(generator: torch.Generator) -> Iterator[None]:
         generator.set_state(before)
 
 
-def _keeps_itself(loader: Any) -> bool:
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _sampler_of(loader: Any) -> tuple[ResumableSampler, int]:
-    """The sampler behind a loader, and how many samples a batch has."""
+def _sampler_of(loader: Any) -> tuple[ResumableSampler | None, int]:
+    """Return the sampler behind a loader, and how many samples a batch has; (None, 0) if it keeps its position."""
+    if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
+        return None, 0
     if isinstance(loader, DataLoader):
         batches = loader.batch_sampler
         if isinstance(loader.sampler, ResumableSampler):

@@ -20,9 +20,9 @@ from asyncckpt.model.source import as_bytes
 
 
 def to_plain(value: Any) -> Any:
-    """A state dict without tensors and arrays. Their bytes are copied."""
+    """Return a state dict without tensors and arrays. Their bytes are copied."""
     if isinstance(value, torch.Tensor):
-        data = as_bytes(value.detach().cpu().contiguous()).tobytes()
+        data = as_bytes(value.detach().cpu().resolve_conj().resolve_neg().contiguous()).tobytes()
         return {"tensor": (str(value.dtype).removeprefix("torch."), tuple(value.shape), data)}
     if isinstance(value, (np.ndarray, np.generic)):
         return {"array": (value.dtype.str, tuple(value.shape), value.tobytes())}
@@ -35,7 +35,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of to_plain, in memory of its own. IncompatibleError for what to_plain did not make."""
+    """Return what to_plain was given, in memory of its own. IncompatibleError for what to_plain did not make."""
     if isinstance(value, (list, tuple)):
         items = [from_plain(item) for item in value]
         return items if isinstance(value, list) else tuple(items)

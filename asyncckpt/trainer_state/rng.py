@@ -54,7 +54,7 @@ class RngState:
         own_rank(rank, ranks_count)  # Refused now rather than at the first save.
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as plain values (bytes, ints, floats)."""
+        """Return the states as plain values (bytes, ints, floats)."""
         rank, ranks_count = own_rank(*self._given_rank)
         return {
             "rank": rank,
@@ -123,7 +123,7 @@ def _check(stream: Stream, name: str, state: Any) -> None:
 
 
 def _derived_seed(name: str, state: Any, rank: tuple[int, int]) -> int:
-    """The same for the same saved state, name, rank and number of ranks; 63 bits, which every generator takes."""
+    """Return a seed that depends on state, name, rank and number of ranks; 63 bits, which every generator takes."""
     text = repr((name, rank, state)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -207,7 +207,7 @@ def _set_torch(source: torch.Generator, state: Any) -> None:
 
 
 def global_streams(*, start_cuda: bool) -> dict[str, Stream]:
-    """The streams that everybody draws from: Python's, NumPy's, torch's on the CPU, and on every CUDA device.
+    """Return the streams that all code draws from: Python's, NumPy's, torch's on the CPU, and on every CUDA device.
 
     CUDA that this process has not used yet is left alone unless `start_cuda`.
     """

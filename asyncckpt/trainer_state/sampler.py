@@ -69,16 +69,16 @@ class ResumableSampler(Sampler[Any]):
         self.samples_consumed = 0
 
     def set_position(self, *, epoch: int, samples_consumed: int) -> None:
-        """Where iterators that begin from now on start: `samples_consumed` of all ranks together."""
+        """Have iterators that begin from now on start there: behind `samples_consumed` of all ranks together."""
         self.epoch, self.samples_consumed = epoch, samples_consumed
 
     def __len__(self) -> int:
-        """How many samples this rank gets from the position on."""
+        """Return how many samples this rank gets from the position on."""
         left = max(0, self.samples_count - self.samples_consumed)
         return left // self.ranks_count if self.drop_last else -(-left // self.ranks_count)
 
     def indices(self) -> torch.Tensor:
-        """The samples that this rank gets from the position on, int64 [len(self)]."""
+        """Return the samples that this rank gets from the position on, int64 [len(self)]."""
         order = self._order()
         left = order[self.samples_consumed :]
         total = len(self) * self.ranks_count
@@ -141,12 +141,12 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def epoch_seed(*, seed: int, epoch: int) -> int:
-    """A seed for one epoch, 63 bits: neighbouring seeds and epochs have nothing in common, as seed + epoch would."""
+    """Return a seed for one epoch, 63 bits. Neighbouring seeds and epochs have nothing in common, unlike their sums."""
     return _mixed(_mixed(seed & _WORD) + epoch) >> 1
 
 
 def sample_seeds(indices: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int) -> list[int]:
-    """A seed for every sample of an epoch, 63 bits, whoever gets it."""
+    """Return a seed for every sample of an epoch, 63 bits, whoever gets it."""
     first = np.uint64(epoch_seed(seed=seed, epoch=epoch))
     words = first + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     seeds: list[int] = (_finished(words) >> np.uint64(1)).tolist()
@@ -158,7 +158,7 @@ def _mixed(word: int) -> int:
 
 
 def _finished(words: Any) -> Any:
-    """The mixing of splitmix64 (public domain, Sebastiano Vigna)."""
+    """Mix as splitmix64 does (public domain, Sebastiano Vigna)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

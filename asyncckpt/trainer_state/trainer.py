@@ -33,7 +33,7 @@ class StepCounter:
         return f"StepCounter({self.value})"
 
     def state_dict(self) -> dict[str, Any]:
-        """{"step": int}."""
+        """Return {"step": int}."""
         return {"step": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ class TrainerState:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dicts of the parts, by name."""
+        """Return the state dicts of the parts, by name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def image_of(state: Any, name: str = "") -> dict[str, np.ndarray[Any, Any]]:
         return {k: v for key, child in enumerate(state) for k, v in image_of(child, f"{name}.{key}").items()}
     if isinstance(state, torch.Tensor):
         full = state.full_tensor() if hasattr(state, "full_tensor") else state
-        raw = full.detach().resolve_conj().resolve_neg().contiguous().flatten()
+        raw = full.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
         bytes_of = raw.view(torch.uint8).numpy().copy() if raw.numel() else np.empty(0, dtype=np.uint8)
         return {name: bytes_of, f"{name}:shape": np.array(full.shape), f"{name}:dtype": np.array(str(full.dtype))}
     return {name: np.array(repr(state))}

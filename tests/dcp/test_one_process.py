@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gc
+import os
 import pickle
 import threading
 import warnings
@@ -21,11 +22,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import asyncckpt
 import asyncckpt.dcp
+from asyncckpt.commit.retention import keep_latest
 from asyncckpt.dcp import StorageReader, StorageWriter
 from asyncckpt.dcp.save_planner import PlanToken
+from asyncckpt.engine.process.background import retainer
 from asyncckpt.shard.target import ShardFiles
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
+from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.owner_lock import _lock_file
 from tests.dcp.model import differences, image_of, make, train
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -185,6 +190,30 @@ def test_saves_at_once_through_one_writer_are_steps_of_their_own(tmp_path: Path)
     assert differences(images[0], images[1]) != []
 
 
+def test_saves_at_once_through_one_writer_go_where_each_was_sent(tmp_path: Path) -> None:
+    """Each has named its directory before one of them opens it."""
+    both_named = threading.Barrier(2)
+
+    class Waiting(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            both_named.wait(60)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    writer, folders = StorageWriter(tmp_path / "ckpt"), [tmp_path / "a", tmp_path / "b"]
+    saves = []
+    for number, folder in enumerate(folders):
+        state = {"number": torch.tensor(number)}
+        saves.append(dcp.async_save(state, checkpoint_id=folder, storage_writer=writer, planner=Waiting()))
+    for saved in saves:
+        upload(saved)
+    for number, folder in enumerate(folders):
+        found = {"number": torch.tensor(-1)}
+        dcp.load(found, storage_reader=StorageReader(folder))
+        assert found["number"] == number
+    dcp.save({"number": torch.tensor(2)}, storage_writer=writer)
+    assert sorted(len(asyncckpt.list_steps(folder)) for folder in folders) == [1, 2]
+
+
 @pytest.mark.parametrize("writers", [1, 4])
 def test_no_room_in_one_file_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: int) -> None:
     """DCP's own writer returns, and commits what the other threads have written, when one of them fails."""
@@ -311,6 +340,24 @@ def test_loading_converts_dtypes_and_fills_strided_targets_as_dcp_does(tmp_path:
     assert torch.equal(found["b"], matrix)
 
 
+def shrunk() -> torch.Tensor:
+    tensor = torch.zeros(3, 20_000)
+    tensor.untyped_storage().resize_(1000)
+    return tensor
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("target", [torch.zeros(20_000).expand(3, -1), shrunk()], ids=["expanded", "shrunk"])
+def test_a_target_without_memory_for_every_element_is_refused(
+    tmp_path: Path, target: torch.Tensor, verify: bool
+) -> None:
+    dcp.save({"first": torch.randn(3, 20_000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"first": target}, storage_reader=StorageReader(tmp_path / "ckpt", verify=verify))
+    assert isinstance(cause_of(raised), asyncckpt.UsageError)
+    assert "'first'" in str(cause_of(raised))
+
+
 def test_a_truncated_file_is_found_before_a_target_is_touched(tmp_path: Path) -> None:
     dcp.save({"a": torch.zeros(5000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
     (shard,) = (tmp_path / "ckpt" / "data").rglob("*.safetensors")
@@ -394,7 +441,47 @@ def test_unflattened_states_keep_values_whole(tmp_path: Path) -> None:
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for seed in range(4):
         dcp.save(rich_state(seed), storage_writer=StorageWriter(tmp_path / "ckpt", keep_latest=2))
+    await_retention()
     assert asyncckpt.list_steps(tmp_path / "ckpt") == [2, 3]
+
+
+def await_retention() -> None:
+    """There is one thread for it, and what is begun later ends later."""
+    retainer.submit(int).result(60)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_does_not_wait_for_old_checkpoints_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The directory stays locked until they are gone, also where that fails."""
+    saved, seen = threading.Event(), []
+
+    def slow(*args: Any, **options: Any) -> None:
+        seen.append((saved.wait(5), can_lock(tmp_path / "ckpt")))
+        if fails:
+            raise asyncckpt.IOFailedError("the disk is gone")
+        keep_latest(*args, **options)
+
+    monkeypatch.setattr("asyncckpt.commit.transaction.keep_latest", slow)
+    for _ in range(2):
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "ckpt", keep_latest=1))
+        saved.set()
+        await_retention()
+        assert seen.pop() == (True, False)
+        assert can_lock(tmp_path / "ckpt")
+        saved.clear()
+    assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1][0 if fails else 1 :]
+
+
+def can_lock(path: Path) -> bool:
+    """Whether another process could write to the directory now: a lock belongs to its open file, not to a process."""
+    with Directory.open(path) as folder:
+        try:
+            os.close(_lock_file(folder, "LOCK"))
+        except asyncckpt.ConflictError:
+            return False
+    return True
 
 
 def test_a_directory_that_another_writer_of_the_process_holds_is_shared(tmp_path: Path) -> None:

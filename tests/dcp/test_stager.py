@@ -238,6 +238,22 @@ def test_saves_of_devices(runtime: SimulatedRuntime, tmp_path: Path, limits: dic
         assert_loads(tmp_path, state, step=step)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_loads_to_devices(runtime: SimulatedRuntime, tmp_path: Path, verify: bool) -> None:
+    """As they were saved, converted, turned, in part, and to several targets from one chunk."""
+    state = {"a": numbers(1, 40, 30), "b": numbers(2, 50_000), "c": numbers(3, 40, 30), "d": torch.tensor(2.0)}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path))
+    targets = {
+        "a": runtime.new_tensor((30, 40), torch.float32, device=0, values=torch.zeros(30, 40)).t(),
+        "b": runtime.new_tensor((50_000,), torch.float32, device=1, values=torch.zeros(50_000)),
+        "c": runtime.new_tensor((40, 30), torch.float64, device=1, values=torch.zeros(40, 30, dtype=torch.float64)),
+        "d": runtime.new_tensor((), torch.float16, device=0, values=torch.tensor(0.0).half()),
+    }
+    dcp.load(targets, storage_reader=StorageReader(tmp_path, verify=verify))
+    for name, target in targets.items():
+        assert torch.equal(runtime.read(target), state[name].to(target.dtype)), name
+
+
 def test_without_following_the_trainer_this_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switched off: no stream waits for another one. Some order of things then gives other values."""
     monkeypatch.setattr(SimulatedRuntime, "hold_back", lambda self, stream, event: None)

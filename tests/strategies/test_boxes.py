@@ -11,7 +11,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.sharded import Piece
-from asyncckpt.strategies.boxes import clipped, flat_boxes, overlap, pieces_of
+from asyncckpt.strategies.boxes import clipped, flat_boxes, pieces_of
 from asyncckpt.strategies.mapping import ShardedTensor
 
 pytestmark = pytest.mark.once
@@ -98,11 +98,3 @@ def test_clipping_keeps_what_lies_within() -> None:
     assert clipped(piece, (1, 9)) is None
     scalar = Piece(torch.tensor(1), ())
     assert clipped(scalar, ()) == scalar
-
-
-def test_boxes_overlap_where_they_have_an_element_in_common() -> None:
-    piece = Piece(torch.empty(2, 2), (1, 1))
-    assert overlap(piece, Piece(torch.empty(2, 2), (2, 2)))
-    assert not overlap(piece, Piece(torch.empty(2, 2), (3, 1)))
-    assert not overlap(piece, Piece(torch.empty(1, 4), (0, 0)))
-    assert overlap(Piece(torch.empty(()), ()), Piece(torch.empty(()), ()))

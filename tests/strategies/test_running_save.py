@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,9 @@ import torch
 
 from asyncckpt import Saver
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError, UsageError
-from asyncckpt.strategies.running_save import RunningSave, wait_for_release
+from asyncckpt.strategies.async_utils import AsyncRequest
+from asyncckpt.strategies.running_save import HeldFile, RunningSave, wait_for_release
+from asyncckpt.strategies.sharded_state import ShardedSave
 
 pytestmark = pytest.mark.once
 LONG_S = 60.0
@@ -27,7 +31,8 @@ class Held:
         self.go = threading.Event()
         self._error = error
         saver = Saver(path=path, tensors={"x": torch.ones(3)}, filter_func=self._filter)
-        self.running = RunningSave(saver, saver.save_async(), other_processes=other_processes, deadline=LONG_S)
+        lock = HeldFile() if other_processes else None
+        self.running = RunningSave(saver, saver.save_async(), lock=lock, deadline=LONG_S)
 
     def _filter(self, blocks: list) -> list:
         assert self.go.wait(LONG_S)
@@ -130,3 +135,17 @@ def test_a_file_that_cannot_be_waited_for(tmp_path: Path) -> None:
     wait_for_release(str(tmp_path / "gone"), deadline_s=0.0)
     with pytest.raises(IOFailedError):
         wait_for_release(str(tmp_path), deadline_s=0.0)
+
+
+def test_no_save_begins_that_other_processes_could_not_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the caller gets an error, and the checkpoint is committed all the same."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    with pytest.raises(IOFailedError):
+        ShardedSave(request_type=lambda _: AsyncRequest).async_save({}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()

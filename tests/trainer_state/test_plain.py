@@ -22,6 +22,8 @@ TENSORS = [
     torch.tensor([True, False]),
     torch.zeros(0, 3, dtype=torch.int8),
     torch.tensor([1 + 2j]),
+    torch.tensor([1 + 2j]).conj(),
+    torch.tensor([1 + 2j]).conj().imag,
 ]
 
 
@@ -30,9 +32,8 @@ def test_tensors(tensor: torch.Tensor) -> None:
     plain = decode_value(encode_value(to_plain({"a": [tensor]}), owner="x"), owner="x")
     (back,) = from_plain(plain)["a"]
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(
-        back.contiguous().reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
-    )
+    plain_memory = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    assert torch.equal(back.reshape(-1).view(torch.uint8), plain_memory.reshape(-1).view(torch.uint8))
     if back.numel():
         back.zero_()  # In memory of its own, and writable.
 

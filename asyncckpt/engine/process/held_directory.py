@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Commits
-from asyncckpt.engine.process.background import committer
+from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.options import Durability
@@ -26,3 +27,28 @@ def held_directory(root: CheckpointRoot, durability: Durability) -> Iterator[Com
         yield commits_of(root, lock, durability)
     finally:
         lock.release()
+
+
+def start_retention(
+    commits: Commits,
+    count: int | None,
+    *,
+    protected: Callable[[], Collection[int]],
+    held: AbstractContextManager[object],
+) -> Future[None] | None:
+    """Let all but the newest checkpoints go, on a thread of its own: it delays no save. Never raises.
+
+    count: None: none goes. held: what retention needs; it is given back when that has ended, however it ends.
+    """
+
+    def retain() -> None:
+        with held:
+            commits.retain(count, protected=protected)
+
+    if count is not None:
+        try:
+            return retainer.submit(retain)
+        except Exception as error:  # No thread can be started.
+            log_warning("old checkpoints in %s were kept: %s", commits.root.path, error)
+    with held:
+        return None

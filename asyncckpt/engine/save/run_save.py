@@ -12,14 +12,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.messages import Outcome
-from asyncckpt.engine.process.background import committer, retainer, run_on, short_handovers, workers
+from asyncckpt.engine.process.background import committer, run_on, short_handovers, workers
 from asyncckpt.engine.process.future import FutureState, as_checkpoint_error
+from asyncckpt.engine.process.held_directory import start_retention
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
@@ -94,8 +96,8 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     seconds = time.perf_counter() - job.begun
     written = committed.written
     job.target.memory.newest = _link(job, committed)
-    if committed.manifest_bytes:
-        start_retention(job.target, job.step)
+    if committed.manifest_bytes and job.target.options.keep_latest is not None:
+        _start_retention(job.target, job.step)
     return SaveResult(
         step=job.step,
         kind="delta" if committed.parents else "full",
@@ -164,18 +166,10 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
     )
 
 
-def start_retention(target: SaveTarget, step: int) -> None:
-    """Remove old checkpoints on a thread of its own, so that it delays no save."""
-    if target.options.keep_latest is not None:
-        try:
-            target.memory.retention = retainer.submit(_retain, target, step)
-        except Exception as error:  # No thread can be started.
-            log_warning("old checkpoints in %s were kept: %s", target.root.path, error)
-
-
-def _retain(target: SaveTarget, step: int) -> None:
+def _start_retention(target: SaveTarget, step: int) -> None:
     def protected() -> set[int]:
         newest = target.memory.newest  # The next delta may build upon it.
         return {step, *newest_verified(target.root), *(() if newest is None else (newest.parent.step,))}
 
-    target.commits.retain(target.options.keep_latest, protected=protected)
+    started = start_retention(target.commits, target.options.keep_latest, protected=protected, held=nullcontext())
+    target.memory.retention = started or target.memory.retention
