@@ -27,6 +27,7 @@ from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome
 from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.replicas import (
+    agreement_of,
     check_claims,
     decode_list,
     decode_owners,
@@ -66,7 +67,6 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
         if save.transaction is not None:
             await save.transaction.give_up()
     if outcome.state != "committed":
-        ranks.replicas.forget()
         return outcome
     return save.committed(outcome)
 
@@ -91,9 +91,11 @@ class RankSave:
     def begin(self) -> Begin:
         base = self.job.choice.base
         kind: Kind = "full" if base is None else "delta"
-        listed, is_share = self.share.replicas, self.share.is_known
-        notes: dict[str, Json] = {"share": is_share}
-        if not is_share:
+        listed, left_out = self.share.replicas, self.share.left_out
+        notes: dict[str, Json] = {"held": listed.digest_with_claims, "agreement": ""}
+        if left_out is not None:
+            notes["agreement"] = left_out.agreement
+        else:
             notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
         if base is not None:
             notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
@@ -103,7 +105,7 @@ class RankSave:
     async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
         job = self.job
         sent = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
-        notes: dict[str, Json] = {"parents": _common_parents(begins, sent), "replicas": await self._who_writes(sent)}
+        notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
         return AttemptStart(attempt=self.transaction.attempt, notes=notes)
 
@@ -111,7 +113,7 @@ class RankSave:
         job = self.job
         notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
-        await self._take_share(notes.text("replicas"))
+        await self._take_share(notes.text("replicas"), notes.text("agreement"))
         filtered = Filtered()
         if job.target.filter_func is not identity:
             job.enter(FutureState.FILTERING)
@@ -194,29 +196,41 @@ class RankSave:
             manifest_bytes=self.manifest_bytes,
         )
 
-    async def _who_writes(self, sent: Mapping[int, Fields]) -> str:
+    async def _who_writes(self, sent: Mapping[int, Fields]) -> dict[str, Json]:
         """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
-        if not who_asks({rank: notes.flag("share", default=False) for rank, notes in sent.items()}):
-            return "share"
+        replicas = self.ranks.replicas
+        agreement = agreement_of([sent[rank].text("held") for rank in range(self.ranks.ranks_count)])
+        known = {rank: notes.text("agreement") for rank, notes in sent.items()}
+        how = "share"
+        if who_asks(known, agreement=agreement, decided=replicas.decided[0]):
+            if replicas.decided[0] != agreement:
+                replicas.decided = agreement, await self._decide_owners(sent)
+            owners = replicas.decided[1]
+            how = "same" if owners is None else "owners"
+            if owners is not None:
+                await self._put("owners", owners)
+        return {"replicas": how, "agreement": agreement}
+
+    async def _decide_owners(self, sent: Mapping[int, Fields]) -> bytes | None:
+        """Who writes what, encoded; None: it follows from the names, for all ranks hold the same. All ranks ask."""
         check_claims({rank: _claims(notes) for rank, notes in sent.items()})
         digests = {rank: notes.text("replicas") for rank, notes in sent.items()}
         ranks = {digest: rank for rank, digest in digests.items()}
         if len(ranks) == 1:
-            return "same"
+            return None
         lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
-        owners = different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)])
-        await self._put("owners", dumps(dict(owners)))
-        return "owners"
+        return dumps(different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)]))
 
-    async def _take_share(self, how: str) -> None:
+    async def _take_share(self, how: str, agreement: str) -> None:
         """Note what other ranks write of all that was captured."""
-        share, replicas = self.share, self.ranks.replicas
-        if how == "same":
-            share.by_peers = replicas.written_by_peers(
-                share.replicas, same_owners(share.replicas, self.ranks.ranks_count)
-            )
-        elif how == "owners":
-            share.by_peers = replicas.written_by_peers(share.replicas, decode_owners(await self._get("owners")))
+        share = self.share
+        if share.is_known or how == "share":
+            return
+        same = how == "same"
+        owners = (
+            same_owners(share.replicas, self.ranks.ranks_count) if same else decode_owners(await self._get("owners"))
+        )
+        share.by_peers = self.ranks.replicas.written_by_peers(share.replicas, owners, agreement)
 
     async def _part(self, rank: int, notes: Fields) -> PartText:
         text = await self._get(f"part/{rank}")

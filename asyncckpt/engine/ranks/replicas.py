@@ -8,6 +8,9 @@ table that holds all ids, and so are the boxes of a tensor that is spread over s
    its share of what it has captured,
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
+Ranks learn that at different times, and saves may be queued. So a rank that captured its share sends by which agreement
+it did, and a rank that captured everything writes its share of it, if what it holds is what was agreed upon.
+
 The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
 sent for them. Buffers of modules, and small tensors, are written by the first rank that has them: between two forward
 passes, buffers differ from rank to rank, and DistributedDataParallel takes those of rank 0.
@@ -20,6 +23,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import xxhash
@@ -54,12 +58,20 @@ class Replica:
 class ReplicaList:
     """All of them on this rank, and which part of a table each other table is.
 
-    digest: the same on ranks that have the same replicas. claims: by name, of tables that hold a part of the ids.
+    claims: by name, of tables that hold a part of the ids.
     """
 
     items: tuple[Replica, ...] = ()
-    digest: str = ""
     claims: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on ranks that compute the same shares: it covers all that these follow from."""
+        return xxhash.xxh3_128_hexdigest(self.encoded())
+
+    @cached_property
+    def digest_with_claims(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.digest.encode() + dumps(dict(self.claims)))
 
     def encoded(self) -> bytes:
         return dumps([[item.path, item.bytes, item.form, item.by_first] for item in self.items])
@@ -67,10 +79,11 @@ class ReplicaList:
 
 @dataclass(frozen=True)
 class WrittenByPeers:
-    """What other ranks write: numbers of leaves, names of tables."""
+    """What other ranks write: numbers of leaves, names of tables; and the agreement by which they do."""
 
     leaves: frozenset[int] = frozenset()
     tables: frozenset[str] = frozenset()
+    agreement: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.leaves or self.tables)
@@ -81,15 +94,19 @@ NOTHING_BY_PEERS = WrittenByPeers()
 
 
 class Replicas:
-    """What this rank knows of the replicas of one Saver. Used by one save at a time."""
+    """What this rank knows of the replicas of one Saver.
+
+    Callers ask for the list and the share; the background agrees and forgets, and may do so between the two.
+    """
 
     def __init__(self, rank: int, ranks_count: int) -> None:
         self._rank = rank
         self._ranks_count = ranks_count
         self._key: object = None
         self._list = NO_REPLICAS
-        self._agreed: ReplicaList | None = None
-        self._by_peers = NOTHING_BY_PEERS
+        self._agreed: tuple[ReplicaList, WrittenByPeers] | None = None
+        # Of rank 0: what it has decided last, see `agreement_of`, and the owners, encoded, if they had to be sent.
+        self.decided: tuple[str, bytes | None] = ("", None)
 
     def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
         """The replicas of a state; the last answer while nothing changed its shape."""
@@ -111,17 +128,18 @@ class Replicas:
 
     def by_peers(self, listed: ReplicaList) -> WrittenByPeers | None:
         """What other ranks write, once that is agreed upon; None: capture all, and ask."""
-        return self._by_peers if listed is self._agreed else None
+        agreed = self._agreed
+        return agreed[1] if agreed is not None and listed is agreed[0] else None
 
     def agree(self, listed: ReplicaList, by_peers: WrittenByPeers) -> None:
         """A save of all ranks has committed so: from now on this rank captures its share."""
-        self._agreed, self._by_peers = listed, by_peers
+        self._agreed = listed, by_peers
 
     def forget(self) -> None:
         """A save of all ranks has failed: ask again."""
         self._agreed = None
 
-    def written_by_peers(self, listed: ReplicaList, owners: Mapping[str, int]) -> WrittenByPeers:
+    def written_by_peers(self, listed: ReplicaList, owners: Mapping[str, int], agreement: str) -> WrittenByPeers:
         """What other ranks write. `owners`: by path."""
         missing = [item.path for item in listed.items if item.path not in owners]
         if missing:
@@ -130,6 +148,7 @@ class Replicas:
         return WrittenByPeers(
             leaves=frozenset(item.leaf for item in others if item.leaf is not None),
             tables=frozenset(item.path.removeprefix(TABLE_PREFIX) for item in others if item.leaf is None),
+            agreement=agreement,
         )
 
 
@@ -166,10 +185,7 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
             items.append(_table_replica(name, table))
         else:
             claims[name] = _claim(table)
-    digest = xxhash.xxh3_128()
-    for item in items:
-        digest.update(f"{item.path} {item.form} {item.by_first}\n".encode())
-    return ReplicaList(items=tuple(items), digest=digest.hexdigest(), claims=claims)
+    return ReplicaList(items=tuple(items), claims=claims)
 
 
 def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
@@ -272,13 +288,20 @@ def _largest_first(item: Replica) -> tuple[int, str]:
     return -item.bytes, item.path
 
 
-def who_asks(is_share_of: Mapping[int, bool]) -> bool:
-    """Whether the ranks ask who writes what. is_share_of: of every rank whether it captured its share only.
+def agreement_of(digests: Sequence[str]) -> str:
+    """Return the name of what follows from the lists and claims of all ranks. digests: in the order of the ranks."""
+    return xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
 
-    ConflictError when only some do: what the others left out nobody may have captured.
+
+def who_asks(agreements: Mapping[int, str], *, agreement: str, decided: str) -> bool:
+    """Whether ranks ask who writes what. agreements: by which every rank captured its share; "": it captured all.
+
+    ConflictError when a rank captured its share by another one than follows from what the ranks hold now, or than was
+    decided last: what it left out nobody may have captured.
     """
-    asking = sorted(rank for rank, is_share in is_share_of.items() if not is_share)
-    if asking and len(asking) < len(is_share_of):
+    asking = sorted(rank for rank, known in agreements.items() if not known)
+    outdated = any(known not in ("", agreement) for known in agreements.values())
+    if outdated or (0 < len(asking) < len(agreements) and decided != agreement):
         raise ConflictError(
             f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
             hint="this save is lost; the next one captures everything on all ranks",

@@ -87,7 +87,6 @@ def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
     """Behind what is in flight: the others come to this call no sooner either."""
-    ranks.replicas.forget()
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
     try:
