@@ -138,15 +138,17 @@ def coordinator_seconds(ranks_count: int) -> float:
     prepared = [encode(Prepared(attempt, prepared_notes(rank, attempt))) for rank in range(1, ranks_count)]
     begun = time.perf_counter()
     rank_0 = RankMachine(0, ranks_count, BEGIN, LIMITS)
-    actions = rank_0.start(0.0)
+    actions = rank_0.hand_over(rank_0.start(0.0), 0.0)
     for rank, raw in enumerate(begins, start=1):
         actions = rank_0.receive(rank, decode(raw, sender=rank), 0.0)
     assert isinstance(actions[0], MakeFolder)
-    encode(rank_0.folder_made(AttemptStart(attempt, ATTEMPT_NOTES), 0.0)[0].message)  # type: ignore[union-attr]
-    rank_0.wrote(prepared_notes(0, attempt), 0.0)
+    started = rank_0.coordinator.folder_made(AttemptStart(attempt, ATTEMPT_NOTES))
+    encode(rank_0.hand_over(started, 0.0)[0].message)  # type: ignore[union-attr]
+    rank_0.hand_over(rank_0.participant.wrote(prepared_notes(0, attempt)), 0.0)
     for rank, raw in enumerate(prepared, start=1):
         rank_0.receive(rank, decode(raw, sender=rank), 0.0)
-    encode(rank_0.published(Outcome("committed", attempt, notes={"digest": DIGEST}), 0.0)[0].message)  # type: ignore[union-attr]
+    ended = rank_0.coordinator.published(Outcome("committed", attempt, notes={"digest": DIGEST}))
+    encode(rank_0.hand_over(ended, 0.0)[0].message)  # type: ignore[union-attr]
     assert rank_0.has_ended
     return time.perf_counter() - begun
 

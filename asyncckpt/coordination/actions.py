@@ -24,14 +24,14 @@ class Send:
 
 @dataclass(frozen=True)
 class MakeFolder:
-    """All ranks have begun: draw an attempt and make its folder. Ends in `folder_made` or `failed`."""
+    """All ranks have begun: draw an attempt and make its folder. Ends in `folder_made` or `folder_failed`."""
 
     begins: Mapping[int, Begin]
 
 
 @dataclass(frozen=True)
 class Write:
-    """Write and sync the files of this rank. Ends in `wrote` or `failed`."""
+    """Write and sync the files of this rank. Ends in `wrote` or `write_failed`."""
 
     attempt: AttemptMessage
 

@@ -10,8 +10,8 @@
     GATHERING,  ENDED       FAILED, a limit passes, ranks differ,  announces that it is aborted, by whom and
     WRITING                 the channel is lost                    why; AbandonAttempt
     MAKING      CLEARING    the same                               announces it; the folder may be there in a moment
-    MAKING      ENDED       failed                                 announces it
-    CLEARING    ENDED       folder_made, failed                    AbandonAttempt
+    MAKING      ENDED       folder_failed                          announces it
+    CLEARING    ENDED       folder_made, folder_failed             AbandonAttempt
 
 It decides once. From PUBLISHING on nothing but the result of Publish decides, for the manifest may be there already.
 """
@@ -61,7 +61,7 @@ class AttemptStart:
 
 
 class Coordinator:
-    """The machine of one call. Every input returns what is to be done; `now` is in seconds, of any origin."""
+    """The machine of one call. Its inputs return what is to be done; `now` is in seconds, of any origin."""
 
     def __init__(self, ranks_count: int, limits: Limits) -> None:
         self.state = CoordinatorState.GATHERING
@@ -78,10 +78,9 @@ class Coordinator:
     def has_ended(self) -> bool:
         return self.state is CoordinatorState.ENDED
 
-    def start(self, now: float) -> list[Action]:
+    def start(self, now: float) -> None:
         """Call once, first."""
         self._started, self._next_alive = now, now + self._limits.alive_s
-        return []
 
     def receive(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take a message of a participant."""
@@ -100,7 +99,7 @@ class Coordinator:
             case _:
                 return []  # Alive, a repetition, or of another attempt.
 
-    def folder_made(self, start: AttemptStart, now: float) -> list[Action]:
+    def folder_made(self, start: AttemptStart) -> list[Action]:
         """The attempt is drawn and its folder durable."""
         self.attempt = start.attempt
         if self.state is CoordinatorState.CLEARING:
@@ -109,18 +108,18 @@ class Coordinator:
         self.state = CoordinatorState.WRITING
         return [Send(None, AttemptMessage(start.attempt, self._kind(), start.notes))]
 
-    def failed(self, cause: str, now: float) -> list[Action]:
+    def folder_failed(self, cause: str) -> list[Action]:
         """There is no attempt, for its folder could not be made."""
         actions = self._abort(COORDINATOR, cause) if self.state is CoordinatorState.MAKING else []
         assert self.state is CoordinatorState.CLEARING
         return [*actions, *self._clear()]
 
-    def published(self, outcome: Outcome, now: float) -> list[Action]:
+    def published(self, outcome: Outcome) -> list[Action]:
         """How Publish ended: committed, aborted (certainly not there) or in doubt. Its data stays unless aborted."""
         assert self.state is CoordinatorState.PUBLISHING
         return self._decide(outcome)
 
-    def lost(self, cause: str, now: float) -> list[Action]:
+    def lost(self, cause: str) -> list[Action]:
         """The channel to the others is gone, or what comes through it cannot be read."""
         return self._abort(COORDINATOR, cause) if self._is_undecided else []
 

@@ -232,10 +232,10 @@ class _Call:
     def _lose(self, cause: str) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._do(self._machine.lost(cause, self._clock()))
+            self._do(self._machine.lost(cause))
 
     def _do(self, actions: list[Action]) -> None:
-        for action in actions:
+        for action in self._machine.hand_over(actions, self._clock()):
             match action:
                 case Send(to, message):
                     self._send(partial(self._channel.send, self._call, to, encode(message)))
@@ -264,15 +264,15 @@ class _Call:
     def _made(self, task: asyncio.Task[Any]) -> list[Action]:
         error = self._error_of(task)
         if error is not None:
-            return self._machine.folder_failed(cause_of(error), self._clock())
-        return self._machine.folder_made(task.result(), self._clock())
+            return self._machine.coordinator.folder_failed(cause_of(error))
+        return self._machine.coordinator.folder_made(task.result())
 
     def _wrote(self, task: asyncio.Task[Any]) -> list[Action]:
         self._writing = None
         error = self._error_of(task)
         if error is not None:
-            return self._machine.write_failed(cause_of(error), self._clock())
-        return self._machine.wrote(task.result(), self._clock())
+            return self._machine.participant.write_failed(cause_of(error))
+        return self._machine.participant.wrote(task.result())
 
     def _published(self, attempt: Attempt, task: asyncio.Task[Any]) -> list[Action]:
         error = self._error_of(task)
@@ -281,11 +281,11 @@ class _Call:
         else:
             state: State = "in_doubt" if isinstance(error, IndeterminateError) else "aborted"
             outcome = Outcome(state, attempt=attempt, rank=COORDINATOR, cause=cause_of(error))
-        return self._machine.published(outcome, self._clock())
+        return self._machine.coordinator.published(outcome)
 
     def _looked(self, task: asyncio.Task[Any]) -> list[Action]:
         found = False if task.cancelled() or task.exception() is not None else task.result()
-        return self._machine.looked(found, self._clock())
+        return self._machine.participant.looked(found)
 
     def _error_of(self, task: asyncio.Task[Any]) -> BaseException | None:
         """Why an effect of this rank failed; kept, for this rank raises it if it is what ended the call."""

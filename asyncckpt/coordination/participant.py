@@ -5,7 +5,7 @@
     (new)     ENDED     start of a call that it skips or failed     sends SKIPPED or FAILED
     CALLED    WRITING   ATTEMPT                                    Write
     WRITING   PREPARED  wrote                                      sends PREPARED
-    WRITING   ENDED     failed                                     sends FAILED: aborted by this rank
+    WRITING   ENDED     write_failed                               sends FAILED: aborted by this rank
     CALLED,   ENDED     a limit passes, the channel is lost        sends FAILED: aborted by rank 0
     WRITING
     PREPARED  LOOKING   a limit passes, the channel is lost        Look
@@ -91,7 +91,7 @@ class Participant:
             case _:
                 return []  # Alive, a repetition, or of another attempt.
 
-    def wrote(self, notes: Mapping[str, Json], now: float) -> list[Action]:
+    def wrote(self, notes: Mapping[str, Json]) -> list[Action]:
         """The files are written, synced, and reported to whoever assembles the manifest."""
         if self.state is not ParticipantState.WRITING:
             return []
@@ -99,13 +99,13 @@ class Participant:
         self.state = ParticipantState.PREPARED
         return [Send(COORDINATOR, Prepared(self.attempt, notes))]
 
-    def failed(self, cause: str, now: float) -> list[Action]:
+    def write_failed(self, cause: str) -> list[Action]:
         """This rank cannot go on: its own error before it was prepared."""
         if self.state not in (ParticipantState.CALLED, ParticipantState.WRITING):
             return []
         return self._give_up(cause, rank=self.rank)
 
-    def lost(self, cause: str, now: float) -> list[Action]:
+    def lost(self, cause: str) -> list[Action]:
         """The channel to the coordinator is gone, or what comes through it cannot be read."""
         if self.state in (ParticipantState.CALLED, ParticipantState.WRITING):
             return self._give_up(cause, rank=COORDINATOR)
@@ -115,7 +115,7 @@ class Participant:
             return [Look(self.attempt)]
         return []
 
-    def looked(self, found: bool, now: float) -> list[Action]:
+    def looked(self, found: bool) -> list[Action]:
         """The manifest of the attempt is there, and durably so; or it is not there yet, or could not be looked for."""
         if self.state is not ParticipantState.LOOKING:
             return []
@@ -129,7 +129,7 @@ class Participant:
             return []
         overdue = next((cause for when, cause in self._deadlines() if now >= when), None)
         if overdue is not None:
-            return self.lost(overdue, now)
+            return self.lost(overdue)
         if self.state is not ParticipantState.PREPARED and now >= self._next_alive:
             self._next_alive = now + self._limits.alive_s
             return [Send(COORDINATOR, Alive())]
