@@ -88,13 +88,10 @@ class NoEffects:
     async def abandon(self, attempt: Attempt) -> None:
         raise AssertionError("nothing fails here")
 
-    async def look(self, attempt: Attempt) -> bool:
-        raise AssertionError("nothing is lost here")
-
     def stop(self) -> None:
         raise AssertionError("nothing ends early here")
 
-    def resolve(self, attempt: Attempt) -> bool:
+    def is_committed(self, attempt: Attempt) -> bool:
         raise AssertionError("nothing is in doubt here")
 
 

@@ -49,7 +49,7 @@ SLICES_PER_S = 1000
 
 
 class Effects(Protocol):
-    """Given by the engine. The coroutines run in the loop of `run_call`.
+    """What the engine does in a call. The coroutines run in the loop of `run_call`.
 
     While one of them keeps the loop, this rank cannot say that it is alive: what blocks for long belongs on a thread.
     """
@@ -73,10 +73,6 @@ class Effects(Protocol):
         """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
         ...
 
-    async def look(self, attempt: Attempt) -> bool:
-        """Whether the manifest of this attempt is there; if so, make that durable (sync its folder) before."""
-        ...
-
     def stop(self) -> None:
         """The call has ended without `write`, which still runs: let it end soon, if that is possible.
 
@@ -84,8 +80,11 @@ class Effects(Protocol):
         """
         ...
 
-    def resolve(self, attempt: Attempt) -> bool:
-        """As `look`, but any time after the call, from any thread, without anything that the save held open."""
+    def is_committed(self, attempt: Attempt) -> bool:
+        """Whether the manifest of this attempt is there; if so, make that durable before.
+
+        Called on one of the threads, and after the call from any, without anything that the save held open. May raise.
+        """
         ...
 
 
@@ -173,7 +172,7 @@ class _Call:
                 f"the save of step {step} may be committed, this rank did not hear the outcome",
                 rank=outcome.rank,
                 cause=outcome.cause,
-                resolve=partial(self._effects.resolve, outcome.attempt),
+                resolve=partial(self._effects.is_committed, outcome.attempt),
                 hint="call resolve() on this error; older checkpoints are kept",
             )
         if outcome.rank is None:
@@ -248,7 +247,7 @@ class _Call:
                 case Publish(attempt, prepared):
                     self._start(self._effects.publish(attempt, prepared), partial(self._published, attempt))
                 case Look(attempt):
-                    self._start(self._effects.look(attempt), self._looked)
+                    self._start(self._look(attempt), self._looked)
                 case AbandonAttempt(attempt):
                     self._start(self._abandon(attempt), lambda task: [])
                 case Finish():
@@ -282,6 +281,10 @@ class _Call:
             state: State = "in_doubt" if isinstance(error, IndeterminateError) else "aborted"
             outcome = Outcome(state, attempt=attempt, rank=COORDINATOR, cause=cause_of(error))
         return self._machine.coordinator.published(outcome)
+
+    async def _look(self, attempt: Attempt) -> bool:
+        look = self._effects.is_committed
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look, attempt)
 
     def _looked(self, task: asyncio.Task[Any]) -> list[Action]:
         found = False if task.cancelled() or task.exception() is not None else task.result()

@@ -6,7 +6,7 @@ coordination.driver runs the protocol, and calls these effects:
     write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
     publish       rank 0     put the parts together, check them, publish: the commit
     abandon       rank 0     remove what an aborted attempt left
-    look          all ranks  whether the manifest is there, when no outcome is heard
+    is_committed  all ranks  whether the manifest is there, when no outcome is heard
 """
 
 from __future__ import annotations
@@ -170,10 +170,7 @@ class RankSave:
         if self.transaction is not None:
             await self.transaction.give_up()
 
-    async def look(self, attempt: Attempt) -> bool:
-        return await run_on(committer, is_committed_whole, self.job.target.root.path, attempt)
-
-    def resolve(self, attempt: Attempt) -> bool:
+    def is_committed(self, attempt: Attempt) -> bool:
         return is_committed_whole(self.job.target.root.path, attempt)
 
     def stop(self) -> None:

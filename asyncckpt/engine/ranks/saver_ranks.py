@@ -4,7 +4,7 @@ sent of a call in which this rank does not save, because it was skipped, or fail
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.driver import run_call
@@ -21,26 +21,18 @@ talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 
 
 @dataclass
-class CallNumbers:
-    """The numbers of calls, alike on all ranks. next_number: of the next call."""
-
-    next_number: int = 1
-
-
-@dataclass
 class Ranks:
-    """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
+    """What Savers of several ranks need beside their targets. All ranks make the same calls in the same order.
 
     announcing: done when the others have heard of a call in which this rank does not save.
-    is_shared: the same ranks save to other directories too (`beside`), over one channel, which is not closed here.
+    call: the number of the next one, alike on all ranks.
     """
 
     channel: Channel
     limits: Limits
     replicas: Replicas
     announcing: list[threading.Event] = field(default_factory=list)
-    calls: CallNumbers = field(default_factory=CallNumbers)
-    is_shared: bool = False
+    call: int = 1
 
     @property
     def rank(self) -> int:
@@ -61,18 +53,9 @@ class Ranks:
         self.announcing.clear()
 
     def next_call(self) -> int:
-        """The number of a save that has just been asked for, alike on all ranks."""
-        number, self.calls.next_number = self.calls.next_number, self.calls.next_number + 1
-        return number
-
-    def beside(self) -> Ranks:
-        """The same ranks for one more directory."""
-        return replace(self, is_shared=True)
-
-    def close(self) -> None:
-        """End the channel, unless other directories need it."""
-        if not self.is_shared:
-            self.channel.close()
+        """Return the number of a save that has just been asked for."""
+        self.call += 1
+        return self.call - 1
 
 
 def announce_skipped(ranks: Ranks, call: int) -> None:

@@ -86,16 +86,12 @@ class FakeEffects:
     async def abandon(self, attempt: Attempt) -> None:
         self._do("abandon")
 
-    async def look(self, attempt: Attempt) -> bool:
-        self._do("look")
-        return self.found
-
     def stop(self) -> None:
         self.events.append("stop")
         self.stopped.set()
 
-    def resolve(self, attempt: Attempt) -> bool:
-        self.events.append("resolve")
+    def is_committed(self, attempt: Attempt) -> bool:
+        self._do("look")
         return self.found
 
 
