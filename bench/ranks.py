@@ -23,7 +23,6 @@ from pathlib import Path
 from rich.table import Table
 
 from asyncckpt.coordination.actions import MakeFolder
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Limits, Outcome, Prepared, decode, encode
 from asyncckpt.coordination.rank_machine import RankMachine
@@ -76,8 +75,8 @@ class NoEffects:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        return AttemptStart(Attempt.new(begins[0].step), ATTEMPT_NOTES)
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
+        return Attempt.new(begins[0].step), ATTEMPT_NOTES
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         return prepared_notes(self._rank, attempt.attempt)
@@ -134,12 +133,12 @@ def coordinator_seconds(ranks_count: int) -> float:
     begins = [encode(BEGIN) for _ in range(1, ranks_count)]
     prepared = [encode(Prepared(attempt, prepared_notes(rank, attempt))) for rank in range(1, ranks_count)]
     begun = time.perf_counter()
-    rank_0 = RankMachine(0, ranks_count, BEGIN, LIMITS)
-    actions = rank_0.hand_over(rank_0.start(0.0), 0.0)
+    rank_0 = RankMachine(0, ranks_count, BEGIN, LIMITS, 0.0)
+    actions = rank_0.hand_over(rank_0.participant.start(), 0.0)
     for rank, raw in enumerate(begins, start=1):
         actions = rank_0.receive(rank, decode(raw, sender=rank), 0.0)
     assert isinstance(actions[0], MakeFolder)
-    started = rank_0.coordinator.folder_made(AttemptStart(attempt, ATTEMPT_NOTES))
+    started = rank_0.coordinator.folder_made(attempt, ATTEMPT_NOTES)
     encode(rank_0.hand_over(started, 0.0)[0].message)  # type: ignore[union-attr]
     rank_0.hand_over(rank_0.participant.wrote(prepared_notes(0, attempt)), 0.0)
     for rank, raw in enumerate(prepared, start=1):

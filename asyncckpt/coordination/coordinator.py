@@ -1,7 +1,7 @@
 """Rank 0's second part in a save of all ranks: who decides. A state machine without clock, thread or I/O.
 
     from        to          on                                     does
-    (new)       GATHERING   start
+    (new)       GATHERING   the call of rank 0
     GATHERING   MAKING      BEGIN of the last rank, all alike      MakeFolder
     GATHERING   ENDED       SKIPPED                                announces that the call is skipped
     MAKING      WRITING     folder_made                            sends ATTEMPT to all
@@ -21,9 +21,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, MakeFolder, Publish, Send
+from asyncckpt.coordination.actions import AbandonAttempt, Action, MakeFolder, Publish, Send
 from asyncckpt.coordination.messages import (
     Alive,
     AttemptMessage,
@@ -52,18 +51,10 @@ class CoordinatorState(enum.Enum):
     ENDED = enum.auto()
 
 
-@dataclass(frozen=True)
-class AttemptStart:
-    """An attempt whose folder is made and durable, and what is sent to the ranks with it."""
-
-    attempt: Attempt
-    notes: Mapping[str, Json] = field(default_factory=dict)
-
-
 class Coordinator:
     """The machine of one call. Its inputs return what is to be done; `now` is in seconds, of any origin."""
 
-    def __init__(self, ranks_count: int, limits: Limits) -> None:
+    def __init__(self, ranks_count: int, limits: Limits, now: float) -> None:
         self.state = CoordinatorState.GATHERING
         self.attempt: Attempt | None = None
         self.outcome: Outcome | None = None
@@ -72,15 +63,11 @@ class Coordinator:
         self._begins: dict[int, Begin] = {}
         self._prepared: dict[int, Prepared] = {}
         self._heard: dict[int, float] = {}
-        self._started = self._next_alive = math.inf
+        self._started, self._next_alive = now, now + limits.alive_s
 
     @property
     def has_ended(self) -> bool:
         return self.state is CoordinatorState.ENDED
-
-    def start(self, now: float) -> None:
-        """Call once, first."""
-        self._started, self._next_alive = now, now + self._limits.alive_s
 
     def receive(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take a message of a participant."""
@@ -99,14 +86,14 @@ class Coordinator:
             case _:
                 return []  # Alive, a repetition, or of another attempt.
 
-    def folder_made(self, start: AttemptStart) -> list[Action]:
-        """The attempt is drawn and its folder durable."""
-        self.attempt = start.attempt
+    def folder_made(self, attempt: Attempt, notes: Mapping[str, Json]) -> list[Action]:
+        """The attempt is drawn and its folder durable. notes: for all ranks."""
+        self.attempt = attempt
         if self.state is CoordinatorState.CLEARING:
             return self._clear()
         assert self.state is CoordinatorState.MAKING
         self.state = CoordinatorState.WRITING
-        return [Send(None, AttemptMessage(start.attempt, self._kind(), start.notes))]
+        return [Send(None, AttemptMessage(attempt, self._kind(), notes))]
 
     def folder_failed(self, cause: str) -> list[Action]:
         """There is no attempt, for its folder could not be made."""
@@ -210,8 +197,8 @@ class Coordinator:
         assert self.outcome is not None
         self.state = CoordinatorState.ENDED
         if self.attempt is None or self.outcome.state != "aborted":
-            return [Finish(self.outcome)]
-        return [AbandonAttempt(self.attempt), Finish(self.outcome)]
+            return []
+        return [AbandonAttempt(self.attempt)]
 
 
 def _difference(first: int, expected: Begin, rank: int, found: Begin) -> str | None:

@@ -19,9 +19,8 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
+from asyncckpt.coordination.actions import AbandonAttempt, Action, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.messages import (
     AttemptMessage,
     Begin,
@@ -54,8 +53,11 @@ class Effects(Protocol):
     While one of them keeps the loop, this rank cannot say that it is alive: what blocks for long belongs on a thread.
     """
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        """Rank 0: draw the attempt, make its folder, durably. May raise: the call is aborted."""
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
+        """Rank 0: draw the attempt, make its folder, durably; return it and notes for all ranks.
+
+        May raise: the call is aborted.
+        """
         ...
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
@@ -130,12 +132,12 @@ class _Call:
 
     def __post_init__(self) -> None:
         channel, limits = self._channel, self._limits
-        self._machine = RankMachine(channel.rank, channel.ranks_count, self._begin, limits)
+        self._asked = self._clock()
+        self._machine = RankMachine(channel.rank, channel.ranks_count, self._begin, limits, self._asked)
         self._own_error: BaseException | None = None
         self._outbox: deque[Callable[[], None]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Future[list[tuple[int, bytes]]] | None = None
-        self._asked = self._clock()
         self._was_stopped = False
         self._is_lost = False
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], list[Action]]] = {}
@@ -150,7 +152,7 @@ class _Call:
         return self._given_effects
 
     async def run(self) -> None:
-        self._do(self._machine.start(self._clock()))
+        self._do(self._machine.participant.start())
         try:
             while not self._machine.has_ended:
                 await self._wait()
@@ -250,8 +252,6 @@ class _Call:
                     self._start(self._look(attempt), self._looked)
                 case AbandonAttempt(attempt):
                     self._start(self._abandon(attempt), lambda task: [])
-                case Finish():
-                    pass  # The machine knows; `run` looks at it.
 
     def _start(
         self, work: Coroutine[Any, Any, Any], ended: Callable[[asyncio.Task[Any]], list[Action]]
@@ -264,7 +264,7 @@ class _Call:
         error = self._error_of(task)
         if error is not None:
             return self._machine.coordinator.folder_failed(cause_of(error))
-        return self._machine.coordinator.folder_made(task.result())
+        return self._machine.coordinator.folder_made(*task.result())
 
     def _wrote(self, task: asyncio.Task[Any]) -> list[Action]:
         self._writing = None

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from asyncckpt.coordination.channel import close_at_exit
-from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.coordination.rendezvous import join_session, make_session, remove_session
 from asyncckpt.coordination.session_files import (
     GONE_DIR,
@@ -26,6 +25,7 @@ from asyncckpt.coordination.session_files import (
     gone_name,
     inbox_dir,
     message_of,
+    new_pauses,
     put_name,
     read_whole,
     write_whole,
@@ -33,8 +33,6 @@ from asyncckpt.coordination.session_files import (
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, NotFoundError, PeerError
 from asyncckpt.storage.directory import Directory
 
-FIRST_PAUSE_S = 0.002
-PAUSE_S_MAX = 0.1
 # How long rank 0 keeps the session for others that have not closed yet.
 CLOSE_S_MAX = 2.0
 DATA_BYTES_MAX = 4 << 30
@@ -66,7 +64,7 @@ class _Call:
     """What this rank knows of one call: numbers for what it sends to each rank, and how much of each it has read."""
 
     def __init__(self, ranks_count: int) -> None:
-        self.pauses = _new_pauses()
+        self.pauses = new_pauses()
         self.numbers = [itertools.count() for _ in range(ranks_count)]
         self.read_counts: defaultdict[int, int] = defaultdict(int)
 
@@ -114,7 +112,7 @@ class FileChannel:
 
     def get(self, call: int, name: str, timeout_s: float) -> bytes:
         until = time.monotonic() + timeout_s
-        pauses = _new_pauses()
+        pauses = new_pauses()
         while True:
             with self._opened(PUT_DIR) as folder, contextlib.suppress(NotFoundError):
                 return read_whole(folder, put_name(call, name), bytes_max=DATA_BYTES_MAX)
@@ -181,7 +179,7 @@ class FileChannel:
 
     def _wait_for_others(self) -> None:
         until = time.monotonic() + CLOSE_S_MAX
-        pauses = _new_pauses()
+        pauses = new_pauses()
         expected = {gone_name(rank) for rank in range(1, self.ranks_count)}
         while True:
             with self._opened(GONE_DIR) as folder:
@@ -201,7 +199,3 @@ class FileChannel:
             raise PeerError("the channel to rank 0 is gone", rank=0, cause="it has ended its session") from error
         with folder:
             yield folder
-
-
-def _new_pauses() -> Pauses:
-    return Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)

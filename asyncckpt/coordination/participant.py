@@ -22,7 +22,7 @@ import enum
 import math
 from collections.abc import Mapping
 
-from asyncckpt.coordination.actions import Action, Finish, Look, Send, Write
+from asyncckpt.coordination.actions import Action, Look, Send, Write
 from asyncckpt.coordination.messages import (
     Alive,
     AttemptMessage,
@@ -51,16 +51,14 @@ class ParticipantState(enum.Enum):
 class Participant:
     """The machine of one rank and call. Every input returns what is to be done; `now` is in seconds, of any origin."""
 
-    def __init__(self, rank: int, begin: Begin | Skipped | Failed, limits: Limits) -> None:
+    def __init__(self, rank: int, begin: Begin | Skipped | Failed, limits: Limits, now: float) -> None:
         self.rank = rank
         self.state = ParticipantState.CALLED
         self.attempt: Attempt | None = None
         self.outcome: Outcome | None = None
         self._begin = begin
         self._limits = limits
-        # Beside the coordinator there is nothing to wait for: it cannot be silent, and it keeps all limits itself.
-        self._is_remote = rank != COORDINATOR
-        self._started = self._next_alive = math.inf
+        self._started, self._next_alive = now, now + limits.alive_s
         self._heard: float | None = None
         self._doubt = ""
 
@@ -68,16 +66,14 @@ class Participant:
     def has_ended(self) -> bool:
         return self.state is ParticipantState.ENDED
 
-    def start(self, now: float) -> list[Action]:
+    def start(self) -> list[Action]:
         """Call once, first."""
-        self._started, self._next_alive = now, now + self._limits.alive_s
         match self._begin:
             case Skipped(cause):
-                return [Send(COORDINATOR, self._begin), *self._end(Outcome("skipped", rank=self.rank, cause=cause))]
+                self._end(Outcome("skipped", rank=self.rank, cause=cause))
             case Failed(cause):
-                return [Send(COORDINATOR, self._begin), *self._end(Outcome("aborted", rank=self.rank, cause=cause))]
-            case Begin():
-                return [Send(COORDINATOR, self._begin)]
+                self._end(Outcome("aborted", rank=self.rank, cause=cause))
+        return [Send(COORDINATOR, self._begin)]
 
     def receive(self, message: Message, now: float) -> list[Action]:
         """Take a message of the coordinator."""
@@ -125,7 +121,7 @@ class Participant:
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass; due at `next_tick`."""
-        if not self._is_remote or self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
+        if self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
             return []
         overdue = next((cause for when, cause in self._deadlines() if now >= when), None)
         if overdue is not None:
@@ -137,7 +133,7 @@ class Participant:
 
     def next_tick(self) -> float:
         """When `tick` has something to do, at the latest; infinite when never."""
-        if not self._is_remote or self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
+        if self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
             return math.inf
         alive = math.inf if self.state is ParticipantState.PREPARED else self._next_alive
         return min(alive, *(when for when, _ in self._deadlines()))
@@ -159,11 +155,10 @@ class Participant:
 
     def _give_up(self, cause: str, *, rank: int) -> list[Action]:
         """End without having been prepared, so nobody can commit without hearing of it or waiting in vain."""
-        return [
-            Send(COORDINATOR, Failed(cause)),
-            *self._end(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause)),
-        ]
+        self._end(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause))
+        return [Send(COORDINATOR, Failed(cause))]
 
     def _end(self, outcome: Outcome) -> list[Action]:
+        """End; nothing is left to do."""
         self.state, self.outcome = ParticipantState.ENDED, outcome
-        return [Finish(outcome)]
+        return []

@@ -18,10 +18,13 @@ from asyncckpt.coordination.participant import COORDINATOR, Participant
 class RankMachine:
     """What a rank does in one call. Sends that `hand_over` leaves go to other ranks only; `None` means all of them."""
 
-    def __init__(self, rank: int, ranks_count: int, begin: Begin | Skipped | Failed, limits: Limits) -> None:
+    def __init__(
+        self, rank: int, ranks_count: int, begin: Begin | Skipped | Failed, limits: Limits, now: float
+    ) -> None:
         self._ranks_count = ranks_count
-        self.participant = Participant(rank, begin, limits)
-        self._coordinator = Coordinator(ranks_count, limits) if rank == COORDINATOR else None
+        self.participant = Participant(rank, begin, limits, now)
+        # It keeps all limits of rank 0: beside it, a participant has nothing to wait for.
+        self._coordinator = Coordinator(ranks_count, limits, now) if rank == COORDINATOR else None
 
     @property
     def coordinator(self) -> Coordinator:
@@ -38,11 +41,6 @@ class RankMachine:
         """How the call ended for this rank, once it has."""
         assert self.participant.outcome is not None
         return self.participant.outcome
-
-    def start(self, now: float) -> list[Action]:
-        if self._coordinator is not None:
-            self._coordinator.start(now)
-        return self.participant.start(now)
 
     def receive(self, sender: int, message: Message, now: float) -> list[Action]:
         """Take a message of another rank; one that this rank cannot have got is ignored."""

@@ -22,7 +22,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 
-from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.coordination.session_files import (
     GONE_DIR,
     PUT_DIR,
@@ -32,6 +31,7 @@ from asyncckpt.coordination.session_files import (
     hello_of,
     inbox_dir,
     is_session,
+    new_pauses,
     new_session_name,
     read_whole,
     write_whole,
@@ -40,25 +40,13 @@ from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFo
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.storage.directory import Directory
 
-FIRST_PAUSE_S = 0.002
-PAUSE_S_MAX = 0.1
 ROSTER_BYTES_MAX = 16 << 20
 
 
-class _Made:
-    """What this process, as rank 0, has made: several of its Savers may share a directory.
-
-    sessions  not yet removed: no sweep takes them
-    tokens    named by a roster: a slow rank may leave such a hello once more, and it must not count again
-    """
-
-    def __init__(self) -> None:
-        self.guard = threading.Lock()
-        self.sessions: set[str] = set()
-        self.tokens: set[str] = set()
-
-
-_made = _Made()
+# What this process, as rank 0, has made: several of its Savers may share a directory.
+_guard = threading.Lock()
+_sessions: set[str] = set()  # Not yet removed: no sweep takes them.
+_tokens: set[str] = set()  # Named by a roster: a slow rank may leave such a hello once more; it must not count again.
 
 
 def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str:
@@ -68,15 +56,13 @@ def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str
     claim to be the same rank.
     """
     until = time.monotonic() + deadline_s
-    with root.child(RANKS_DIR, create=True):
-        pass
-    with _opened(root) as ranks:
+    with root.child(RANKS_DIR, create=True) as ranks:
         _sweep(ranks)
     tokens = _gather(root, ranks_count=ranks_count, deadline_s=deadline_s, until=until)
     session = new_session_name()
-    with _made.guard:
-        _made.sessions.add(session)
-        _made.tokens.update(tokens.values())
+    with _guard:
+        _sessions.add(session)
+        _tokens.update(tokens.values())
     with _opened(root) as ranks, ranks.make_folder(session) as folder:
         for name in (PUT_DIR, GONE_DIR, *map(inbox_dir, range(ranks_count))):
             folder.make_folder(name).close()
@@ -91,9 +77,8 @@ def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: fl
     """
     until = time.monotonic() + deadline_s
     hello = Hello(rank, ranks_count, uuid.uuid4().hex)
-    with root.child(RANKS_DIR, create=True):
-        pass
-    pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    root.child(RANKS_DIR, create=True).close()
+    pauses = new_pauses()
     try:
         while True:
             with _opened(root) as ranks:
@@ -114,8 +99,8 @@ def remove_session(ranks: Directory, session: str) -> None:
     """For rank 0: take away a session and all in it. What cannot be removed is swept by the next job."""
     with contextlib.suppress(CheckpointError, OSError):
         _remove(ranks, session)
-    with _made.guard:
-        _made.sessions.discard(session)
+    with _guard:
+        _sessions.discard(session)
 
 
 @contextlib.contextmanager
@@ -127,8 +112,8 @@ def _opened(root: Directory) -> Iterator[Directory]:
 
 def _sweep(ranks: Directory) -> None:
     """Remove what earlier jobs have left. What cannot be removed is in nobody's way."""
-    with _made.guard:
-        live = set(_made.sessions)
+    with _guard:
+        live = set(_sessions)
     for name in ranks.names():
         if is_session(name) and name not in live:
             with contextlib.suppress(CheckpointError, OSError):
@@ -152,12 +137,12 @@ def _remove(ranks: Directory, session: str) -> None:
 
 def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: float) -> dict[int, str]:
     """The token of every other rank."""
-    pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    pauses = new_pauses()
     contested: set[int] = set()
     while True:
         with _opened(root) as ranks:
             hellos = [hello for name in ranks.names() if (hello := hello_of(name)) is not None]
-            hellos = [hello for hello in hellos if hello.token not in _made.tokens]
+            hellos = [hello for hello in hellos if hello.token not in _tokens]
             tokens: defaultdict[int, list[str]] = defaultdict(list)
             for hello in hellos:
                 if hello.ranks_count == ranks_count and 0 < hello.rank < ranks_count:

@@ -57,29 +57,29 @@ class StoreAddress:
         raise CorruptError(f"{owner} is not one of ours", found=raw[:200])
 
 
-def draw_number(place: Any, *, rank: int) -> int:
-    """The number of this meeting. `place` is the part of the default store that belongs to the group."""
-    return int(place.add(f"opened/{rank}", 1))
-
-
-def announce_address(place: Any, number: int, address: StoreAddress) -> None:
+def serve_for(place: Any, *, timeout_s: float) -> Any:
+    """Of rank 0: start a store and announce it. `place` is the part of the default store that belongs to the group."""
+    number = place.add("opened/0", 1)
+    store, address = serve(timeout_s=timeout_s)
     place.set(f"address/{number}", address.encode())
     place.add(f"announced/{number}", 1)
+    return store
 
 
-def await_address(place: Any, number: int, *, until: float) -> StoreAddress:
-    """The address, once it is announced; PeerError when that does not happen until then (time.monotonic)."""
+def connect_to_announced(place: Any, *, rank: int, until: float) -> Any:
+    """Of the others: return a connection to it; PeerError when there is none until then (time.monotonic)."""
+    number = place.add(f"opened/{rank}", 1)
     pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
     # Every kind of store, in every version of torch, adds without waiting for a key.
     while not place.add(f"announced/{number}", 0):
         if not pauses.pause(until):
             cause = "it has not announced its address within the deadline"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)
-    return StoreAddress.decode(bytes(place.get(f"address/{number}")))
+    return connect(StoreAddress.decode(bytes(place.get(f"address/{number}"))), until=until)
 
 
 def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
-    """Start a TCPStore in this process; returns it and its address."""
+    """Start a TCPStore in this process; return it and its address."""
     tcp_store: Any = import_module("torch.distributed").TCPStore
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     try:
@@ -94,7 +94,7 @@ def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
 
 
 def connect(address: StoreAddress, *, until: float) -> Any:
-    """A connection to the store at an address; PeerError when none of its hosts leads there until then."""
+    """Return a connection to the store at an address; PeerError when none of its hosts leads there until then."""
     pauses = Pauses(pause_s_max=0.5)
     while True:
         for host in address.hosts:

@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
 from asyncckpt.coordination.channel import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
-from asyncckpt.coordination.store_address import announce_address, await_address, connect, draw_number, serve
+from asyncckpt.coordination.store_address import connect_to_announced, serve_for
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
     Inbox,
@@ -63,7 +64,8 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
     group = process_group if process_group is not None else inner._get_default_group()
     until = time.monotonic() + deadline_s
     place = dist.PrefixStore(f"asyncckpt/{group.group_name}", inner._get_default_store())
-    line = StoreLine(lambda: _serve(place, deadline_s) if rank == 0 else _join(place, rank, until))
+    serving = partial(serve_for, place, timeout_s=deadline_s)
+    line = StoreLine(serving if rank == 0 else partial(connect_to_announced, place, rank=rank, until=until))
     try:
         ready = line.ask(lambda store: None)
         # The thread counts the same deadline; a little more, so that its own words are heard.
@@ -79,18 +81,6 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
         line.hang_up()
         raise
     return StoreChannel(line, rank=rank, ranks_count=ranks_count)
-
-
-def _serve(place: Any, deadline_s: float) -> Any:
-    number = draw_number(place, rank=0)
-    store, address = serve(timeout_s=deadline_s)
-    announce_address(place, number, address)
-    return store
-
-
-def _join(place: Any, rank: int, until: float) -> Any:
-    number = draw_number(place, rank=rank)
-    return connect(await_address(place, number, until=until), until=until)
 
 
 @dataclass

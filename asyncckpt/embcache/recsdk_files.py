@@ -68,22 +68,18 @@ class StoredArray:
 
     def read(self, begin: int, end: int) -> NDArray[np.generic]:
         """Read rows [begin, end). Raises CorruptError when the file has shrunk, IOFailedError."""
-        values = np.empty((end - begin, *self.shape[1:]), dtype=self.dtype)
-        buffer = values.reshape(-1).view(np.uint8).data
-        with folder_below(self.base, self.place[:-1]) as folder:
-            fd = folder.open_file(self.place[-1])
-            try:
-                done = 0
-                while done < len(buffer):
-                    count = os.preadv(fd, [buffer[done:]], begin * self.row_bytes + done)
-                    if count == 0:
-                        raise CorruptError(f"file {self.shown!r} ended while it was read")
-                    done += count
-            except OSError as error:
-                raise io_failed(f"file {self.shown!r} cannot be read", error) from error
-            finally:
-                os.close(fd)
-        return values
+        shape = (end - begin, *self.shape[1:])
+        try:
+            with (
+                folder_below(self.base, self.place[:-1]) as folder,
+                os.fdopen(folder.open_file(self.place[-1]), "rb") as file,
+            ):
+                values = np.fromfile(file, self.dtype, math.prod(shape), offset=begin * self.row_bytes)
+        except OSError as error:
+            raise io_failed(f"file {self.shown!r} cannot be read", error) from error
+        if len(values) < math.prod(shape):
+            raise CorruptError(f"file {self.shown!r} ended while it was read")
+        return values.reshape(shape)
 
 
 @dataclass(frozen=True)

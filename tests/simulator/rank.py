@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
-from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.actions import AbandonAttempt, Action, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Message, Outcome, Skipped
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.format.names import Attempt
@@ -68,12 +67,12 @@ class SimulatedRank:
         begin: Begin | Skipped | Failed = Begin(step, behaviour.kind, {"fact": behaviour.fact})  # type: ignore[arg-type]
         if behaviour.what != "save":
             begin = Skipped() if behaviour.what == "skip" else Failed("it has failed before")
-        self._machine = RankMachine(self.rank, self._schedule.ranks_count, begin, LIMITS)
+        self._machine = RankMachine(self.rank, self._schedule.ranks_count, begin, LIMITS, self._events.now)
         self._is_told = False
         self._timer = float("inf")
         self._job.log(self, "calls", begin)
         self._job.record.begun(self.rank, call, self._events.now, paused_s=self.paused_s)
-        self._feed(lambda: self._current.start(self._events.now))
+        self._feed(lambda: self._current.participant.start())
         if self._is_lost:
             self._feed(lambda: self._current.lost("the channel is gone"))
         self._drain()
@@ -186,8 +185,6 @@ class SimulatedRank:
                 case AbandonAttempt(attempt):
                     self._doing()
                     self._later(self._disk_s(0.01, 0.1), lambda attempt=attempt: self._abandon(attempt))
-                case Finish():
-                    pass
 
     def _send(self, to: int, message: Message) -> None:
         self._doing()
@@ -220,7 +217,7 @@ class SimulatedRank:
         if self._rng.random() < self._schedule.folder_failure:
             return lambda: machine.folder_failed("OSError: no room")
         attempt = self._job.disk.make_folder(step, self._call)
-        return lambda: machine.folder_made(AttemptStart(attempt))
+        return lambda: machine.folder_made(attempt, {})
 
     def _write(self, message: AttemptMessage) -> Result:
         self._writes_count -= 1

@@ -21,7 +21,6 @@ from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
 from asyncckpt.engine.process.background import committer, run_on, workers
@@ -102,12 +101,12 @@ class RankSave:
         facts = {"durability": self.job.target.options.durability}
         return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         job = self.job
         sent = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
         notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
-        return AttemptStart(attempt=self.transaction.attempt, notes=notes)
+        return self.transaction.attempt, notes
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         job = self.job
