@@ -73,20 +73,20 @@ def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
     return _ranks_over(channel, peer_deadline_s)
 
 
-def announce_open(ranks: Ranks, error: BaseException | None = None) -> None:
-    """Of rank 0: the directory of the next call is open, or why it is not. A rank may open it later than rank 0 did."""
+def announce_open(ranks: Ranks, error: BaseException | None = None, *, call: int | None = None) -> None:
+    """Of rank 0: the directory of a call, by default the next one, is open, or why it is not.
+
+    A rank may open it later than rank 0 did.
+    """
     if ranks.is_coordinator:
-        _announce(ranks, ranks.call, error)
+        cause = b"" if error is None else cause_of(error).encode("utf-8")
+        ranks.channel.put(ranks.call if call is None else call, "opened", cause)
 
 
 def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
     """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
     announce_open(ranks, error)
     announce_failed(ranks, ranks.next_call(), error)
-
-
-def _announce(ranks: Ranks, call: int, error: BaseException | None) -> None:
-    ranks.channel.put(call, "opened", b"" if error is None else cause_of(error).encode("utf-8"))
 
 
 def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
@@ -127,10 +127,10 @@ def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exa
         try:
             opened = _open_alone(path, exact_modes=exact_modes)
         except BaseException as error:
-            _announce(ranks, call, error)
+            announce_open(ranks, error, call=call)
             raise
         try:
-            _announce(ranks, call, None)
+            announce_open(ranks, call=call)
         except BaseException:
             opened.close()
             raise

@@ -12,6 +12,7 @@ coordination.driver runs the protocol, and calls these effects:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import xxhash
@@ -53,7 +54,7 @@ FACTS_MAX = 1_000_000
 async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
     """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
     ranks = share.ranks
-    save = RankSave(job, share, ranks)
+    save = RankSave(job, share)
     try:
         await save.leave_list()
         outcome = await run_call(ranks.channel, share.call, save.begin(), save, ranks.limits, threads=talkers)
@@ -76,11 +77,14 @@ class RankSave:
 
     job: SaveJob
     share: RankShare
-    ranks: Ranks
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
     manifest_bytes: int = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.share.ranks
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here."""
@@ -103,14 +107,14 @@ class RankSave:
 
     async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         job = self.job
-        sent = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
+        sent = {rank: _notes(begin.notes, rank) for rank, begin in begins.items()}
         notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
         return self.transaction.attempt, notes
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         job = self.job
-        notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
+        notes = _notes(attempt.notes, 0)
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"), notes.text("agreement"))
         filtered = Filtered()
@@ -118,12 +122,10 @@ class RankSave:
             job.enter(FutureState.FILTERING)
             filtered = await run_on(workers, filter_blocks, job)
         job.enter(FutureState.WRITING)
-        if self.transaction is not None:
-            folder = self.transaction.folder
+        own = self.transaction  # Of rank 0: it has the folder open, and checks all files before it publishes.
+        with _attempt_folder(job.target.root, attempt.attempt) if own is None else nullcontext(own.folder) as folder:
             self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
-        else:
-            with _attempt_folder(job.target.root, attempt.attempt) as folder:
-                self.written = written = await run_on(workers, write_files, job, filtered, folder, attempt.attempt)
+            if own is None:
                 await run_on(committer, self._check_own, folder)
         job.enter(FutureState.COMMITTING)
         if self.ranks.is_coordinator:
@@ -148,7 +150,7 @@ class RankSave:
         job, own, transaction = self.job, self.written, self.transaction
         assert own is not None
         assert transaction is not None
-        sent = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
+        sent = {rank: _notes(item.notes, rank) for rank, item in prepared.items()}
         count = self.ranks.ranks_count
         head = transaction.head(
             files=own.files, values=job.values, metadata=job.metadata, parents=self.parents, ranks_count=count
@@ -182,15 +184,8 @@ class RankSave:
         if not self.share.is_known:
             self.ranks.replicas.agree(self.share.replicas, self.share.by_peers)
         digest = outcome.notes.get("digest")
-        parent = None
-        if isinstance(digest, str):
-            parent = ParentFacts(step=self.job.step, attempt=outcome.attempt.id, digest=digest)
-        return Committed(
-            written=self.written,
-            parent=parent,
-            parents=self.parents,
-            manifest_bytes=self.manifest_bytes,
-        )
+        parent = ParentFacts(self.job.step, outcome.attempt.id, digest) if isinstance(digest, str) else None
+        return Committed(self.written, parent, self.parents, self.manifest_bytes)
 
     async def _who_writes(self, sent: Mapping[int, Fields]) -> dict[str, Json]:
         """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
@@ -241,13 +236,17 @@ class RankSave:
         return await run_on(talkers, self.ranks.channel.get, self.share.call, name, self.ranks.limits.silence_s)
 
 
+def _notes(notes: Mapping[str, Json], rank: int) -> Fields:
+    return Fields(dict(notes), owner=f"rank {rank}", where="notes")
+
+
 def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
     try:
         return root.data.child(attempt.directory)
     except NotFoundError as error:
         raise NotFoundError(
             f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",
-            hint="all ranks need the same checkpoint directory, on a file system that they share",
+            hint="unless rank 0 has aborted the save: all ranks need one directory, on a file system that they share",
         ) from error
 
 
@@ -275,12 +274,10 @@ def _claims(notes: Fields) -> dict[str, str]:
 
 def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
     items = notes.items("parents", count_max=FACTS_MAX)
-    parents = []
     for item in items:
         if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
             raise CorruptError("rank 0 sent parents that are none")
-        parents.append(ParentFacts(step=item[0], attempt=item[1], digest=item[2]))
-    return tuple(parents)
+    return tuple(ParentFacts(*item) for item in items)
 
 
 def _files(rank: int, notes: Fields) -> list[FileFacts]:

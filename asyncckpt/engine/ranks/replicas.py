@@ -89,7 +89,6 @@ class WrittenByPeers:
         return bool(self.leaves or self.tables)
 
 
-NO_REPLICAS = ReplicaList()
 NOTHING_BY_PEERS = WrittenByPeers()
 
 
@@ -103,7 +102,7 @@ class Replicas:
         self._rank = rank
         self._ranks_count = ranks_count
         self._key: object = None
-        self._list = NO_REPLICAS
+        self._list = ReplicaList()
         self._agreed: tuple[ReplicaList, WrittenByPeers] | None = None
         # Of rank 0: what it has decided last, see `agreement_of`, and the owners, encoded, if they had to be sent.
         self.decided: tuple[str, bytes | None] = ("", None)
