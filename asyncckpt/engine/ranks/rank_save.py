@@ -11,8 +11,8 @@ coordination.driver runs the protocol, and calls these effects:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import xxhash
@@ -240,10 +240,15 @@ def _notes(notes: Mapping[str, Json], rank: int) -> Fields:
     return Fields(dict(notes), owner=f"rank {rank}", where="notes")
 
 
-def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
+@contextmanager
+def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Iterator[Directory]:
+    """Open the folder of an attempt; NotFoundError when it is not there, or is gone when files in it are missed."""
     try:
-        return root.data.child(attempt.directory)
-    except NotFoundError as error:
+        with root.data.child(attempt.directory) as folder:
+            yield folder
+    except (CorruptError, NotFoundError) as error:
+        if root.data.exists(attempt.directory):
+            raise
         raise NotFoundError(
             f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",
             hint="unless rank 0 has aborted the save: all ranks need one directory, on a file system that they share",
