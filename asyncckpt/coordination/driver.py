@@ -17,7 +17,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from asyncckpt.coordination.actions import AbandonAttempt, Action, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
@@ -58,36 +57,30 @@ class Effects(Protocol):
 
         May raise: the call is aborted.
         """
-        ...
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         """Write and sync the files of this rank, put its part on the channel; return notes for PREPARED. May raise."""
-        ...
 
     async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
         """Rank 0: assemble the manifest and publish it; return notes for the outcome.
 
         IndeterminateError when it may be there; whatever else is raised means that it is not there and never will be.
         """
-        ...
 
     async def abandon(self, attempt: Attempt) -> None:
         """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
-        ...
 
     def stop(self) -> None:
         """The call has ended without `write`, which still runs: let it end soon, if that is possible.
 
         It is waited for, and never cancelled, for it reads memory that is given back afterwards.
         """
-        ...
 
     def is_committed(self, attempt: Attempt) -> bool:
         """Whether the manifest of this attempt is there; if so, make that durable before.
 
         Called on one of the threads, and after the call from any, without anything that the save held open. May raise.
         """
-        ...
 
 
 async def run_call(
@@ -113,11 +106,6 @@ async def run_call(
     run = _Call(channel, call, begin, effects, limits, threads, clock)
     await run.run()
     return run.result()
-
-
-# Per channel, the first call that it has not forgotten yet. Calls that were skipped, or aborted before all ranks
-# had begun, are forgotten with the next one that all have begun.
-_unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
 
 
 @dataclass
@@ -330,10 +318,7 @@ class _Call:
 
     def _forget_older(self) -> None:
         """All ranks have begun this call, so none reads anything of the older ones."""
-        first = _unforgotten.get(self._channel, 1)
-        for call in range(first, self._call):
-            self._send(partial(self._channel.forget, call))
-        _unforgotten[self._channel] = max(first, self._call)
+        self._send(partial(self._channel.forget, self._call - 1))
 
     async def _wind_up(self) -> None:
         """Leave nothing running: what was sent is out, `write` and `abandon` have ended, no thread receives."""

@@ -120,7 +120,6 @@ class FileChannel:
                 raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
     def forget(self, call: int) -> None:
-        """Drop the call, and those before it: what came too late for its reader."""
         with self._guard:
             for known in [known for known in self._calls if known <= call]:
                 del self._calls[known]

@@ -163,18 +163,18 @@ class StoreChannel:
         raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
     def forget(self, call: int) -> None:
-        state = self._call(call)
         with self._guard:
-            self._calls.pop(call, None)
+            states = {known: self._calls.pop(known) for known in sorted(self._calls) if known <= call}
         # Ranks that are gone forget nothing, so rank 0 drops the logs of all.
         others: list[int | None] = [None] if self.rank else [None, *range(1, self.ranks_count)]
 
         def drop(store: Any) -> None:
-            state.inbox.drop(store)
-            for key, pieces in state.keys.items():
-                delete_value(store, key, pieces=pieces)
-            for to in others:
-                store.delete_key(log_key(call, to))
+            for known, state in states.items():
+                state.inbox.drop(store)
+                for key, pieces in state.keys.items():
+                    delete_value(store, key, pieces=pieces)
+                for to in others:
+                    store.delete_key(log_key(known, to))
 
         self._ask(drop)
 

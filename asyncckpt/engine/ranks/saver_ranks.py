@@ -72,24 +72,21 @@ def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
     """Behind what is in flight: the others come to this call no sooner either."""
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
-    try:
-        background.submit(
-            Job(run=lambda: _run(ranks, call, message, sent), fail=lambda error: _lose(call, error, sent))
-        )
-    except Exception as error:
-        _lose(call, error, sent)
 
+    async def run() -> None:
+        try:
+            await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
+        except Exception as error:
+            lose(error)
+        finally:
+            sent.set()
 
-async def _run(ranks: Ranks, call: int, message: Skipped | Failed, sent: threading.Event) -> None:
-    try:
-        await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
-    except Exception as error:
-        _lose(call, error, sent)
-    finally:
+    def lose(error: BaseException) -> None:
+        """The others will find out when they have waited for too long."""
         sent.set()
+        log_warning("other ranks could not be informed of save number %d: %s", call, error)
 
-
-def _lose(call: int, error: BaseException, sent: threading.Event) -> None:
-    """They will find out when they have waited for too long."""
-    sent.set()
-    log_warning("other ranks could not be informed of save number %d: %s", call, error)
+    try:
+        background.submit(Job(run=run, fail=lose))
+    except Exception as error:
+        lose(error)
