@@ -86,7 +86,7 @@ class Agreement:
     def is_done(
         self, call: int, what: str, *, ended: bool, error: Exception | None, blocking: bool, result: str = ""
     ) -> bool:
-        """Whether a call has ended on all ranks; `what` names it in errors, `error` and `result` are this rank's own.
+        """Return whether a call has ended on all ranks. what: its name in errors. error, result: this rank's own.
 
         Raises error, or PeerError when the call failed on another rank, or ended there with another result.
         """

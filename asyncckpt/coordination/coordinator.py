@@ -87,7 +87,7 @@ class Coordinator:
                 return []  # Alive, a repetition, or of another attempt.
 
     def folder_made(self, attempt: Attempt, notes: Mapping[str, Json]) -> list[Action]:
-        """The attempt is drawn and its folder durable. notes: for all ranks."""
+        """Take the attempt, whose folder is durable. notes: for all ranks."""
         self.attempt = attempt
         if self.state is CoordinatorState.CLEARING:
             return self._clear()
@@ -96,18 +96,18 @@ class Coordinator:
         return [Send(None, AttemptMessage(attempt, self._kind(), notes))]
 
     def folder_failed(self, cause: str) -> list[Action]:
-        """There is no attempt, for its folder could not be made."""
+        """End without an attempt, for its folder could not be made."""
         actions = self._abort(COORDINATOR, cause) if self.state is CoordinatorState.MAKING else []
         assert self.state is CoordinatorState.CLEARING
         return [*actions, *self._clear()]
 
     def published(self, outcome: Outcome) -> list[Action]:
-        """How Publish ended: committed, aborted (certainly not there) or in doubt. Its data stays unless aborted."""
+        """Take how Publish ended: committed, aborted (certainly not there) or in doubt. Data stays unless aborted."""
         assert self.state is CoordinatorState.PUBLISHING
         return self._decide(outcome)
 
     def lost(self, cause: str) -> list[Action]:
-        """The channel to the others is gone, or what comes through it cannot be read."""
+        """Abort, for the channel to the others is gone, or what comes through it cannot be read."""
         return self._abort(COORDINATOR, cause) if self._is_undecided else []
 
     def tick(self, now: float) -> list[Action]:
@@ -124,7 +124,7 @@ class Coordinator:
         return []
 
     def next_tick(self) -> float:
-        """When `tick` has something to do, at the latest; infinite when never.
+        """Return when `tick` has something to do, at the latest; infinite when never.
 
         Silence is looked for as often as life is shown: every look goes through all ranks.
         """
@@ -179,7 +179,7 @@ class Coordinator:
         return None
 
     def _awaited(self) -> Mapping[int, Message]:
-        """The messages of the kind that this state waits for."""
+        """Return the messages of the kind that this state waits for."""
         return self._begins if self.state is CoordinatorState.GATHERING else self._prepared
 
     def _abort(self, rank: int | None, cause: str) -> list[Action]:
@@ -202,7 +202,7 @@ class Coordinator:
 
 
 def _difference(first: int, expected: Begin, rank: int, found: Begin) -> str | None:
-    """What two ranks contradict each other in, as a sentence; None when they agree."""
+    """Return what two ranks contradict each other in, as a sentence; None when they agree."""
     expected_facts = {"step": str(expected.step), **expected.facts}
     found_facts = {"step": str(found.step), **found.facts}
     for name in sorted(expected_facts.keys() | found_facts.keys()):

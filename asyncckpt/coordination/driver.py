@@ -71,13 +71,13 @@ class Effects(Protocol):
         """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
 
     def stop(self) -> None:
-        """The call has ended without `write`, which still runs: let it end soon, if that is possible.
+        """Let `write`, without which the call has ended, end soon, if that is possible.
 
         It is waited for, and never cancelled, for it reads memory that is given back afterwards.
         """
 
     def is_committed(self, attempt: Attempt) -> bool:
-        """Whether the manifest of this attempt is there; if so, make that durable before.
+        """Return whether the manifest of this attempt is there; if so, make that durable before.
 
         Called on one of the threads, and after the call from any, without anything that the save held open. May raise.
         """
@@ -279,14 +279,14 @@ class _Call:
         return self._machine.participant.looked(found)
 
     def _error_of(self, task: asyncio.Task[Any]) -> BaseException | None:
-        """Why an effect of this rank failed; kept, for this rank raises it if it is what ended the call."""
+        """Return why an effect of this rank failed, and keep it: it is raised here if it is what ended the call."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None and self._own_error is None:
             self._own_error = error
         return error
 
     async def _abandon(self, attempt: Attempt) -> None:
-        """After the own files are closed, or they would come back behind the removal."""
+        """Abandon after the own files are closed, or they would come back behind the removal."""
         await self._stop_writing()
         await self._effects.abandon(attempt)
 
@@ -300,7 +300,7 @@ class _Call:
         await asyncio.wait({self._writing})
 
     def _send(self, send: Callable[[], None]) -> None:
-        """Have something done on the channel after all that was sent before, without waiting for it."""
+        """Call something on the channel after all that was sent before, without waiting for it."""
         if self._channel.ranks_count == 1:
             return
         self._outbox.append(send)
@@ -317,7 +317,7 @@ class _Call:
                 self._lose(cause_of(error))
 
     def _forget_older(self) -> None:
-        """All ranks have begun this call, so none reads anything of the older ones."""
+        """Forget the older calls: all ranks have begun this one, so none reads anything of those."""
         self._send(partial(self._channel.forget, self._call - 1))
 
     async def _wind_up(self) -> None:

@@ -189,7 +189,7 @@ class FileChannel:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Directory]:
-        """A folder of the session; PeerError when the session is gone, which only rank 0 takes away."""
+        """Open a folder of the session; PeerError when the session is gone, which only rank 0 takes away."""
         try:
             folder = self._session.child(name)
         except (NotFoundError, IOFailedError) as error:

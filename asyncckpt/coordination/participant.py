@@ -88,7 +88,7 @@ class Participant:
                 return []  # Alive, a repetition, or of another attempt.
 
     def wrote(self, notes: Mapping[str, Json]) -> list[Action]:
-        """The files are written, synced, and reported to whoever assembles the manifest."""
+        """Get prepared: the files are written and synced, and the part is left for who assembles the manifest."""
         if self.state is not ParticipantState.WRITING:
             return []
         assert self.attempt is not None
@@ -96,13 +96,13 @@ class Participant:
         return [Send(COORDINATOR, Prepared(self.attempt, notes))]
 
     def write_failed(self, cause: str) -> list[Action]:
-        """This rank cannot go on: its own error before it was prepared."""
+        """Give up, for an error of this rank before it was prepared."""
         if self.state not in (ParticipantState.CALLED, ParticipantState.WRITING):
             return []
         return self._give_up(cause, rank=self.rank)
 
     def lost(self, cause: str) -> list[Action]:
-        """The channel to the coordinator is gone, or what comes through it cannot be read."""
+        """Give up or look, for the channel to the coordinator is gone, or what comes through it cannot be read."""
         if self.state in (ParticipantState.CALLED, ParticipantState.WRITING):
             return self._give_up(cause, rank=COORDINATOR)
         if self.state is ParticipantState.PREPARED:
@@ -112,7 +112,7 @@ class Participant:
         return []
 
     def looked(self, found: bool) -> list[Action]:
-        """The manifest of the attempt is there, and durably so; or it is not there yet, or could not be looked for."""
+        """Take whether the manifest is there, durably; else it is not there yet, or could not be looked for."""
         if self.state is not ParticipantState.LOOKING:
             return []
         if found:
@@ -132,7 +132,7 @@ class Participant:
         return []
 
     def next_tick(self) -> float:
-        """When `tick` has something to do, at the latest; infinite when never."""
+        """Return when `tick` has something to do, at the latest; infinite when never."""
         if self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
             return math.inf
         alive = math.inf if self.state is ParticipantState.PREPARED else self._next_alive
@@ -148,7 +148,7 @@ class Participant:
         return [first, (self._started + whole_s, f"rank 0 sent no outcome within {whole_s:g} s")]
 
     def _concerns(self, outcome: Outcome) -> bool:
-        """Whether an outcome is of this attempt. Without an attempt nothing of this rank can have been committed."""
+        """Return whether an outcome is of this attempt. Without one, nothing of this rank can have been committed."""
         if self.state is ParticipantState.CALLED:
             return outcome.state in ("aborted", "skipped")
         return not self.has_ended and outcome.attempt == self.attempt

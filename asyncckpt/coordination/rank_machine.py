@@ -50,7 +50,7 @@ class RankMachine:
         return self.participant.receive(message, now) if sender == COORDINATOR else []
 
     def lost(self, cause: str) -> list[Action]:
-        """The channel of this rank is gone, or what comes through it cannot be read."""
+        """Let the machine know that the channel is gone, or that what comes through it cannot be read."""
         return (self._coordinator or self.participant).lost(cause)
 
     def tick(self, now: float) -> list[Action]:

@@ -50,7 +50,7 @@ _tokens: set[str] = set()  # Named by a roster: a slow rank may leave such a hel
 
 
 def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str:
-    """For rank 0, which holds the lock of the directory `root`: gather the ranks; returns the name of the session.
+    """Gather the ranks, as rank 0, which holds the lock of the directory `root`; return the name of the session.
 
     PeerError naming the ranks that did not come within `deadline_s` seconds; ConflictError when several processes
     claim to be the same rank.
@@ -71,7 +71,7 @@ def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str
 
 
 def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: float) -> str:
-    """For the other ranks: the name of the session that rank 0 has made for this process.
+    """Return, on the other ranks, the name of the session that rank 0 has made for this process.
 
     PeerError when it has made none within `deadline_s` seconds.
     """
@@ -96,7 +96,7 @@ def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: fl
 
 
 def remove_session(ranks: Directory, session: str) -> None:
-    """For rank 0: take away a session and all in it. What cannot be removed is swept by the next job."""
+    """Remove a session and all in it, as rank 0. What cannot be removed is swept by the next job."""
     with contextlib.suppress(CheckpointError, OSError):
         _remove(ranks, session)
     with _guard:
@@ -105,7 +105,7 @@ def remove_session(ranks: Directory, session: str) -> None:
 
 @contextlib.contextmanager
 def _opened(root: Directory) -> Iterator[Directory]:
-    """The folder of the ranks, opened anew: on NFS that is what makes it show what others have written."""
+    """Open the folder of the ranks anew: on NFS that is what makes it show what others have written."""
     with root.child(RANKS_DIR) as ranks:
         yield ranks
 
@@ -136,7 +136,7 @@ def _remove(ranks: Directory, session: str) -> None:
 
 
 def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: float) -> dict[int, str]:
-    """The token of every other rank."""
+    """Return the token of every other rank."""
     pauses = new_pauses()
     contested: set[int] = set()
     while True:
@@ -180,7 +180,7 @@ def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count
 
 
 def _session_of(ranks: Directory, hello: Hello) -> str | None:
-    """The session that names this process, if there is one. What is no session of ours is passed by."""
+    """Return the session that names this process, if there is one. What is no session of ours is passed by."""
     for name in filter(is_session, ranks.names()):
         try:
             with ranks.child(name) as folder:

@@ -128,7 +128,7 @@ def write_whole(folder: Directory, name: str, data: bytes) -> None:
 
 
 def read_whole(folder: Directory, name: str, *, bytes_max: int) -> bytes:
-    """What `write_whole` wrote; NotFoundError, CorruptError for anything else, IOFailedError."""
+    """Return what `write_whole` wrote; NotFoundError, CorruptError for anything else, IOFailedError."""
     raw = folder.read_file(name, bytes_max=bytes_max + _DIGEST_BYTES)
     data = raw[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(data) != raw[:_DIGEST_BYTES]:

@@ -216,7 +216,7 @@ class StoreChannel:
         return Pauses(pause_s_max=max(PAUSE_S_MAX, share_s), first_s=max(FIRST_S, share_s / 8))
 
     def _look_s(self) -> float:
-        """How often a rank may look when all do."""
+        """Return the seconds between two looks of a rank when all look."""
         return self.ranks_count / LOOKS_PER_S
 
     def _ask(self, call: Callable[[Any], T]) -> Answer[T]:

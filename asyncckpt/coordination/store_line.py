@@ -29,7 +29,7 @@ class Answer(Future[T]):
     """What a call on a line gives, or raises, once it is there."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the answer has come within `timeout_s` seconds."""
+        """Return whether the answer has come within `timeout_s` seconds."""
         return not wait([self], max(0.0, timeout_s)).not_done
 
 

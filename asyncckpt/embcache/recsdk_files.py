@@ -164,7 +164,7 @@ def _folders_in(path: Path) -> list[str]:
 
 
 def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
-    """The folders of the ranks of a table, in their order; none when it is no table."""
+    """Return the folders of the ranks of a table, in their order; none when it is no table."""
     names = _folders_in(base / table)
     if KEY in names:
         raise CorruptError(f"file {str(base / META_FILE)!r} is missing beside the merged table {table!r}")
@@ -173,7 +173,7 @@ def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
 
 
 def _check_ranks(base: Path, places: Mapping[str, tuple[Place, ...]]) -> None:
-    """Every table must have the folders of all ranks, 0 to the largest that any table has."""
+    """Raise CorruptError unless every table has the folders of all ranks, 0 to the largest that any table has."""
     count = max(len(found) for found in places.values())
     for table, found in places.items():
         ranks = {place[1] for place in found if len(place) > 1}

@@ -74,7 +74,7 @@ def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
 
 
 def announce_open(ranks: Ranks, error: BaseException | None = None, *, call: int | None = None) -> None:
-    """Of rank 0: the directory of a call, by default the next one, is open, or why it is not.
+    """Announce, as rank 0, that the directory of a call, by default the next one, is open, or why it is not.
 
     A rank may open it later than rank 0 did.
     """

@@ -140,7 +140,7 @@ class RankSave:
         }
 
     def _check_own(self, folder: Directory) -> None:
-        """The files of this rank are durable, and there by their names: so it may say that it is prepared."""
+        """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
         assert self.written is not None
         if self.job.target.options.durability == "fsync":
             folder.sync()
@@ -203,7 +203,7 @@ class RankSave:
         return {"replicas": how, "agreement": agreement}
 
     async def _decide_owners(self, sent: Mapping[int, Fields]) -> bytes | None:
-        """Who writes what, encoded; None: it follows from the names, for all ranks hold the same. All ranks ask."""
+        """Return who writes what, encoded; None where it follows from the lists, which are the same. All ranks ask."""
         check_claims({rank: _claims(notes) for rank, notes in sent.items()})
         digests = {rank: notes.text("replicas") for rank, notes in sent.items()}
         ranks = {digest: rank for rank, digest in digests.items()}
@@ -256,7 +256,7 @@ def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Iterator[Director
 
 
 def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> Json:
-    """What the ranks with a delta build upon, which is the same; ConflictError otherwise."""
+    """Return what the ranks with a delta build upon, which is the same; ConflictError otherwise."""
     chains = {rank: sent[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
     if not chains:
         return []

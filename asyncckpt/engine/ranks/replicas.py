@@ -108,7 +108,7 @@ class Replicas:
         self.decided: tuple[str, bytes | None] = ("", None)
 
     def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
-        """The replicas of a state; the last answer while nothing changed its shape."""
+        """Return the replicas of a state; the last answer while nothing changed its shape."""
         tensors = [tensor for leaf, tensor in enumerate(flat.tensors) if leaf not in flat.sharded]
         spread = [
             (leaf, item.whole_shape, item.dtype, item.begins, item.is_writer, item.spread_over)
@@ -126,20 +126,20 @@ class Replicas:
         return self._list
 
     def by_peers(self, listed: ReplicaList) -> WrittenByPeers | None:
-        """What other ranks write, once that is agreed upon; None: capture all, and ask."""
+        """Return what other ranks write, when that is agreed upon; None: capture all, and ask."""
         agreed = self._agreed
         return agreed[1] if agreed is not None and listed is agreed[0] else None
 
     def agree(self, listed: ReplicaList, by_peers: WrittenByPeers) -> None:
-        """A save of all ranks has committed so: from now on this rank captures its share."""
+        """Capture only this rank's share from now on: a save of all ranks has committed so."""
         self._agreed = listed, by_peers
 
     def forget(self) -> None:
-        """A save of all ranks has failed: ask again."""
+        """Ask again, for a save of all ranks has failed."""
         self._agreed = None
 
     def written_by_peers(self, listed: ReplicaList, owners: Mapping[str, int], agreement: str) -> WrittenByPeers:
-        """What other ranks write. `owners`: by path."""
+        """Return what other ranks write. `owners`: by path."""
         missing = [item.path for item in listed.items if item.path not in owners]
         if missing:
             raise CorruptError("no rank was named to write a tensor or table", found=missing[:5])
@@ -152,7 +152,7 @@ class Replicas:
 
 
 def is_whole(table: Table) -> bool:
-    """Whether a table holds all ids there are of it, so that one of the same name on another rank is its replica."""
+    """Return whether a table holds all ids there are of it: one of the same name on another rank is its replica."""
     if table.shard != (0, 1):
         return False
     if isinstance(table, HoldsRange):
@@ -188,14 +188,14 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
 
 
 def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
-    """The boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
+    """Return the boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
     boxes = [(list(piece.begin), list(piece.tensor.shape)) for piece in spread.pieces]
     size = sum(piece.tensor.nbytes for piece in spread.pieces)
     return Replica(f"{path} {boxes}", size, f"{spread.dtype} boxes of {list(spread.whole_shape)}", leaf=leaf)
 
 
 def _buffer_paths(flat: FlatState) -> set[Path]:
-    """The paths of all buffers of modules in a state."""
+    """Return the paths of all buffers of modules in a state."""
     owners = iter(flat.stateful)
     paths: set[Path] = set()
     waiting: list[tuple[Path, Node]] = [((), flat.tree)]
@@ -222,7 +222,7 @@ def _table_replica(name: str, table: Table) -> Replica:
 
 
 def _claim(table: Table) -> str:
-    """Which part of the table this is; empty where only its ids could show it."""
+    """Return which part of the table this is; empty where only its ids could show it."""
     if isinstance(table, HoldsRange):
         first, end, _ = table.id_range()
         return f"rows {first} to {end}" if first < end else ""
@@ -244,7 +244,7 @@ def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
-    """Who writes what when all ranks hold the same replicas."""
+    """Return who writes what when all ranks hold the same replicas."""
     owners = {item.path: 0 for item in listed.items if item.by_first}
     heap = [(0, rank) for rank in range(1, ranks_count)]
     heapq.heappush(heap, (sum(item.bytes for item in listed.items if item.by_first), 0))
@@ -256,7 +256,7 @@ def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
 
 
 def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
-    """Who writes what when ranks hold others: the largest first, to the rank among its holders with least so far.
+    """Return who writes what when ranks hold others: the largest first, to its holder with least so far.
 
     held: of every rank. ConflictError when a tensor is not the same on all ranks that have it.
     """
@@ -293,7 +293,7 @@ def agreement_of(digests: Sequence[str]) -> str:
 
 
 def who_asks(agreements: Mapping[int, str], *, agreement: str, decided: str) -> bool:
-    """Whether ranks ask who writes what. agreements: by which every rank captured its share; "": it captured all.
+    """Return whether ranks ask who writes what. agreements: by which each captured its share; "": it captured all.
 
     ConflictError when a rank captured its share by another one than follows from what the ranks hold now, or than was
     decided last: what it left out nobody may have captured.
@@ -309,7 +309,7 @@ def who_asks(agreements: Mapping[int, str], *, agreement: str, decided: str) -> 
 
 
 def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
-    """The replicas of another rank; CorruptError for anything else."""
+    """Return the replicas of another rank; CorruptError for anything else."""
     owner = f"the list of tensors of rank {rank}"
     value: Json = loads(raw, owner=owner)
     if type(value) is not list or not all(

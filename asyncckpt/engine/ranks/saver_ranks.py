@@ -47,7 +47,7 @@ class Ranks:
         return self.rank == 0
 
     def wait_announced(self) -> None:
-        """Before the channel is closed: what the others are still to hear is on its way."""
+        """Wait until what the others are still to hear is on its way. Before the channel is closed."""
         for announced in self.announcing:
             announced.wait(self.limits.begin_s)
         self.announcing.clear()
@@ -59,17 +59,17 @@ class Ranks:
 
 
 def announce_skipped(ranks: Ranks, call: int) -> None:
-    """All ranks skip a save that this one skips."""
+    """Let all ranks skip a save that this one skips."""
     _announce(ranks, call, Skipped("a save or load was in flight"))
 
 
 def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
-    """No rank saves what this one cannot save."""
+    """Abort on all ranks a save that this one cannot make."""
     _announce(ranks, call, Failed(cause_of(error)))
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
-    """Behind what is in flight: the others come to this call no sooner either."""
+    """Announce it behind what is in flight: the others come to this call no sooner either."""
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
 
@@ -82,7 +82,7 @@ def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
             sent.set()
 
     def lose(error: BaseException) -> None:
-        """The others will find out when they have waited for too long."""
+        """Give up: the others will find out when they have waited for too long."""
         sent.set()
         log_warning("other ranks could not be informed of save number %d: %s", call, error)
 
