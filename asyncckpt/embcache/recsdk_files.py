@@ -201,22 +201,23 @@ def _read_part(base: Path, place: Place) -> StoredPart:
     return StoredPart(
         shown=shown,
         ids=_distinct(keys.read(0, count), keys.shown),
-        embedding=_of_count(_array(base, (*place, EMBEDDING), FLOAT32, is_rows=True), count),
+        embedding=_array(base, (*place, EMBEDDING), FLOAT32, is_rows=True, count=count),
         momenta=tuple(
-            _of_count(_array(base, (*place, f"{MOMENTUM}{number}"), FLOAT32, is_rows=True), count) for number in momenta
+            _array(base, (*place, f"{MOMENTUM}{number}"), FLOAT32, is_rows=True, count=count) for number in momenta
         ),
-        counts=_of_count(_array(base, (*place, ADMIT_COUNT), INT64, is_rows=False), count)
-        if ADMIT_COUNT in names
-        else None,
+        counts=_array(base, (*place, ADMIT_COUNT), INT64, is_rows=False, count=count) if ADMIT_COUNT in names else None,
         seen=_read_seen(base, (*place, EVICT_TIMESTAMP)) if EVICT_TIMESTAMP in names else None,
     )
 
 
-def _array(base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bool) -> StoredArray:
-    """Check one slice.attribute and slice.data."""
+def _array(
+    base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bool, count: int | None = None
+) -> StoredArray:
+    """Check one slice.attribute and slice.data. count: of the keys that it goes with."""
     with folder_below(base, place) as folder:
-        numbers = _attributes(folder, count=3 if is_rows else 2)
-        item_bytes, *shape = numbers
+        attributes = StoredArray(base, (*place, ATTRIBUTE_FILE), INT64, shape=(3 if is_rows else 2,))
+        _check_size(folder, ATTRIBUTE_FILE, expected=attributes.bytes)
+        item_bytes, *shape = (int(number) for number in attributes.read(0, *attributes.shape))
         shown = str(folder.path / ATTRIBUTE_FILE)
         if item_bytes != dtype.itemsize:
             raise CorruptError(
@@ -226,15 +227,9 @@ def _array(base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bo
             raise CorruptError(f"file {shown!r} is wrong: shape", found=shape)
         stored = StoredArray(base=base, place=(*place, DATA_FILE), dtype=dtype, shape=tuple(shape))
         _check_size(folder, DATA_FILE, expected=stored.bytes)
+    if count is not None and shape[0] != count:
+        raise CorruptError(f"file {stored.shown!r} does not go with its keys", found=shape[0], expected=count)
     return stored
-
-
-def _attributes(folder: Directory, *, count: int) -> list[int]:
-    _check_size(folder, ATTRIBUTE_FILE, expected=count * INT64.itemsize)
-    raw = folder.read_file(ATTRIBUTE_FILE, bytes_max=count * INT64.itemsize)
-    if len(raw) != count * INT64.itemsize:
-        raise CorruptError(f"file {str(folder.path / ATTRIBUTE_FILE)!r} ended while it was read")
-    return [int(number) for number in np.frombuffer(raw, dtype=INT64)]
 
 
 def _check_size(folder: Directory, name: str, *, expected: int | None) -> int:
@@ -247,12 +242,6 @@ def _check_size(folder: Directory, name: str, *, expected: int | None) -> int:
     if expected is not None and size != expected:
         raise CorruptError(f"file {shown!r} has the wrong size", found=size, expected=expected)
     return size
-
-
-def _of_count(array: StoredArray, count: int) -> StoredArray:
-    if array.shape[0] != count:
-        raise CorruptError(f"file {array.shown!r} does not go with its keys", found=array.shape[0], expected=count)
-    return array
 
 
 def _read_seen(base: Path, place: Place) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
