@@ -166,7 +166,8 @@ class Coordinator:
     def _overdue(self, now: float) -> tuple[int, str] | None:
         """(rank at fault, cause) when a limit has passed."""
         limits = self._limits
-        waiting = [rank for rank in range(self._ranks_count) if rank not in self._awaited()]
+        come = self._begins if self.state is CoordinatorState.GATHERING else self._prepared
+        waiting = [rank for rank in range(self._ranks_count) if rank not in come]
         if self.state is CoordinatorState.GATHERING and now >= self._started + limits.begin_s:
             cause = f"{_named(waiting)} did not begin this save within {limits.begin_s:g} s of rank 0"
             return waiting[0], cause
@@ -177,10 +178,6 @@ class Coordinator:
             if rank != COORDINATOR and rank not in self._prepared and now >= heard + limits.silence_s:
                 return rank, f"rank {rank} sent nothing for {limits.silence_s:g} s"
         return None
-
-    def _awaited(self) -> Mapping[int, Message]:
-        """Return the messages of the kind that this state waits for."""
-        return self._begins if self.state is CoordinatorState.GATHERING else self._prepared
 
     def _abort(self, rank: int | None, cause: str) -> list[Action]:
         return self._decide(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause))

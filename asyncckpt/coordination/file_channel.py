@@ -141,10 +141,11 @@ class FileChannel:
             return
         self._closed = True
         with contextlib.suppress(CheckpointError):
-            if self.rank:
-                self._say_gone()
-            else:
+            if self.rank == 0:
                 self._wait_for_others()
+            else:
+                with self._opened(GONE_DIR) as folder:
+                    write_whole(folder, gone_name(self.rank), b"")
         if self.rank == 0:
             remove_session(self._ranks, self._session.path.name)
         self._session.close()
@@ -171,10 +172,6 @@ class FileChannel:
                     with contextlib.suppress(IOFailedError):  # It is not read again in any case.
                         folder.remove_file(name.name)
         return found
-
-    def _say_gone(self) -> None:
-        with self._opened(GONE_DIR) as folder:
-            write_whole(folder, gone_name(self.rank), b"")
 
     def _wait_for_others(self) -> None:
         until = time.monotonic() + CLOSE_S_MAX

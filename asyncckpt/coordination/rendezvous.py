@@ -154,18 +154,15 @@ def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: floa
                 missing = [rank for rank in range(1, ranks_count) if rank not in tokens]
                 where = f"in {str(root.path)!r} within {deadline_s} s"
                 if contested and contested.issuperset(missing):
-                    raise _contested(min(contested), where)
+                    raise ConflictError(
+                        f"several processes claim to be rank {min(contested)} {where}",
+                        hint="give every process its own shard_index",
+                    )
                 raise _missing(missing, hellos, where, ranks_count=ranks_count)
             contested.update(twice)
             for hello in hellos:
                 if hello.rank in twice:
                     ranks.remove_file(hello.name)  # Those that live come again.
-
-
-def _contested(rank: int, where: str) -> ConflictError:
-    return ConflictError(
-        f"several processes claim to be rank {rank} {where}", hint="give every process its own shard_index"
-    )
 
 
 def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count: int) -> PeerError:
