@@ -298,11 +298,7 @@ def _give_back(opened: Opened, memory: SaverMemory) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
     for layout in memory.regions.layouts():
         pool.forget(layout)
-    if opened.ranks is not None:
-        opened.ranks.close()
-    if opened.lock is not None:
-        opened.lock.release()
-    opened.root.close()
+    opened.close()
 
 
 class _Counts:

@@ -79,9 +79,9 @@ class MemoryChannel:
 
     def forget(self, call: int) -> None:
         with self._exchange.data_changed:
-            for inbox in [key for key in self._exchange.inboxes if key[0] == call]:
+            for inbox in [key for key in self._exchange.inboxes if key[0] <= call]:
                 del self._exchange.inboxes[inbox]
-            for name in [key for key in self._exchange.data if key[0] == call]:
+            for name in [key for key in self._exchange.data if key[0] <= call]:
                 del self._exchange.data[name]
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from rich.table import Table
 
 from asyncckpt.coordination.actions import MakeFolder
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Limits, Outcome, Prepared, decode, encode
 from asyncckpt.coordination.rank_machine import RankMachine
@@ -76,8 +75,8 @@ class NoEffects:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        return AttemptStart(Attempt.new(begins[0].step), ATTEMPT_NOTES)
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
+        return Attempt.new(begins[0].step), ATTEMPT_NOTES
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         return prepared_notes(self._rank, attempt.attempt)
@@ -88,13 +87,10 @@ class NoEffects:
     async def abandon(self, attempt: Attempt) -> None:
         raise AssertionError("nothing fails here")
 
-    async def look(self, attempt: Attempt) -> bool:
-        raise AssertionError("nothing is lost here")
-
     def stop(self) -> None:
         raise AssertionError("nothing ends early here")
 
-    def resolve(self, attempt: Attempt) -> bool:
+    def is_committed(self, attempt: Attempt) -> bool:
         raise AssertionError("nothing is in doubt here")
 
 
@@ -137,16 +133,18 @@ def coordinator_seconds(ranks_count: int) -> float:
     begins = [encode(BEGIN) for _ in range(1, ranks_count)]
     prepared = [encode(Prepared(attempt, prepared_notes(rank, attempt))) for rank in range(1, ranks_count)]
     begun = time.perf_counter()
-    rank_0 = RankMachine(0, ranks_count, BEGIN, LIMITS)
-    actions = rank_0.start(0.0)
+    rank_0 = RankMachine(0, ranks_count, BEGIN, LIMITS, 0.0)
+    actions = rank_0.hand_over(rank_0.participant.start(), 0.0)
     for rank, raw in enumerate(begins, start=1):
         actions = rank_0.receive(rank, decode(raw, sender=rank), 0.0)
     assert isinstance(actions[0], MakeFolder)
-    encode(rank_0.folder_made(AttemptStart(attempt, ATTEMPT_NOTES), 0.0)[0].message)  # type: ignore[union-attr]
-    rank_0.wrote(prepared_notes(0, attempt), 0.0)
+    started = rank_0.coordinator.folder_made(attempt, ATTEMPT_NOTES)
+    encode(rank_0.hand_over(started, 0.0)[0].message)  # type: ignore[union-attr]
+    rank_0.hand_over(rank_0.participant.wrote(prepared_notes(0, attempt)), 0.0)
     for rank, raw in enumerate(prepared, start=1):
         rank_0.receive(rank, decode(raw, sender=rank), 0.0)
-    encode(rank_0.published(Outcome("committed", attempt, notes={"digest": DIGEST}), 0.0)[0].message)  # type: ignore[union-attr]
+    ended = rank_0.coordinator.published(Outcome("committed", attempt, notes={"digest": DIGEST}))
+    encode(rank_0.hand_over(ended, 0.0)[0].message)  # type: ignore[union-attr]
     assert rank_0.has_ended
     return time.perf_counter() - begun
 

@@ -1,4 +1,4 @@
-"""What the state machines ask for: messages to send, effects to run, and the end.
+"""What the state machines ask for: messages to send, and effects to run.
 
 A machine never does anything itself. Whoever drives it (driver.py, the simulator of the tests) does what the actions
 say, in their order, and reports how the effects ended.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Message, Outcome, Prepared
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Message, Prepared
 from asyncckpt.format.names import Attempt
 
 
@@ -24,14 +24,14 @@ class Send:
 
 @dataclass(frozen=True)
 class MakeFolder:
-    """All ranks have begun: draw an attempt and make its folder. Ends in `folder_made` or `failed`."""
+    """All ranks have begun: draw an attempt and make its folder. Ends in `folder_made` or `folder_failed`."""
 
     begins: Mapping[int, Begin]
 
 
 @dataclass(frozen=True)
 class Write:
-    """Write and sync the files of this rank. Ends in `wrote` or `failed`."""
+    """Write and sync the files of this rank. Ends in `wrote` or `write_failed`."""
 
     attempt: AttemptMessage
 
@@ -58,11 +58,4 @@ class AbandonAttempt:
     attempt: Attempt
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The machine has ended; it does nothing more, whatever it hears."""
-
-    outcome: Outcome
-
-
-Action: TypeAlias = Send | MakeFolder | Write | Publish | Look | AbandonAttempt | Finish
+Action: TypeAlias = Send | MakeFolder | Write | Publish | Look | AbandonAttempt

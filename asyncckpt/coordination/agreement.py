@@ -29,27 +29,35 @@ CALLS_PEER_DEADLINE_S = 600.0  # A rank may train for long before it asks for wh
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A call failed on a rank, and why."""
-
-    rank: int
-    cause: str
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """What becomes of a call. running: it has not ended everywhere (or on the rank that says so); else see failure.
+    """What becomes of a call. running: it has not ended everywhere (or on the rank that says so).
 
-    result: of the rank that says so; the results of all ranks must be equal.
+    rank, cause: where it has failed, and why. result: of the rank that says so; those of all ranks must be equal.
     """
 
-    running: bool
-    failure: Failure | None = None
+    running: bool = False
+    rank: int | None = None
+    cause: str = ""
     result: str = ""
+
+    def encode(self) -> bytes:
+        return dumps({name: value for name, value in vars(self).items() if value not in (None, "")})
+
+    @staticmethod
+    def decode(raw: bytes, *, sender: int) -> Verdict:
+        """CorruptError for what `encode` did not make."""
+        owner = f"message of rank {sender} about a call"
+        fields = Fields(loads(raw, owner=owner), owner=owner, where="message")
+        rank = fields.optional_integer("rank")
+        return Verdict(
+            running=fields.flag("running", default=False),
+            rank=rank,
+            cause="" if rank is None else fields.text("cause"),
+            result=fields.optional_text("result") or "",
+        )
 
 
 _RUNNING = Verdict(running=True)
-_DONE = Verdict(running=False)
 
 
 class Agreement:
@@ -62,7 +70,7 @@ class Agreement:
         self._round = 0
         self._has_reported = False
         self._missing: set[int] = set()
-        self._failure: Failure | None = None
+        self._failure: Verdict | None = None
         self._results: dict[int, str] = {}
 
     @property
@@ -73,46 +81,46 @@ class Agreement:
     def say_running(self, call: int) -> None:
         """Let the others know that this rank lives, while it waits for its own call to end."""
         self._begin(call)
-        self._channel.send(call, None if self._channel.rank == 0 else 0, _encode(_RUNNING))
+        self._channel.send(call, None if self._channel.rank == 0 else 0, _RUNNING.encode())
 
     def is_done(
         self, call: int, what: str, *, ended: bool, error: Exception | None, blocking: bool, result: str = ""
     ) -> bool:
-        """Whether a call has ended on all ranks; `what` names it in errors, `error` and `result` are this rank's own.
+        """Return whether a call has ended on all ranks. what: its name in errors. error, result: this rank's own.
 
         Raises error, or PeerError when the call failed on another rank, or ended there with another result.
         """
-        failure = None if error is None else Failure(rank=self._channel.rank, cause=cause_of(error))
+        own = Verdict(running=not ended, result=result)
+        if error is not None:
+            own = Verdict(rank=self._channel.rank, cause=cause_of(error))
         try:
-            verdict = self.decide(call, ended=ended, failure=failure, blocking=blocking, result=result)
+            verdict = self.decide(call, own, blocking=blocking)
         except Exception as lost:
             if error is not None:
                 raise error from lost
             raise
         if error is not None and not verdict.running:
             raise error
-        if verdict.failure is not None:
-            failed = verdict.failure
-            raise PeerError(f"{what} failed on rank {failed.rank}", rank=failed.rank, cause=failed.cause)
+        if verdict.rank is not None:
+            raise PeerError(f"{what} failed on rank {verdict.rank}", rank=verdict.rank, cause=verdict.cause)
         return not verdict.running
 
-    def decide(self, call: int, *, ended: bool, failure: Failure | None, blocking: bool, result: str = "") -> Verdict:
-        """The next round about a call, whose numbers ascend. ended, failure, result: how it stands on this rank.
+    def decide(self, call: int, own: Verdict, *, blocking: bool) -> Verdict:
+        """Take the next round about a call, whose numbers ascend. own: how it stands on this rank.
 
         blocking: rank 0 waits until the call has ended everywhere; all ranks say the same. Raises PeerError when a rank
         is silent for too long or the channel is gone.
         """
-        assert ended or failure is None, "a call that failed has ended"
+        assert not own.running or own.rank is None, "a call that failed has ended"
         self._begin(call)
         number, self._round = self._round, self._round + 1
-        own = Verdict(running=not ended, failure=failure, result=result)
         if self._channel.rank == 0:
             verdict = self._decided(call, own, blocking=blocking)
-            self._channel.put(call, _name(number), _encode(verdict))
+            self._channel.put(call, _name(number), verdict.encode())
             return verdict
-        if ended and not self._has_reported:
+        if not own.running and not self._has_reported:
             self._has_reported = True
-            self._channel.send(call, 0, _encode(own))
+            self._channel.send(call, 0, own.encode())
         return self._taken(call, _name(number))
 
     def close(self) -> None:
@@ -134,7 +142,7 @@ class Agreement:
         heard = time.monotonic()
         while True:
             try:
-                return _decode(self._channel.get(call, name, self.pause_s), rank=0)
+                return Verdict.decode(self._channel.get(call, name, self.pause_s), sender=0)
             except DeadlineError as error:
                 if self._channel.receive(call, 0.0):
                     heard = time.monotonic()
@@ -151,7 +159,7 @@ class Agreement:
             now = time.monotonic()
             for sender, raw in messages:
                 heard[sender] = now
-                self._take(sender, _decode(raw, rank=sender))
+                self._take(sender, Verdict.decode(raw, sender=sender))
             if not blocking:
                 if not messages:
                     return _RUNNING
@@ -161,38 +169,24 @@ class Agreement:
                 self.say_running(call)
             silent = [rank for rank in self._missing if now - heard[rank] >= self._deadline_s]
             if silent:
-                self._failure = Failure(rank=min(silent), cause=f"no word for {self._deadline_s} s")
-        return _DONE if self._failure is None else Verdict(running=False, failure=self._failure)
+                self._failure = Verdict(rank=min(silent), cause=f"no word for {self._deadline_s} s")
+        return self._failure or Verdict()
 
     def _take(self, rank: int, report: Verdict) -> None:
         if report.running:
             return
         self._missing.discard(rank)
-        self._failure = self._failure or report.failure
+        if report.rank is not None:
+            self._failure = self._failure or report
         if self._failure is None:
             self._results[rank] = report.result
             other, result = next(iter(self._results.items()))
             if result != report.result:
-                self._failure = Failure(rank=rank, cause=f"it has {report.result}, rank {other} {result}")
+                self._failure = Verdict(rank=rank, cause=f"it has {report.result}, rank {other} {result}")
 
 
 def _name(number: int) -> str:
     return f"round-{number}"
-
-
-def _encode(verdict: Verdict) -> bytes:
-    failure = verdict.failure
-    if failure is None:
-        return dumps({"running": verdict.running, "result": verdict.result})
-    return dumps({"rank": failure.rank, "cause": failure.cause})
-
-
-def _decode(raw: bytes, *, rank: int) -> Verdict:
-    owner = f"message of rank {rank} about a call"
-    fields = Fields(loads(raw, owner=owner), owner=owner, where="message")
-    if fields.absent("rank"):
-        return Verdict(running=fields.flag("running", default=False), result=fields.optional_text("result") or "")
-    return Verdict(running=False, failure=Failure(rank=fields.integer("rank"), cause=fields.text("cause")))
 
 
 class GroupAgreement:

@@ -26,30 +26,24 @@ class Channel(Protocol):
 
         PeerError or IOFailedError when the channel is gone.
         """
-        ...
 
     def receive(self, call: int, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Messages of a call for this rank that came since, as (sender, bytes), each once.
+        """Return messages of a call for this rank that came since, as (sender, bytes), each once.
 
         At least one, or after `timeout_s` seconds an empty list. Messages of one sender come in their order.
         """
-        ...
 
     def put(self, call: int, name: str, data: bytes) -> None:
         """Leave data of any size under a name for whoever gets it."""
-        ...
 
     def get(self, call: int, name: str, timeout_s: float) -> bytes:
-        """What was put under a name, by whichever rank; DeadlineError when it does not come in `timeout_s` seconds."""
-        ...
+        """Return what any rank put under a name; DeadlineError when it does not come within `timeout_s` seconds."""
 
     def forget(self, call: int) -> None:
-        """Drop what a call left behind. Every rank does it for older calls once it knows that all began a newer one."""
-        ...
+        """Drop what this call and older ones left behind. Every rank does so when all have begun a newer one."""
 
     def close(self) -> None:
         """End this rank's side; never raises over another error."""
-        ...
 
 
 _open: weakref.WeakSet[Channel] = weakref.WeakSet()

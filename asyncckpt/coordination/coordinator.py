@@ -1,7 +1,7 @@
 """Rank 0's second part in a save of all ranks: who decides. A state machine without clock, thread or I/O.
 
     from        to          on                                     does
-    (new)       GATHERING   start
+    (new)       GATHERING   the call of rank 0
     GATHERING   MAKING      BEGIN of the last rank, all alike      MakeFolder
     GATHERING   ENDED       SKIPPED                                announces that the call is skipped
     MAKING      WRITING     folder_made                            sends ATTEMPT to all
@@ -10,8 +10,8 @@
     GATHERING,  ENDED       FAILED, a limit passes, ranks differ,  announces that it is aborted, by whom and
     WRITING                 the channel is lost                    why; AbandonAttempt
     MAKING      CLEARING    the same                               announces it; the folder may be there in a moment
-    MAKING      ENDED       failed                                 announces it
-    CLEARING    ENDED       folder_made, failed                    AbandonAttempt
+    MAKING      ENDED       folder_failed                          announces it
+    CLEARING    ENDED       folder_made, folder_failed             AbandonAttempt
 
 It decides once. From PUBLISHING on nothing but the result of Publish decides, for the manifest may be there already.
 """
@@ -21,9 +21,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, MakeFolder, Publish, Send
+from asyncckpt.coordination.actions import AbandonAttempt, Action, MakeFolder, Publish, Send
 from asyncckpt.coordination.messages import (
     Alive,
     AttemptMessage,
@@ -52,18 +51,10 @@ class CoordinatorState(enum.Enum):
     ENDED = enum.auto()
 
 
-@dataclass(frozen=True)
-class AttemptStart:
-    """An attempt whose folder is made and durable, and what is sent to the ranks with it."""
-
-    attempt: Attempt
-    notes: Mapping[str, Json] = field(default_factory=dict)
-
-
 class Coordinator:
-    """The machine of one call. Every input returns what is to be done; `now` is in seconds, of any origin."""
+    """The machine of one call. Its inputs return what is to be done; `now` is in seconds, of any origin."""
 
-    def __init__(self, ranks_count: int, limits: Limits) -> None:
+    def __init__(self, ranks_count: int, limits: Limits, now: float) -> None:
         self.state = CoordinatorState.GATHERING
         self.attempt: Attempt | None = None
         self.outcome: Outcome | None = None
@@ -72,16 +63,11 @@ class Coordinator:
         self._begins: dict[int, Begin] = {}
         self._prepared: dict[int, Prepared] = {}
         self._heard: dict[int, float] = {}
-        self._started = self._next_alive = math.inf
+        self._started, self._next_alive = now, now + limits.alive_s
 
     @property
     def has_ended(self) -> bool:
         return self.state is CoordinatorState.ENDED
-
-    def start(self, now: float) -> list[Action]:
-        """Call once, first."""
-        self._started, self._next_alive = now, now + self._limits.alive_s
-        return []
 
     def receive(self, rank: int, message: Message, now: float) -> list[Action]:
         """Take a message of a participant."""
@@ -100,28 +86,28 @@ class Coordinator:
             case _:
                 return []  # Alive, a repetition, or of another attempt.
 
-    def folder_made(self, start: AttemptStart, now: float) -> list[Action]:
-        """The attempt is drawn and its folder durable."""
-        self.attempt = start.attempt
+    def folder_made(self, attempt: Attempt, notes: Mapping[str, Json]) -> list[Action]:
+        """Take the attempt, whose folder is durable. notes: for all ranks."""
+        self.attempt = attempt
         if self.state is CoordinatorState.CLEARING:
             return self._clear()
         assert self.state is CoordinatorState.MAKING
         self.state = CoordinatorState.WRITING
-        return [Send(None, AttemptMessage(start.attempt, self._kind(), start.notes))]
+        return [Send(None, AttemptMessage(attempt, self._kind(), notes))]
 
-    def failed(self, cause: str, now: float) -> list[Action]:
-        """There is no attempt, for its folder could not be made."""
+    def folder_failed(self, cause: str) -> list[Action]:
+        """End without an attempt, for its folder could not be made."""
         actions = self._abort(COORDINATOR, cause) if self.state is CoordinatorState.MAKING else []
         assert self.state is CoordinatorState.CLEARING
         return [*actions, *self._clear()]
 
-    def published(self, outcome: Outcome, now: float) -> list[Action]:
-        """How Publish ended: committed, aborted (certainly not there) or in doubt. Its data stays unless aborted."""
+    def published(self, outcome: Outcome) -> list[Action]:
+        """Take how Publish ended: committed, aborted (certainly not there) or in doubt. Data stays unless aborted."""
         assert self.state is CoordinatorState.PUBLISHING
         return self._decide(outcome)
 
-    def lost(self, cause: str, now: float) -> list[Action]:
-        """The channel to the others is gone, or what comes through it cannot be read."""
+    def lost(self, cause: str) -> list[Action]:
+        """Abort, for the channel to the others is gone, or what comes through it cannot be read."""
         return self._abort(COORDINATOR, cause) if self._is_undecided else []
 
     def tick(self, now: float) -> list[Action]:
@@ -138,7 +124,7 @@ class Coordinator:
         return []
 
     def next_tick(self) -> float:
-        """When `tick` has something to do, at the latest; infinite when never.
+        """Return when `tick` has something to do, at the latest; infinite when never.
 
         Silence is looked for as often as life is shown: every look goes through all ranks.
         """
@@ -180,7 +166,8 @@ class Coordinator:
     def _overdue(self, now: float) -> tuple[int, str] | None:
         """(rank at fault, cause) when a limit has passed."""
         limits = self._limits
-        waiting = [rank for rank in range(self._ranks_count) if rank not in self._awaited()]
+        come = self._begins if self.state is CoordinatorState.GATHERING else self._prepared
+        waiting = [rank for rank in range(self._ranks_count) if rank not in come]
         if self.state is CoordinatorState.GATHERING and now >= self._started + limits.begin_s:
             cause = f"{_named(waiting)} did not begin this save within {limits.begin_s:g} s of rank 0"
             return waiting[0], cause
@@ -191,10 +178,6 @@ class Coordinator:
             if rank != COORDINATOR and rank not in self._prepared and now >= heard + limits.silence_s:
                 return rank, f"rank {rank} sent nothing for {limits.silence_s:g} s"
         return None
-
-    def _awaited(self) -> Mapping[int, Message]:
-        """The messages of the kind that this state waits for."""
-        return self._begins if self.state is CoordinatorState.GATHERING else self._prepared
 
     def _abort(self, rank: int | None, cause: str) -> list[Action]:
         return self._decide(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause))
@@ -211,12 +194,12 @@ class Coordinator:
         assert self.outcome is not None
         self.state = CoordinatorState.ENDED
         if self.attempt is None or self.outcome.state != "aborted":
-            return [Finish(self.outcome)]
-        return [AbandonAttempt(self.attempt), Finish(self.outcome)]
+            return []
+        return [AbandonAttempt(self.attempt)]
 
 
 def _difference(first: int, expected: Begin, rank: int, found: Begin) -> str | None:
-    """What two ranks contradict each other in, as a sentence; None when they agree."""
+    """Return what two ranks contradict each other in, as a sentence; None when they agree."""
     expected_facts = {"step": str(expected.step), **expected.facts}
     found_facts = {"step": str(found.step), **found.facts}
     for name in sorted(expected_facts.keys() | found_facts.keys()):

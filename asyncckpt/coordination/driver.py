@@ -17,11 +17,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
+from asyncckpt.coordination.actions import AbandonAttempt, Action, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.messages import (
     AttemptMessage,
     Begin,
@@ -49,44 +47,40 @@ SLICES_PER_S = 1000
 
 
 class Effects(Protocol):
-    """Given by the engine. The coroutines run in the loop of `run_call`.
+    """What the engine does in a call. The coroutines run in the loop of `run_call`.
 
     While one of them keeps the loop, this rank cannot say that it is alive: what blocks for long belongs on a thread.
     """
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
-        """Rank 0: draw the attempt, make its folder, durably. May raise: the call is aborted."""
-        ...
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
+        """Rank 0: draw the attempt, make its folder, durably; return it and notes for all ranks.
+
+        May raise: the call is aborted.
+        """
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         """Write and sync the files of this rank, put its part on the channel; return notes for PREPARED. May raise."""
-        ...
 
     async def publish(self, attempt: Attempt, prepared: Mapping[int, Prepared]) -> Mapping[str, Json]:
         """Rank 0: assemble the manifest and publish it; return notes for the outcome.
 
         IndeterminateError when it may be there; whatever else is raised means that it is not there and never will be.
         """
-        ...
 
     async def abandon(self, attempt: Attempt) -> None:
         """Rank 0: remove what an aborted attempt left. `write` of this rank has ended; others may still write."""
-        ...
-
-    async def look(self, attempt: Attempt) -> bool:
-        """Whether the manifest of this attempt is there; if so, make that durable (sync its folder) before."""
-        ...
 
     def stop(self) -> None:
-        """The call has ended without `write`, which still runs: let it end soon, if that is possible.
+        """Let `write`, without which the call has ended, end soon, if that is possible.
 
         It is waited for, and never cancelled, for it reads memory that is given back afterwards.
         """
-        ...
 
-    def resolve(self, attempt: Attempt) -> bool:
-        """As `look`, but any time after the call, from any thread, without anything that the save held open."""
-        ...
+    def is_committed(self, attempt: Attempt) -> bool:
+        """Return whether the manifest of this attempt is there; if so, make that durable before.
+
+        Called on one of the threads, and after the call from any, without anything that the save held open. May raise.
+        """
 
 
 async def run_call(
@@ -114,11 +108,6 @@ async def run_call(
     return run.result()
 
 
-# Per channel, the first call that it has not forgotten yet. Calls that were skipped, or aborted before all ranks
-# had begun, are forgotten with the next one that all have begun.
-_unforgotten: WeakKeyDictionary[Channel, int] = WeakKeyDictionary()
-
-
 @dataclass
 class _Call:
     _channel: Channel
@@ -131,12 +120,12 @@ class _Call:
 
     def __post_init__(self) -> None:
         channel, limits = self._channel, self._limits
-        self._machine = RankMachine(channel.rank, channel.ranks_count, self._begin, limits)
+        self._asked = self._clock()
+        self._machine = RankMachine(channel.rank, channel.ranks_count, self._begin, limits, self._asked)
         self._own_error: BaseException | None = None
         self._outbox: deque[Callable[[], None]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Future[list[tuple[int, bytes]]] | None = None
-        self._asked = self._clock()
         self._was_stopped = False
         self._is_lost = False
         self._tasks: dict[asyncio.Task[Any], Callable[[asyncio.Task[Any]], list[Action]]] = {}
@@ -151,7 +140,7 @@ class _Call:
         return self._given_effects
 
     async def run(self) -> None:
-        self._do(self._machine.start(self._clock()))
+        self._do(self._machine.participant.start())
         try:
             while not self._machine.has_ended:
                 await self._wait()
@@ -173,7 +162,7 @@ class _Call:
                 f"the save of step {step} may be committed, this rank did not hear the outcome",
                 rank=outcome.rank,
                 cause=outcome.cause,
-                resolve=partial(self._effects.resolve, outcome.attempt),
+                resolve=partial(self._effects.is_committed, outcome.attempt),
                 hint="call resolve() on this error; older checkpoints are kept",
             )
         if outcome.rank is None:
@@ -232,10 +221,10 @@ class _Call:
     def _lose(self, cause: str) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self._do(self._machine.lost(cause, self._clock()))
+            self._do(self._machine.lost(cause))
 
     def _do(self, actions: list[Action]) -> None:
-        for action in actions:
+        for action in self._machine.hand_over(actions, self._clock()):
             match action:
                 case Send(to, message):
                     self._send(partial(self._channel.send, self._call, to, encode(message)))
@@ -248,11 +237,9 @@ class _Call:
                 case Publish(attempt, prepared):
                     self._start(self._effects.publish(attempt, prepared), partial(self._published, attempt))
                 case Look(attempt):
-                    self._start(self._effects.look(attempt), self._looked)
+                    self._start(self._look(attempt), self._looked)
                 case AbandonAttempt(attempt):
                     self._start(self._abandon(attempt), lambda task: [])
-                case Finish():
-                    pass  # The machine knows; `run` looks at it.
 
     def _start(
         self, work: Coroutine[Any, Any, Any], ended: Callable[[asyncio.Task[Any]], list[Action]]
@@ -264,15 +251,15 @@ class _Call:
     def _made(self, task: asyncio.Task[Any]) -> list[Action]:
         error = self._error_of(task)
         if error is not None:
-            return self._machine.folder_failed(cause_of(error), self._clock())
-        return self._machine.folder_made(task.result(), self._clock())
+            return self._machine.coordinator.folder_failed(cause_of(error))
+        return self._machine.coordinator.folder_made(*task.result())
 
     def _wrote(self, task: asyncio.Task[Any]) -> list[Action]:
         self._writing = None
         error = self._error_of(task)
         if error is not None:
-            return self._machine.write_failed(cause_of(error), self._clock())
-        return self._machine.wrote(task.result(), self._clock())
+            return self._machine.participant.write_failed(cause_of(error))
+        return self._machine.participant.wrote(task.result())
 
     def _published(self, attempt: Attempt, task: asyncio.Task[Any]) -> list[Action]:
         error = self._error_of(task)
@@ -281,21 +268,25 @@ class _Call:
         else:
             state: State = "in_doubt" if isinstance(error, IndeterminateError) else "aborted"
             outcome = Outcome(state, attempt=attempt, rank=COORDINATOR, cause=cause_of(error))
-        return self._machine.published(outcome, self._clock())
+        return self._machine.coordinator.published(outcome)
+
+    async def _look(self, attempt: Attempt) -> bool:
+        look = self._effects.is_committed
+        return await asyncio.get_running_loop().run_in_executor(self._threads, look, attempt)
 
     def _looked(self, task: asyncio.Task[Any]) -> list[Action]:
         found = False if task.cancelled() or task.exception() is not None else task.result()
-        return self._machine.looked(found, self._clock())
+        return self._machine.participant.looked(found)
 
     def _error_of(self, task: asyncio.Task[Any]) -> BaseException | None:
-        """Why an effect of this rank failed; kept, for this rank raises it if it is what ended the call."""
+        """Return why an effect of this rank failed, and keep it: it is raised here if it is what ended the call."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None and self._own_error is None:
             self._own_error = error
         return error
 
     async def _abandon(self, attempt: Attempt) -> None:
-        """After the own files are closed, or they would come back behind the removal."""
+        """Abandon after the own files are closed, or they would come back behind the removal."""
         await self._stop_writing()
         await self._effects.abandon(attempt)
 
@@ -309,7 +300,7 @@ class _Call:
         await asyncio.wait({self._writing})
 
     def _send(self, send: Callable[[], None]) -> None:
-        """Have something done on the channel after all that was sent before, without waiting for it."""
+        """Call something on the channel after all that was sent before, without waiting for it."""
         if self._channel.ranks_count == 1:
             return
         self._outbox.append(send)
@@ -326,11 +317,8 @@ class _Call:
                 self._lose(cause_of(error))
 
     def _forget_older(self) -> None:
-        """All ranks have begun this call, so none reads anything of the older ones."""
-        first = _unforgotten.get(self._channel, 1)
-        for call in range(first, self._call):
-            self._send(partial(self._channel.forget, call))
-        _unforgotten[self._channel] = max(first, self._call)
+        """Forget the older calls: all ranks have begun this one, so none reads anything of those."""
+        self._send(partial(self._channel.forget, self._call - 1))
 
     async def _wind_up(self) -> None:
         """Leave nothing running: what was sent is out, `write` and `abandon` have ended, no thread receives."""

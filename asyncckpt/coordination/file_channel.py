@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from asyncckpt.coordination.channel import close_at_exit
-from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.coordination.rendezvous import join_session, make_session, remove_session
 from asyncckpt.coordination.session_files import (
     GONE_DIR,
@@ -26,6 +25,7 @@ from asyncckpt.coordination.session_files import (
     gone_name,
     inbox_dir,
     message_of,
+    new_pauses,
     put_name,
     read_whole,
     write_whole,
@@ -33,8 +33,6 @@ from asyncckpt.coordination.session_files import (
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, NotFoundError, PeerError
 from asyncckpt.storage.directory import Directory
 
-FIRST_PAUSE_S = 0.002
-PAUSE_S_MAX = 0.1
 # How long rank 0 keeps the session for others that have not closed yet.
 CLOSE_S_MAX = 2.0
 DATA_BYTES_MAX = 4 << 30
@@ -66,7 +64,7 @@ class _Call:
     """What this rank knows of one call: numbers for what it sends to each rank, and how much of each it has read."""
 
     def __init__(self, ranks_count: int) -> None:
-        self.pauses = _new_pauses()
+        self.pauses = new_pauses()
         self.numbers = [itertools.count() for _ in range(ranks_count)]
         self.read_counts: defaultdict[int, int] = defaultdict(int)
 
@@ -114,7 +112,7 @@ class FileChannel:
 
     def get(self, call: int, name: str, timeout_s: float) -> bytes:
         until = time.monotonic() + timeout_s
-        pauses = _new_pauses()
+        pauses = new_pauses()
         while True:
             with self._opened(PUT_DIR) as folder, contextlib.suppress(NotFoundError):
                 return read_whole(folder, put_name(call, name), bytes_max=DATA_BYTES_MAX)
@@ -122,7 +120,6 @@ class FileChannel:
                 raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
     def forget(self, call: int) -> None:
-        """Drop the call, and those before it: what came too late for its reader."""
         with self._guard:
             for known in [known for known in self._calls if known <= call]:
                 del self._calls[known]
@@ -144,10 +141,11 @@ class FileChannel:
             return
         self._closed = True
         with contextlib.suppress(CheckpointError):
-            if self.rank:
-                self._say_gone()
-            else:
+            if self.rank == 0:
                 self._wait_for_others()
+            else:
+                with self._opened(GONE_DIR) as folder:
+                    write_whole(folder, gone_name(self.rank), b"")
         if self.rank == 0:
             remove_session(self._ranks, self._session.path.name)
         self._session.close()
@@ -175,13 +173,9 @@ class FileChannel:
                         folder.remove_file(name.name)
         return found
 
-    def _say_gone(self) -> None:
-        with self._opened(GONE_DIR) as folder:
-            write_whole(folder, gone_name(self.rank), b"")
-
     def _wait_for_others(self) -> None:
         until = time.monotonic() + CLOSE_S_MAX
-        pauses = _new_pauses()
+        pauses = new_pauses()
         expected = {gone_name(rank) for rank in range(1, self.ranks_count)}
         while True:
             with self._opened(GONE_DIR) as folder:
@@ -192,7 +186,7 @@ class FileChannel:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Directory]:
-        """A folder of the session; PeerError when the session is gone, which only rank 0 takes away."""
+        """Open a folder of the session; PeerError when the session is gone, which only rank 0 takes away."""
         try:
             folder = self._session.child(name)
         except (NotFoundError, IOFailedError) as error:
@@ -201,7 +195,3 @@ class FileChannel:
             raise PeerError("the channel to rank 0 is gone", rank=0, cause="it has ended its session") from error
         with folder:
             yield folder
-
-
-def _new_pauses() -> Pauses:
-    return Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)

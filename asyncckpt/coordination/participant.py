@@ -5,7 +5,7 @@
     (new)     ENDED     start of a call that it skips or failed     sends SKIPPED or FAILED
     CALLED    WRITING   ATTEMPT                                    Write
     WRITING   PREPARED  wrote                                      sends PREPARED
-    WRITING   ENDED     failed                                     sends FAILED: aborted by this rank
+    WRITING   ENDED     write_failed                               sends FAILED: aborted by this rank
     CALLED,   ENDED     a limit passes, the channel is lost        sends FAILED: aborted by rank 0
     WRITING
     PREPARED  LOOKING   a limit passes, the channel is lost        Look
@@ -22,7 +22,7 @@ import enum
 import math
 from collections.abc import Mapping
 
-from asyncckpt.coordination.actions import Action, Finish, Look, Send, Write
+from asyncckpt.coordination.actions import Action, Look, Send, Write
 from asyncckpt.coordination.messages import (
     Alive,
     AttemptMessage,
@@ -51,16 +51,14 @@ class ParticipantState(enum.Enum):
 class Participant:
     """The machine of one rank and call. Every input returns what is to be done; `now` is in seconds, of any origin."""
 
-    def __init__(self, rank: int, begin: Begin | Skipped | Failed, limits: Limits) -> None:
+    def __init__(self, rank: int, begin: Begin | Skipped | Failed, limits: Limits, now: float) -> None:
         self.rank = rank
         self.state = ParticipantState.CALLED
         self.attempt: Attempt | None = None
         self.outcome: Outcome | None = None
         self._begin = begin
         self._limits = limits
-        # Beside the coordinator there is nothing to wait for: it cannot be silent, and it keeps all limits itself.
-        self._is_remote = rank != COORDINATOR
-        self._started = self._next_alive = math.inf
+        self._started, self._next_alive = now, now + limits.alive_s
         self._heard: float | None = None
         self._doubt = ""
 
@@ -68,16 +66,14 @@ class Participant:
     def has_ended(self) -> bool:
         return self.state is ParticipantState.ENDED
 
-    def start(self, now: float) -> list[Action]:
+    def start(self) -> list[Action]:
         """Call once, first."""
-        self._started, self._next_alive = now, now + self._limits.alive_s
         match self._begin:
             case Skipped(cause):
-                return [Send(COORDINATOR, self._begin), *self._end(Outcome("skipped", rank=self.rank, cause=cause))]
+                self._end(Outcome("skipped", rank=self.rank, cause=cause))
             case Failed(cause):
-                return [Send(COORDINATOR, self._begin), *self._end(Outcome("aborted", rank=self.rank, cause=cause))]
-            case Begin():
-                return [Send(COORDINATOR, self._begin)]
+                self._end(Outcome("aborted", rank=self.rank, cause=cause))
+        return [Send(COORDINATOR, self._begin)]
 
     def receive(self, message: Message, now: float) -> list[Action]:
         """Take a message of the coordinator."""
@@ -91,22 +87,22 @@ class Participant:
             case _:
                 return []  # Alive, a repetition, or of another attempt.
 
-    def wrote(self, notes: Mapping[str, Json], now: float) -> list[Action]:
-        """The files are written, synced, and reported to whoever assembles the manifest."""
+    def wrote(self, notes: Mapping[str, Json]) -> list[Action]:
+        """Get prepared: the files are written and synced, and the part is left for who assembles the manifest."""
         if self.state is not ParticipantState.WRITING:
             return []
         assert self.attempt is not None
         self.state = ParticipantState.PREPARED
         return [Send(COORDINATOR, Prepared(self.attempt, notes))]
 
-    def failed(self, cause: str, now: float) -> list[Action]:
-        """This rank cannot go on: its own error before it was prepared."""
+    def write_failed(self, cause: str) -> list[Action]:
+        """Give up, for an error of this rank before it was prepared."""
         if self.state not in (ParticipantState.CALLED, ParticipantState.WRITING):
             return []
         return self._give_up(cause, rank=self.rank)
 
-    def lost(self, cause: str, now: float) -> list[Action]:
-        """The channel to the coordinator is gone, or what comes through it cannot be read."""
+    def lost(self, cause: str) -> list[Action]:
+        """Give up or look, for the channel to the coordinator is gone, or what comes through it cannot be read."""
         if self.state in (ParticipantState.CALLED, ParticipantState.WRITING):
             return self._give_up(cause, rank=COORDINATOR)
         if self.state is ParticipantState.PREPARED:
@@ -115,8 +111,8 @@ class Participant:
             return [Look(self.attempt)]
         return []
 
-    def looked(self, found: bool, now: float) -> list[Action]:
-        """The manifest of the attempt is there, and durably so; or it is not there yet, or could not be looked for."""
+    def looked(self, found: bool) -> list[Action]:
+        """Take whether the manifest is there, durably; else it is not there yet, or could not be looked for."""
         if self.state is not ParticipantState.LOOKING:
             return []
         if found:
@@ -125,19 +121,19 @@ class Participant:
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass; due at `next_tick`."""
-        if not self._is_remote or self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
+        if self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
             return []
         overdue = next((cause for when, cause in self._deadlines() if now >= when), None)
         if overdue is not None:
-            return self.lost(overdue, now)
+            return self.lost(overdue)
         if self.state is not ParticipantState.PREPARED and now >= self._next_alive:
             self._next_alive = now + self._limits.alive_s
             return [Send(COORDINATOR, Alive())]
         return []
 
     def next_tick(self) -> float:
-        """When `tick` has something to do, at the latest; infinite when never."""
-        if not self._is_remote or self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
+        """Return when `tick` has something to do, at the latest; infinite when never."""
+        if self.state in (ParticipantState.LOOKING, ParticipantState.ENDED):
             return math.inf
         alive = math.inf if self.state is ParticipantState.PREPARED else self._next_alive
         return min(alive, *(when for when, _ in self._deadlines()))
@@ -152,18 +148,17 @@ class Participant:
         return [first, (self._started + whole_s, f"rank 0 sent no outcome within {whole_s:g} s")]
 
     def _concerns(self, outcome: Outcome) -> bool:
-        """Whether an outcome is of this attempt. Without an attempt nothing of this rank can have been committed."""
+        """Return whether an outcome is of this attempt. Without one, nothing of this rank can have been committed."""
         if self.state is ParticipantState.CALLED:
             return outcome.state in ("aborted", "skipped")
         return not self.has_ended and outcome.attempt == self.attempt
 
     def _give_up(self, cause: str, *, rank: int) -> list[Action]:
         """End without having been prepared, so nobody can commit without hearing of it or waiting in vain."""
-        return [
-            Send(COORDINATOR, Failed(cause)),
-            *self._end(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause)),
-        ]
+        self._end(Outcome("aborted", attempt=self.attempt, rank=rank, cause=cause))
+        return [Send(COORDINATOR, Failed(cause))]
 
     def _end(self, outcome: Outcome) -> list[Action]:
+        """End; nothing is left to do."""
         self.state, self.outcome = ParticipantState.ENDED, outcome
-        return [Finish(outcome)]
+        return []

@@ -22,7 +22,7 @@ class Pauses:
         self._next = time.monotonic()
 
     def are_over(self) -> bool:
-        """Whether it is time to look."""
+        """Return whether it is time to look."""
         return time.monotonic() >= self._next
 
     def nothing_came(self) -> None:
@@ -36,12 +36,12 @@ class Pauses:
         self._pause_s = self._first_s
 
     def pause(self, until: float) -> bool:
-        """Nothing came: sleep to the next look; False when `until` is reached first."""
+        """Sleep to the next look, for nothing came; return False when `until` is reached first."""
         self.nothing_came()
         return self.wait_until(until)
 
     def wait_until(self, until: float) -> bool:
-        """Sleep to the next look, but not past `until` (time.monotonic); False when that is reached first."""
+        """Sleep to the next look, but not past `until` (time.monotonic); return False when that is reached first."""
         now = time.monotonic()
         time.sleep(max(0.0, min(self._next, until) - now))
         return self._next < until

@@ -1,33 +1,40 @@
 """The machines of one rank and call as one: a participant, and on rank 0 the coordinator beside it.
 
-The two on rank 0 talk by the same messages as everybody; they are handed over here, at once. What is left for the
-driver are messages to other ranks, effects, and the end. Inputs are those of the two machines.
+The two on rank 0 talk by the same messages as everybody. Every input of either machine returns actions; `hand_over`
+takes out of these what one of the two says to the other. What is left for the driver are messages to other ranks,
+effects, and the end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
 from asyncckpt.coordination.actions import Action, Send
-from asyncckpt.coordination.coordinator import AttemptStart, Coordinator
+from asyncckpt.coordination.coordinator import Coordinator
 from asyncckpt.coordination.messages import Begin, Failed, Limits, Message, Outcome, Skipped
 from asyncckpt.coordination.participant import COORDINATOR, Participant
-from asyncckpt.format.strict_json import Json
 
 
 class RankMachine:
-    """What a rank does in one call. Sends that it returns go to other ranks only; `None` means all of them."""
+    """What a rank does in one call. Sends that `hand_over` leaves go to other ranks only; `None` means all of them."""
 
-    def __init__(self, rank: int, ranks_count: int, begin: Begin | Skipped | Failed, limits: Limits) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: int, ranks_count: int, begin: Begin | Skipped | Failed, limits: Limits, now: float
+    ) -> None:
         self._ranks_count = ranks_count
-        self.participant = Participant(rank, begin, limits)
-        self.coordinator = Coordinator(ranks_count, limits) if rank == COORDINATOR else None
+        self.participant = Participant(rank, begin, limits, now)
+        # It keeps all limits of rank 0: beside it, a participant has nothing to wait for.
+        self._coordinator = Coordinator(ranks_count, limits, now) if rank == COORDINATOR else None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The one of rank 0, the only one that is asked for it."""
+        assert self._coordinator is not None
+        return self._coordinator
 
     @property
     def has_ended(self) -> bool:
-        return self.participant.has_ended and (self.coordinator is None or self.coordinator.has_ended)
+        return self.participant.has_ended and (self._coordinator is None or self._coordinator.has_ended)
 
     @property
     def outcome(self) -> Outcome:
@@ -35,56 +42,26 @@ class RankMachine:
         assert self.participant.outcome is not None
         return self.participant.outcome
 
-    def start(self, now: float) -> list[Action]:
-        actions = [] if self.coordinator is None else self.coordinator.start(now)
-        return self._hand_over([*actions, *self.participant.start(now)], now)
-
     def receive(self, sender: int, message: Message, now: float) -> list[Action]:
         """Take a message of another rank; one that this rank cannot have got is ignored."""
-        if self.coordinator is not None:
+        if self._coordinator is not None:
             is_other = COORDINATOR < sender < self._ranks_count
-            return self._hand_over(self.coordinator.receive(sender, message, now), now) if is_other else []
-        return self._hand_over(self.participant.receive(message, now), now) if sender == COORDINATOR else []
+            return self._coordinator.receive(sender, message, now) if is_other else []
+        return self.participant.receive(message, now) if sender == COORDINATOR else []
 
-    def folder_made(self, start: AttemptStart, now: float) -> list[Action]:
-        return self._hand_over(self._coordinator.folder_made(start, now), now)
-
-    def folder_failed(self, cause: str, now: float) -> list[Action]:
-        return self._hand_over(self._coordinator.failed(cause, now), now)
-
-    def wrote(self, notes: Mapping[str, Json], now: float) -> list[Action]:
-        return self._hand_over(self.participant.wrote(notes, now), now)
-
-    def write_failed(self, cause: str, now: float) -> list[Action]:
-        return self._hand_over(self.participant.failed(cause, now), now)
-
-    def published(self, outcome: Outcome, now: float) -> list[Action]:
-        return self._hand_over(self._coordinator.published(outcome, now), now)
-
-    def looked(self, found: bool, now: float) -> list[Action]:
-        return self._hand_over(self.participant.looked(found, now), now)
-
-    def lost(self, cause: str, now: float) -> list[Action]:
-        """The channel of this rank is gone, or what comes through it cannot be read."""
-        machine = self.participant if self.coordinator is None else self.coordinator
-        return self._hand_over(machine.lost(cause, now), now)
+    def lost(self, cause: str) -> list[Action]:
+        """Let the machine know that the channel is gone, or that what comes through it cannot be read."""
+        return (self._coordinator or self.participant).lost(cause)
 
     def tick(self, now: float) -> list[Action]:
-        machine = self.participant if self.coordinator is None else self.coordinator
-        return self._hand_over(machine.tick(now), now)
+        return (self._coordinator or self.participant).tick(now)
 
     def next_tick(self) -> float:
-        machine = self.participant if self.coordinator is None else self.coordinator
-        return machine.next_tick()
+        return (self._coordinator or self.participant).next_tick()
 
-    @property
-    def _coordinator(self) -> Coordinator:
-        assert self.coordinator is not None
-        return self.coordinator
-
-    def _hand_over(self, actions: list[Action], now: float) -> list[Action]:
+    def hand_over(self, actions: list[Action], now: float) -> list[Action]:
         """Give each machine of rank 0 what the other one says to it, until only what concerns others is left."""
-        if self.coordinator is None:
+        if self._coordinator is None:
             return actions
         left: list[Action] = []
         waiting = deque(actions)
@@ -93,11 +70,9 @@ class RankMachine:
             match action:
                 case Send(None, message):
                     left.append(action)
-                    answers = self.participant.receive(message, now)
+                    waiting += self.participant.receive(message, now)
                 case Send(_, message):
-                    answers = self._coordinator.receive(COORDINATOR, message, now)
+                    waiting += self._coordinator.receive(COORDINATOR, message, now)
                 case _:
                     left.append(action)
-                    answers = []
-            waiting.extend(answers)
         return left

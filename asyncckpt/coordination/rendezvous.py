@@ -22,7 +22,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 
-from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.coordination.session_files import (
     GONE_DIR,
     PUT_DIR,
@@ -32,6 +31,7 @@ from asyncckpt.coordination.session_files import (
     hello_of,
     inbox_dir,
     is_session,
+    new_pauses,
     new_session_name,
     read_whole,
     write_whole,
@@ -40,43 +40,29 @@ from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFo
 from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.storage.directory import Directory
 
-FIRST_PAUSE_S = 0.002
-PAUSE_S_MAX = 0.1
 ROSTER_BYTES_MAX = 16 << 20
 
 
-class _Made:
-    """What this process, as rank 0, has made: several of its Savers may share a directory.
-
-    sessions  not yet removed: no sweep takes them
-    tokens    named by a roster: a slow rank may leave such a hello once more, and it must not count again
-    """
-
-    def __init__(self) -> None:
-        self.guard = threading.Lock()
-        self.sessions: set[str] = set()
-        self.tokens: set[str] = set()
-
-
-_made = _Made()
+# What this process, as rank 0, has made: several of its Savers may share a directory.
+_guard = threading.Lock()
+_sessions: set[str] = set()  # Not yet removed: no sweep takes them.
+_tokens: set[str] = set()  # Named by a roster: a slow rank may leave such a hello once more; it must not count again.
 
 
 def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str:
-    """For rank 0, which holds the lock of the directory `root`: gather the ranks; returns the name of the session.
+    """Gather the ranks, as rank 0, which holds the lock of the directory `root`; return the name of the session.
 
     PeerError naming the ranks that did not come within `deadline_s` seconds; ConflictError when several processes
     claim to be the same rank.
     """
     until = time.monotonic() + deadline_s
-    with root.child(RANKS_DIR, create=True):
-        pass
-    with _opened(root) as ranks:
+    with root.child(RANKS_DIR, create=True) as ranks:
         _sweep(ranks)
     tokens = _gather(root, ranks_count=ranks_count, deadline_s=deadline_s, until=until)
     session = new_session_name()
-    with _made.guard:
-        _made.sessions.add(session)
-        _made.tokens.update(tokens.values())
+    with _guard:
+        _sessions.add(session)
+        _tokens.update(tokens.values())
     with _opened(root) as ranks, ranks.make_folder(session) as folder:
         for name in (PUT_DIR, GONE_DIR, *map(inbox_dir, range(ranks_count))):
             folder.make_folder(name).close()
@@ -85,15 +71,14 @@ def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str
 
 
 def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: float) -> str:
-    """For the other ranks: the name of the session that rank 0 has made for this process.
+    """Return, on the other ranks, the name of the session that rank 0 has made for this process.
 
     PeerError when it has made none within `deadline_s` seconds.
     """
     until = time.monotonic() + deadline_s
     hello = Hello(rank, ranks_count, uuid.uuid4().hex)
-    with root.child(RANKS_DIR, create=True):
-        pass
-    pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    root.child(RANKS_DIR, create=True).close()
+    pauses = new_pauses()
     try:
         while True:
             with _opened(root) as ranks:
@@ -111,24 +96,24 @@ def join_session(root: Directory, *, rank: int, ranks_count: int, deadline_s: fl
 
 
 def remove_session(ranks: Directory, session: str) -> None:
-    """For rank 0: take away a session and all in it. What cannot be removed is swept by the next job."""
+    """Remove a session and all in it, as rank 0. What cannot be removed is swept by the next job."""
     with contextlib.suppress(CheckpointError, OSError):
         _remove(ranks, session)
-    with _made.guard:
-        _made.sessions.discard(session)
+    with _guard:
+        _sessions.discard(session)
 
 
 @contextlib.contextmanager
 def _opened(root: Directory) -> Iterator[Directory]:
-    """The folder of the ranks, opened anew: on NFS that is what makes it show what others have written."""
+    """Open the folder of the ranks anew: on NFS that is what makes it show what others have written."""
     with root.child(RANKS_DIR) as ranks:
         yield ranks
 
 
 def _sweep(ranks: Directory) -> None:
     """Remove what earlier jobs have left. What cannot be removed is in nobody's way."""
-    with _made.guard:
-        live = set(_made.sessions)
+    with _guard:
+        live = set(_sessions)
     for name in ranks.names():
         if is_session(name) and name not in live:
             with contextlib.suppress(CheckpointError, OSError):
@@ -151,13 +136,13 @@ def _remove(ranks: Directory, session: str) -> None:
 
 
 def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: float) -> dict[int, str]:
-    """The token of every other rank."""
-    pauses = Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+    """Return the token of every other rank."""
+    pauses = new_pauses()
     contested: set[int] = set()
     while True:
         with _opened(root) as ranks:
             hellos = [hello for name in ranks.names() if (hello := hello_of(name)) is not None]
-            hellos = [hello for hello in hellos if hello.token not in _made.tokens]
+            hellos = [hello for hello in hellos if hello.token not in _tokens]
             tokens: defaultdict[int, list[str]] = defaultdict(list)
             for hello in hellos:
                 if hello.ranks_count == ranks_count and 0 < hello.rank < ranks_count:
@@ -169,18 +154,15 @@ def _gather(root: Directory, *, ranks_count: int, deadline_s: float, until: floa
                 missing = [rank for rank in range(1, ranks_count) if rank not in tokens]
                 where = f"in {str(root.path)!r} within {deadline_s} s"
                 if contested and contested.issuperset(missing):
-                    raise _contested(min(contested), where)
+                    raise ConflictError(
+                        f"several processes claim to be rank {min(contested)} {where}",
+                        hint="give every process its own shard_index",
+                    )
                 raise _missing(missing, hellos, where, ranks_count=ranks_count)
             contested.update(twice)
             for hello in hellos:
                 if hello.rank in twice:
                     ranks.remove_file(hello.name)  # Those that live come again.
-
-
-def _contested(rank: int, where: str) -> ConflictError:
-    return ConflictError(
-        f"several processes claim to be rank {rank} {where}", hint="give every process its own shard_index"
-    )
 
 
 def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count: int) -> PeerError:
@@ -195,7 +177,7 @@ def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count
 
 
 def _session_of(ranks: Directory, hello: Hello) -> str | None:
-    """The session that names this process, if there is one. What is no session of ours is passed by."""
+    """Return the session that names this process, if there is one. What is no session of ours is passed by."""
     for name in filter(is_session, ranks.names()):
         try:
             with ranks.child(name) as folder:

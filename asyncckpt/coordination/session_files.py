@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.errors import CorruptError
 from asyncckpt.storage.directory import Directory, io_failed
 
@@ -32,6 +33,8 @@ ROSTER = "roster"
 PUT_DIR = "put"
 GONE_DIR = "gone"
 
+FIRST_PAUSE_S = 0.002
+PAUSE_S_MAX = 0.1
 _DIGEST_BYTES = 16
 _HELLO = re.compile(r"hello-([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})")
 _SESSION = re.compile(r"s-[0-9a-f]{32}")
@@ -100,6 +103,11 @@ def call_of_put(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def new_pauses() -> Pauses:
+    """Pauses between two looks at folders."""
+    return Pauses(pause_s_max=PAUSE_S_MAX, first_s=FIRST_PAUSE_S)
+
+
 def write_whole(folder: Directory, name: str, data: bytes) -> None:
     """Make a file of a new name; ConflictError when there is one, IOFailedError."""
     temporary = f".t-{uuid.uuid4().hex}"
@@ -120,7 +128,7 @@ def write_whole(folder: Directory, name: str, data: bytes) -> None:
 
 
 def read_whole(folder: Directory, name: str, *, bytes_max: int) -> bytes:
-    """What `write_whole` wrote; NotFoundError, CorruptError for anything else, IOFailedError."""
+    """Return what `write_whole` wrote; NotFoundError, CorruptError for anything else, IOFailedError."""
     raw = folder.read_file(name, bytes_max=bytes_max + _DIGEST_BYTES)
     data = raw[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(data) != raw[:_DIGEST_BYTES]:

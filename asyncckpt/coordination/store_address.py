@@ -57,29 +57,29 @@ class StoreAddress:
         raise CorruptError(f"{owner} is not one of ours", found=raw[:200])
 
 
-def draw_number(place: Any, *, rank: int) -> int:
-    """The number of this meeting. `place` is the part of the default store that belongs to the group."""
-    return int(place.add(f"opened/{rank}", 1))
-
-
-def announce_address(place: Any, number: int, address: StoreAddress) -> None:
+def serve_for(place: Any, *, timeout_s: float) -> Any:
+    """Start a store, as rank 0, and announce it. `place`: the part of the default store that belongs to the group."""
+    number = place.add("opened/0", 1)
+    store, address = serve(timeout_s=timeout_s)
     place.set(f"address/{number}", address.encode())
     place.add(f"announced/{number}", 1)
+    return store
 
 
-def await_address(place: Any, number: int, *, until: float) -> StoreAddress:
-    """The address, once it is announced; PeerError when that does not happen until then (time.monotonic)."""
+def connect_to_announced(place: Any, *, rank: int, until: float) -> Any:
+    """Return a connection to it, on the other ranks; PeerError when there is none until then (time.monotonic)."""
+    number = place.add(f"opened/{rank}", 1)
     pauses = Pauses(pause_s_max=MEET_PAUSE_S_MAX)
     # Every kind of store, in every version of torch, adds without waiting for a key.
     while not place.add(f"announced/{number}", 0):
         if not pauses.pause(until):
             cause = "it has not announced its address within the deadline"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)
-    return StoreAddress.decode(bytes(place.get(f"address/{number}")))
+    return connect(StoreAddress.decode(bytes(place.get(f"address/{number}"))), until=until)
 
 
 def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
-    """Start a TCPStore in this process; returns it and its address."""
+    """Start a TCPStore in this process; return it and its address."""
     tcp_store: Any = import_module("torch.distributed").TCPStore
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     try:
@@ -94,7 +94,7 @@ def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
 
 
 def connect(address: StoreAddress, *, until: float) -> Any:
-    """A connection to the store at an address; PeerError when none of its hosts leads there until then."""
+    """Return a connection to the store at an address; PeerError when none of its hosts leads there until then."""
     pauses = Pauses(pause_s_max=0.5)
     while True:
         for host in address.hosts:
@@ -109,7 +109,7 @@ def connect(address: StoreAddress, *, until: float) -> Any:
 
 
 def own_hosts() -> tuple[str, ...]:
-    """Names and addresses of this host at which others may reach it, best first."""
+    """Return names and addresses of this host at which others may reach it, best first."""
     master = os.environ.get("MASTER_ADDR", "")
     found = [address for host in (master, _SOMEWHERE) if host for address in _addresses_towards(host)]
     if master and _is_here(master):
@@ -121,7 +121,7 @@ def own_hosts() -> tuple[str, ...]:
 
 
 def _addresses_towards(host: str) -> Iterator[str]:
-    """Addresses of the interfaces that lead towards a host. A datagram socket is connected, which sends nothing."""
+    """Yield addresses of the interfaces that lead towards a host. Connecting a datagram socket sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -130,7 +130,7 @@ def _addresses_towards(host: str) -> Iterator[str]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host name is one of this machine: only then a socket can be bound to it."""
+    """Return whether a host name is one of this machine: only then a socket can be bound to it."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -144,7 +144,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_there(host: str, port: int, *, timeout_s: float) -> bool:
-    """Whether somebody listens. Asked first, because TCPStore logs the stack of every failed try."""
+    """Return whether somebody listens. Asked first, because TCPStore logs the stack of every failed try."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError:
@@ -153,7 +153,7 @@ def _is_there(host: str, port: int, *, timeout_s: float) -> bool:
 
 
 def _try(host: str, address: StoreAddress, *, timeout_s: float) -> Any:
-    """A connection to the store at a host, None when another store is there, or none, or nobody who answers."""
+    """Return a connection to the store at a host; None when there is another store, none, or no answer."""
     tcp_store: Any = import_module("torch.distributed").TCPStore
     timeout = timedelta(seconds=timeout_s)
     line = StoreLine(lambda: tcp_store(host, address.port, is_master=False, wait_for_workers=False, timeout=timeout))

@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
 from asyncckpt.coordination.channel import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
-from asyncckpt.coordination.store_address import announce_address, await_address, connect, draw_number, serve
+from asyncckpt.coordination.store_address import connect_to_announced, serve_for
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
     Inbox,
@@ -63,7 +64,8 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
     group = process_group if process_group is not None else inner._get_default_group()
     until = time.monotonic() + deadline_s
     place = dist.PrefixStore(f"asyncckpt/{group.group_name}", inner._get_default_store())
-    line = StoreLine(lambda: _serve(place, deadline_s) if rank == 0 else _join(place, rank, until))
+    serving = partial(serve_for, place, timeout_s=deadline_s)
+    line = StoreLine(serving if rank == 0 else partial(connect_to_announced, place, rank=rank, until=until))
     try:
         ready = line.ask(lambda store: None)
         # The thread counts the same deadline; a little more, so that its own words are heard.
@@ -79,18 +81,6 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
         line.hang_up()
         raise
     return StoreChannel(line, rank=rank, ranks_count=ranks_count)
-
-
-def _serve(place: Any, deadline_s: float) -> Any:
-    number = draw_number(place, rank=0)
-    store, address = serve(timeout_s=deadline_s)
-    announce_address(place, number, address)
-    return store
-
-
-def _join(place: Any, rank: int, until: float) -> Any:
-    number = draw_number(place, rank=rank)
-    return connect(await_address(place, number, until=until), until=until)
 
 
 @dataclass
@@ -173,18 +163,18 @@ class StoreChannel:
         raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
     def forget(self, call: int) -> None:
-        state = self._call(call)
         with self._guard:
-            self._calls.pop(call, None)
+            states = {known: self._calls.pop(known) for known in sorted(self._calls) if known <= call}
         # Ranks that are gone forget nothing, so rank 0 drops the logs of all.
         others: list[int | None] = [None] if self.rank else [None, *range(1, self.ranks_count)]
 
         def drop(store: Any) -> None:
-            state.inbox.drop(store)
-            for key, pieces in state.keys.items():
-                delete_value(store, key, pieces=pieces)
-            for to in others:
-                store.delete_key(log_key(call, to))
+            for known, state in states.items():
+                state.inbox.drop(store)
+                for key, pieces in state.keys.items():
+                    delete_value(store, key, pieces=pieces)
+                for to in others:
+                    store.delete_key(log_key(known, to))
 
         self._ask(drop)
 
@@ -226,7 +216,7 @@ class StoreChannel:
         return Pauses(pause_s_max=max(PAUSE_S_MAX, share_s), first_s=max(FIRST_S, share_s / 8))
 
     def _look_s(self) -> float:
-        """How often a rank may look when all do."""
+        """Return the seconds between two looks of a rank when all look."""
         return self.ranks_count / LOOKS_PER_S
 
     def _ask(self, call: Callable[[Any], T]) -> Answer[T]:

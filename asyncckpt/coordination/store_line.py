@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 from asyncckpt.errors import CheckpointError, IOFailedError
 
@@ -24,28 +25,12 @@ class LineBroken(Exception):
     """The store cannot be reached (any more), or the line was hung up; the text says why."""
 
 
-class Answer(Generic[T]):
-    """What a call on a line gave, once it is there. May be waited for again and again, by one thread."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._result: T | None = None
-        self._error: Exception | None = None
+class Answer(Future[T]):
+    """What a call on a line gives, or raises, once it is there."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the answer has come within `timeout_s` seconds."""
-        return self._done.wait(max(0.0, timeout_s))
-
-    def result(self) -> T:
-        """The result, or the error of the call, of an answer that has come."""
-        assert self._done.is_set()
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._result)
-
-    def _set(self, result: T | None, error: Exception | None) -> None:
-        self._result, self._error = result, error
-        self._done.set()
+        """Return whether the answer has come within `timeout_s` seconds."""
+        return not wait([self], max(0.0, timeout_s)).not_done
 
 
 class StoreLine:
@@ -108,9 +93,9 @@ class _Work:
     def _answer(self, store: Any, call: Callable[[Any], Any], answer: Answer[Any]) -> None:
         try:
             self.check()
-            answer._set(call(store), None)
+            answer.set_result(call(store))
         except (CheckpointError, LineBroken) as error:
-            answer._set(None, error)
+            answer.set_exception(error)
         except Exception as error:
             self._break(error)
             self._answer(store, call, answer)

@@ -39,7 +39,7 @@ def _piece_key(key: str, index: int) -> str:
 
 
 def pieces_count(data: bytes) -> int:
-    """How many pieces follow the first one."""
+    """Return how many pieces follow the first one."""
     return max(0, len(data) - 1) // PIECE_BYTES
 
 
@@ -51,14 +51,14 @@ def write_value(store: Any, key: str, data: bytes) -> None:
 
 
 def find_value(store: Any, key: str) -> bytes | None:
-    """The data under a key, None when it is not there."""
+    """Return the data under a key; None when it is not there."""
     store.append(key, b"")  # To ask for a key that is not there would wait for it; nothing is a value of no length.
     first = bytes(store.get(key))
     return _whole(store, key, first) if first else None
 
 
 def read_values(store: Any, keys: list[str]) -> list[bytes]:
-    """The data under keys that are there."""
+    """Return the data under keys that are there."""
     found: list[bytes] = []
     for begin in range(0, len(keys), VALUES_AT_ONCE):
         some = keys[begin : begin + VALUES_AT_ONCE]
@@ -91,7 +91,7 @@ class Inbox:
         self._taken_bytes = [0] * len(self._readers)
 
     def look(self, store: Any) -> list[tuple[int, bytes]]:
-        """Messages that came since the last look, as (sender, message); each sender's in their order."""
+        """Return messages that came since the last look, as (sender, message); each sender's in their order."""
         keys = [log_key(self._call, to) for to in self._readers]
         for key in keys:
             store.append(key, b"")  # To ask for a key that is not there would wait for it.

@@ -68,7 +68,7 @@ class SavedTables:
         return {**self.tables, **self.companions}
 
     def is_same(self, other: SavedTables) -> bool:
-        """Whether both are the same objects under the same names."""
+        """Return whether both are the same objects under the same names."""
         one, two = self.all, other.all
         return one.keys() == two.keys() and all(one[name] is two[name] for name in one)
 

@@ -132,7 +132,7 @@ def prepare_ranks_load(path: Path, saved: SavedTables, *, step: int | None) -> R
 
 @contextmanager
 def emptied_on_error(saved: SavedTables) -> Iterator[None]:
-    """When the block fails, take all rows out of the tables, half filled as they may be; the error then says so."""
+    """Take all rows out of the tables, half filled as they may be, when the block fails; the error then says so."""
     try:
         yield
     except BaseException as error:

@@ -145,7 +145,7 @@ def _complete(ranks: Mapping[int, Path], step: int, *, passed_over: tuple[int, .
 def _shown(
     path: Path, worlds: Mapping[int, Mapping[int, Path]], steps: Mapping[int, Mapping[int, set[int]]]
 ) -> dict[str, list[int]]:
-    """The newest steps of every folder, of not too many folders."""
+    """Return the newest steps of every folder, of not too many folders."""
     found = {
         "." if folder == path else folder.name: sorted(steps[world][rank])[-STEPS_SHOWN_MAX:]
         for world, ranks in sorted(worlds.items())

@@ -89,7 +89,7 @@ class Peers:
     def _close_ranks(self) -> None:
         if self._ranks is not None:
             self._ranks.wait_announced()
-            self._ranks.close()
+            self._ranks.channel.close()
             self._ranks = None
 
     def _are_connected(self) -> bool:

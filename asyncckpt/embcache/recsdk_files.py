@@ -68,22 +68,18 @@ class StoredArray:
 
     def read(self, begin: int, end: int) -> NDArray[np.generic]:
         """Read rows [begin, end). Raises CorruptError when the file has shrunk, IOFailedError."""
-        values = np.empty((end - begin, *self.shape[1:]), dtype=self.dtype)
-        buffer = values.reshape(-1).view(np.uint8).data
-        with folder_below(self.base, self.place[:-1]) as folder:
-            fd = folder.open_file(self.place[-1])
-            try:
-                done = 0
-                while done < len(buffer):
-                    count = os.preadv(fd, [buffer[done:]], begin * self.row_bytes + done)
-                    if count == 0:
-                        raise CorruptError(f"file {self.shown!r} ended while it was read")
-                    done += count
-            except OSError as error:
-                raise io_failed(f"file {self.shown!r} cannot be read", error) from error
-            finally:
-                os.close(fd)
-        return values
+        shape = (end - begin, *self.shape[1:])
+        try:
+            with (
+                folder_below(self.base, self.place[:-1]) as folder,
+                os.fdopen(folder.open_file(self.place[-1]), "rb") as file,
+            ):
+                values = np.fromfile(file, self.dtype, math.prod(shape), offset=begin * self.row_bytes)
+        except OSError as error:
+            raise io_failed(f"file {self.shown!r} cannot be read", error) from error
+        if len(values) < math.prod(shape):
+            raise CorruptError(f"file {self.shown!r} ended while it was read")
+        return values.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ def _folders_in(path: Path) -> list[str]:
 
 
 def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
-    """The folders of the ranks of a table, in their order; none when it is no table."""
+    """Return the folders of the ranks of a table, in their order; none when it is no table."""
     names = _folders_in(base / table)
     if KEY in names:
         raise CorruptError(f"file {str(base / META_FILE)!r} is missing beside the merged table {table!r}")
@@ -177,7 +173,7 @@ def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
 
 
 def _check_ranks(base: Path, places: Mapping[str, tuple[Place, ...]]) -> None:
-    """Every table must have the folders of all ranks, 0 to the largest that any table has."""
+    """Raise CorruptError unless every table has the folders of all ranks, 0 to the largest that any table has."""
     count = max(len(found) for found in places.values())
     for table, found in places.items():
         ranks = {place[1] for place in found if len(place) > 1}
@@ -205,22 +201,23 @@ def _read_part(base: Path, place: Place) -> StoredPart:
     return StoredPart(
         shown=shown,
         ids=_distinct(keys.read(0, count), keys.shown),
-        embedding=_of_count(_array(base, (*place, EMBEDDING), FLOAT32, is_rows=True), count),
+        embedding=_array(base, (*place, EMBEDDING), FLOAT32, is_rows=True, count=count),
         momenta=tuple(
-            _of_count(_array(base, (*place, f"{MOMENTUM}{number}"), FLOAT32, is_rows=True), count) for number in momenta
+            _array(base, (*place, f"{MOMENTUM}{number}"), FLOAT32, is_rows=True, count=count) for number in momenta
         ),
-        counts=_of_count(_array(base, (*place, ADMIT_COUNT), INT64, is_rows=False), count)
-        if ADMIT_COUNT in names
-        else None,
+        counts=_array(base, (*place, ADMIT_COUNT), INT64, is_rows=False, count=count) if ADMIT_COUNT in names else None,
         seen=_read_seen(base, (*place, EVICT_TIMESTAMP)) if EVICT_TIMESTAMP in names else None,
     )
 
 
-def _array(base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bool) -> StoredArray:
-    """Check one slice.attribute and slice.data."""
+def _array(
+    base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bool, count: int | None = None
+) -> StoredArray:
+    """Check one slice.attribute and slice.data. count: of the keys that it goes with."""
     with folder_below(base, place) as folder:
-        numbers = _attributes(folder, count=3 if is_rows else 2)
-        item_bytes, *shape = numbers
+        attributes = StoredArray(base, (*place, ATTRIBUTE_FILE), INT64, shape=(3 if is_rows else 2,))
+        _check_size(folder, ATTRIBUTE_FILE, expected=attributes.bytes)
+        item_bytes, *shape = (int(number) for number in attributes.read(0, *attributes.shape))
         shown = str(folder.path / ATTRIBUTE_FILE)
         if item_bytes != dtype.itemsize:
             raise CorruptError(
@@ -230,15 +227,9 @@ def _array(base: Path, place: Place, dtype: np.dtype[np.generic], *, is_rows: bo
             raise CorruptError(f"file {shown!r} is wrong: shape", found=shape)
         stored = StoredArray(base=base, place=(*place, DATA_FILE), dtype=dtype, shape=tuple(shape))
         _check_size(folder, DATA_FILE, expected=stored.bytes)
+    if count is not None and shape[0] != count:
+        raise CorruptError(f"file {stored.shown!r} does not go with its keys", found=shape[0], expected=count)
     return stored
-
-
-def _attributes(folder: Directory, *, count: int) -> list[int]:
-    _check_size(folder, ATTRIBUTE_FILE, expected=count * INT64.itemsize)
-    raw = folder.read_file(ATTRIBUTE_FILE, bytes_max=count * INT64.itemsize)
-    if len(raw) != count * INT64.itemsize:
-        raise CorruptError(f"file {str(folder.path / ATTRIBUTE_FILE)!r} ended while it was read")
-    return [int(number) for number in np.frombuffer(raw, dtype=INT64)]
 
 
 def _check_size(folder: Directory, name: str, *, expected: int | None) -> int:
@@ -251,12 +242,6 @@ def _check_size(folder: Directory, name: str, *, expected: int | None) -> int:
     if expected is not None and size != expected:
         raise CorruptError(f"file {shown!r} has the wrong size", found=size, expected=expected)
     return size
-
-
-def _of_count(array: StoredArray, count: int) -> StoredArray:
-    if array.shape[0] != count:
-        raise CorruptError(f"file {array.shown!r} does not go with its keys", found=array.shape[0], expected=count)
-    return array
 
 
 def _read_seen(base: Path, place: Place) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

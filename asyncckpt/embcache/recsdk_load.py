@@ -64,10 +64,7 @@ class RecsdkLoad:
     saved: SavedTables
     targets: Mapping[str, TableTargets]
     ignored: tuple[str, ...]
-
-    @property
-    def step(self) -> None:
-        return None
+    step: None = None
 
     def run(self) -> SparseLoadReport:
         """Fill the tables. Raises what reading raises; then all of them are empty."""

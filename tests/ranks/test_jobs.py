@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import asyncckpt
-from tests.ranks import job_ranks
+from tests.ranks import job_ranks, replica_ranks
 from tests.ranks.forked import run
 from tests.ranks.training import differences, image, load_whole, run_alone
 
@@ -74,6 +74,14 @@ def test_rank_0_folds_a_chain_for_all(tmp_path: Path) -> None:
 
 def test_what_ranks_share_is_written_once(tmp_path: Path) -> None:
     assert run(job_ranks.replicas, 3, tmp_path) == [0, 0, 0]
+
+
+def test_a_rank_that_is_ahead_of_what_is_agreed_upon(tmp_path: Path) -> None:
+    assert run(replica_ranks.one_rank_is_ahead, 2, tmp_path) == [0, 0]
+
+
+def test_tables_that_grow_apart_are_written_once(tmp_path: Path) -> None:
+    assert run(replica_ranks.tables_that_grow_apart, 2, tmp_path) == [0, 0]
 
 
 def test_slices_of_recis_load_into_any_others(tmp_path: Path) -> None:

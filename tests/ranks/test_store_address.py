@@ -13,12 +13,11 @@ import torch.distributed as dist
 from asyncckpt.coordination import store_address
 from asyncckpt.coordination.store_address import (
     StoreAddress,
-    announce_address,
-    await_address,
     connect,
-    draw_number,
+    connect_to_announced,
     own_hosts,
     serve,
+    serve_for,
 )
 from asyncckpt.errors import CorruptError, PeerError
 from tests.ranks.channels import DEADLINE_S
@@ -42,20 +41,19 @@ def soon() -> float:
     return time.monotonic() + 0.3
 
 
-def test_all_draw_the_same_number_each_time() -> None:
-    place = dist.HashStore()
-    assert [draw_number(place, rank=rank) for rank in (0, 2, 1)] == [1, 1, 1]
-    assert [draw_number(place, rank=rank) for rank in (2, 1, 0)] == [2, 2, 2]
-
-
-def test_the_address_of_one_meeting_is_not_that_of_another() -> None:
+def test_the_address_of_one_meeting_is_not_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank counts the meetings for itself; the numbers are alike, in whichever order the ranks come."""
     place = dist.HashStore()
     first, second = (StoreAddress(("host",), port, "name") for port in (1, 2))
-    announce_address(place, 1, first)
-    announce_address(place, 2, second)
-    assert [await_address(place, number, until=soon()) for number in (2, 1)] == [second, first]
+    announced = iter([first, second])
+    monkeypatch.setattr(store_address, "serve", lambda *, timeout_s: ("store", next(announced)))
+    monkeypatch.setattr(store_address, "connect", lambda address, *, until: address)
+    for _ in range(2):
+        assert serve_for(place, timeout_s=DEADLINE_S) == "store"
+    for rank, address in ((2, first), (1, first), (1, second), (2, second)):
+        assert connect_to_announced(place, rank=rank, until=soon()) == address
     with pytest.raises(PeerError, match="not announced its address") as caught:
-        await_address(place, 3, until=soon())
+        connect_to_announced(place, rank=1, until=soon())
     assert caught.value.rank == 0
 
 

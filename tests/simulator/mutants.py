@@ -53,17 +53,17 @@ class GivesUpWhilePublishing(Coordinator):
             return self._abort(0, "too slow")
         return super().tick(now)
 
-    def published(self, outcome: Outcome, now: float) -> list[Action]:
-        return [] if self.outcome is not None else super().published(outcome, now)
+    def published(self, outcome: Outcome) -> list[Action]:
+        return [] if self.outcome is not None else super().published(outcome)
 
 
 class TakesDoubtForFailure(Coordinator):
     """What may be published is treated as if it were not."""
 
-    def published(self, outcome: Outcome, now: float) -> list[Action]:
+    def published(self, outcome: Outcome) -> list[Action]:
         if outcome.state == "in_doubt":
             outcome = Outcome("aborted", outcome.attempt, outcome.rank, outcome.cause)
-        return super().published(outcome, now)
+        return super().published(outcome)
 
 
 class ComparesNothing(Coordinator):
@@ -103,44 +103,44 @@ class ForgetsTheOthers(Coordinator):
 class AbortsByItself(Participant):
     """After PREPARED, silence is taken for an abort."""
 
-    def lost(self, cause: str, now: float) -> list[Action]:
+    def lost(self, cause: str) -> list[Action]:
         if self.state is ParticipantState.PREPARED:
             return self._give_up(cause, rank=0)
-        return super().lost(cause, now)
+        return super().lost(cause)
 
 
 class TakesAbsenceForAbort(Participant):
     """A manifest that is not there yet is taken for one that never comes."""
 
-    def looked(self, found: bool, now: float) -> list[Action]:
+    def looked(self, found: bool) -> list[Action]:
         if self.state is ParticipantState.LOOKING and not found:
             return self._end(Outcome("aborted", self.attempt, 0, self._doubt))
-        return super().looked(found, now)
+        return super().looked(found)
 
 
 class BelievesWithoutLooking(Participant):
     """After PREPARED, silence is taken for a commit."""
 
-    def lost(self, cause: str, now: float) -> list[Action]:
+    def lost(self, cause: str) -> list[Action]:
         if self.state is ParticipantState.PREPARED:
             return self._end(Outcome("committed", self.attempt))
-        return super().lost(cause, now)
+        return super().lost(cause)
 
 
 class IsPreparedWithoutFiles(Participant):
     """It says PREPARED although its write failed."""
 
-    def failed(self, cause: str, now: float) -> list[Action]:
-        return self.wrote({}, now)
+    def write_failed(self, cause: str) -> list[Action]:
+        return self.wrote({})
 
 
 class IsPreparedAfterTheEnd(Participant):
     """It gives up, and when its files are written after all, says PREPARED."""
 
-    def wrote(self, notes: Mapping[str, Json], now: float) -> list[Action]:
+    def wrote(self, notes: Mapping[str, Json]) -> list[Action]:
         if self.has_ended and self.attempt is not None:
             return [Send(0, Prepared(self.attempt, notes))]
-        return super().wrote(notes, now)
+        return super().wrote(notes)
 
 
 class BelievesAnyOutcome(Participant):

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Finish, Look, MakeFolder, Publish, Send, Write
-from asyncckpt.coordination.coordinator import AttemptStart
+from asyncckpt.coordination.actions import AbandonAttempt, Action, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Message, Outcome, Skipped
 from asyncckpt.coordination.rank_machine import RankMachine
 from asyncckpt.format.names import Attempt
@@ -68,14 +67,14 @@ class SimulatedRank:
         begin: Begin | Skipped | Failed = Begin(step, behaviour.kind, {"fact": behaviour.fact})  # type: ignore[arg-type]
         if behaviour.what != "save":
             begin = Skipped() if behaviour.what == "skip" else Failed("it has failed before")
-        self._machine = RankMachine(self.rank, self._schedule.ranks_count, begin, LIMITS)
+        self._machine = RankMachine(self.rank, self._schedule.ranks_count, begin, LIMITS, self._events.now)
         self._is_told = False
         self._timer = float("inf")
         self._job.log(self, "calls", begin)
         self._job.record.begun(self.rank, call, self._events.now, paused_s=self.paused_s)
-        self._feed(lambda: self._current.start(self._events.now))
+        self._feed(lambda: self._current.participant.start())
         if self._is_lost:
-            self._feed(lambda: self._current.lost("the channel is gone", self._events.now))
+            self._feed(lambda: self._current.lost("the channel is gone"))
         self._drain()
 
     def deliver(self, call: int, sender: int, message: Message) -> None:
@@ -92,7 +91,7 @@ class SimulatedRank:
         if not self._is_lost:
             self._is_lost = True
             if self._machine is not None:
-                self._feed(lambda: self._current.lost("the channel is gone", self._events.now))
+                self._feed(lambda: self._current.lost("the channel is gone"))
 
     @property
     def _current(self) -> RankMachine:
@@ -113,7 +112,7 @@ class SimulatedRank:
         """Give the machine an input, also one that has ended, do what it wants, and see whether it ends."""
         if self._machine is None:
             return
-        self._do(give())
+        self._do(self._machine.hand_over(give(), self._events.now))
         if self._current.has_ended:
             if not self._is_told:
                 self._is_told = True
@@ -186,8 +185,6 @@ class SimulatedRank:
                 case AbandonAttempt(attempt):
                     self._doing()
                     self._later(self._disk_s(0.01, 0.1), lambda attempt=attempt: self._abandon(attempt))
-                case Finish():
-                    pass
 
     def _send(self, to: int, message: Message) -> None:
         self._doing()
@@ -215,19 +212,19 @@ class SimulatedRank:
         self._events.at(self._free_at + seconds, lambda: self.run(part))
 
     def _make_folder(self, begins: Mapping[int, Begin]) -> Result:
-        now, machine = self._events.now, self._current
+        machine = self._current.coordinator
         step = next(iter(begins.values())).step
         if self._rng.random() < self._schedule.folder_failure:
-            return lambda: machine.folder_failed("OSError: no room", now)
+            return lambda: machine.folder_failed("OSError: no room")
         attempt = self._job.disk.make_folder(step, self._call)
-        return lambda: machine.folder_made(AttemptStart(attempt), now)
+        return lambda: machine.folder_made(attempt, {})
 
     def _write(self, message: AttemptMessage) -> Result:
         self._writes_count -= 1
-        now, machine = self._events.now, self._current
+        machine = self._current.participant
         if self._rng.random() < self._schedule.write_failure or not self._job.disk.write(message.attempt, self.rank):
-            return lambda: machine.write_failed("OSError: cannot write", now)
-        return lambda: machine.wrote({}, now)
+            return lambda: machine.write_failed("OSError: cannot write")
+        return lambda: machine.wrote({})
 
     def _rename(self, attempt: Attempt) -> Result | None:
         mode = self._rng.choice(self._schedule.publish_modes)
@@ -247,16 +244,16 @@ class SimulatedRank:
         return self._published(Outcome("committed", attempt, notes={"digest": attempt.id}))
 
     def _published(self, outcome: Outcome) -> Result:
-        now, machine = self._events.now, self._current
-        return lambda: machine.published(outcome, now)
+        machine = self._current.coordinator
+        return lambda: machine.published(outcome)
 
     def _look(self, attempt: Attempt) -> Result | None:
         found = self._job.disk.has_manifest(attempt) and self._rng.random() >= self._schedule.look_failure
         if found:
             self._job.disk.make_durable(attempt)
-        now, machine = self._events.now, self._current
+        machine = self._current.participant
         self._job.log(self, "looks", found)
-        return lambda: machine.looked(found, now)
+        return lambda: machine.looked(found)
 
     def _abandon(self, attempt: Attempt) -> Result | None:
         if self._writes_count:  # As the driver: after the own files are closed.

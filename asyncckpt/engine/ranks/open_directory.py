@@ -33,11 +33,23 @@ OPENING = 0
 
 @dataclass(frozen=True)
 class Opened:
-    """An open directory. lock: of the rank that holds it. ranks: None for a rank that saves alone."""
+    """An open directory. lock: of the rank that holds it. ranks: None for a rank that saves alone.
+
+    owned: closed with the directory; None for ranks that save to other directories too.
+    """
 
     root: CheckpointRoot
-    lock: OwnerLock | None
+    lock: OwnerLock | None = None
     ranks: Ranks | None = None
+    owned: Channel | None = None
+
+    def close(self) -> None:
+        """Let other processes have the directory."""
+        if self.owned is not None:
+            self.owned.close()
+        if self.lock is not None:
+            self.lock.release()
+        self.root.close()
 
 
 def which_shard(shard_index: int, shard_num: int, process_group: Any) -> tuple[int, int]:
@@ -61,20 +73,20 @@ def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
     return _ranks_over(channel, peer_deadline_s)
 
 
-def announce_open(ranks: Ranks, error: BaseException | None = None) -> None:
-    """Of rank 0: the directory of the next call is open, or why it is not. A rank may open it later than rank 0 did."""
+def announce_open(ranks: Ranks, error: BaseException | None = None, *, call: int | None = None) -> None:
+    """Announce, as rank 0, that the directory of a call, by default the next one, is open, or why it is not.
+
+    A rank may open it later than rank 0 did.
+    """
     if ranks.is_coordinator:
-        _announce(ranks, ranks.calls.next_number, error)
+        cause = b"" if error is None else cause_of(error).encode("utf-8")
+        ranks.channel.put(ranks.call if call is None else call, "opened", cause)
 
 
 def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
     """Abort the next call on all ranks, also on those that wait for rank 0 to open a directory for it."""
     announce_open(ranks, error)
     announce_failed(ranks, ranks.next_call(), error)
-
-
-def _announce(ranks: Ranks, call: int, error: BaseException | None) -> None:
-    ranks.channel.put(call, "opened", b"" if error is None else cause_of(error).encode("utf-8"))
 
 
 def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
@@ -90,10 +102,14 @@ def open_directory(path: Path, *, index: int, count: int, options: RankOptions, 
     if process_group is None and rank_in_group() != (index, count):
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
     if isinstance(process_group, Ranks):
-        call = process_group.calls.next_number
-        return _join_over_store(path, process_group.beside(), call, peer_deadline_s, exact_modes)
+        return _join_over_store(path, process_group, process_group.call, peer_deadline_s, exact_modes)
     ranks = open_ranks(process_group, peer_deadline_s=peer_deadline_s)
-    return _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
+    try:
+        opened = _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
+    except BaseException:
+        ranks.channel.close()
+        raise
+    return replace(opened, owned=ranks.channel)
 
 
 def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
@@ -107,51 +123,47 @@ def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
 
 def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exact_modes: bool) -> Opened:
     """call: under which rank 0 says that it has opened the directory."""
+    if ranks.is_coordinator:
+        try:
+            opened = _open_alone(path, exact_modes=exact_modes)
+        except BaseException as error:
+            announce_open(ranks, error, call=call)
+            raise
+        try:
+            announce_open(ranks, call=call)
+        except BaseException:
+            opened.close()
+            raise
+        return replace(opened, ranks=ranks)
     try:
-        if ranks.is_coordinator:
-            try:
-                opened = _open_alone(path, exact_modes=exact_modes)
-            except BaseException as error:
-                _announce(ranks, call, error)
-                raise
-            _announce(ranks, call, None)
-            return replace(opened, ranks=ranks)
-        try:
-            cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
-        except DeadlineError as error:
-            cause = str(error)
-        if cause:
-            raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
-        try:
-            return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), None, ranks)
-        except NotFoundError as error:
-            raise UsageError(
-                "the checkpoint directory that rank 0 has opened is not there on this rank",
-                found=str(path),
-                hint="all ranks need the same path, on a file system that they share",
-            ) from error
-    except BaseException:
-        ranks.close()
-        raise
+        cause = ranks.channel.get(call, "opened", deadline_s).decode("utf-8", "replace")
+    except DeadlineError as error:
+        cause = str(error)
+    if cause:
+        raise PeerError("rank 0 cannot open the checkpoint directory", rank=0, cause=cause)
+    try:
+        return Opened(CheckpointRoot.for_joining(path, exact_modes=exact_modes), ranks=ranks)
+    except NotFoundError as error:
+        raise UsageError(
+            "the checkpoint directory that rank 0 has opened is not there on this rank",
+            found=str(path),
+            hint="all ranks need the same path, on a file system that they share",
+        ) from error
 
 
 def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> Opened:
     until = time.monotonic() + deadline_s
-    lock = None
     if index == 0:
-        alone = _open_alone(path, exact_modes=exact_modes)
-        root, lock = alone.root, alone.lock
+        opened = _open_alone(path, exact_modes=exact_modes)
     else:
-        root = _await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes)
+        opened = Opened(_await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes))
     try:
         left_s = max(0.0, until - time.monotonic())
-        channel = open_file_channel(root.root, rank=index, ranks_count=count, deadline_s=left_s)
-        return Opened(root, lock, _ranks_over(channel, deadline_s))
+        channel = open_file_channel(opened.root.root, rank=index, ranks_count=count, deadline_s=left_s)
     except BaseException:
-        if lock is not None:
-            lock.release()
-        root.close()
+        opened.close()
         raise
+    return replace(opened, ranks=_ranks_over(channel, deadline_s), owned=channel)
 
 
 def _await_root(path: Path, until: float, *, deadline_s: float, exact_modes: bool) -> CheckpointRoot:

@@ -6,12 +6,13 @@ coordination.driver runs the protocol, and calls these effects:
     write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
     publish       rank 0     put the parts together, check them, publish: the commit
     abandon       rank 0     remove what an aborted attempt left
-    look          all ranks  whether the manifest is there, when no outcome is heard
+    is_committed  all ranks  whether the manifest is there, when no outcome is heard
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import xxhash
@@ -21,12 +22,12 @@ from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
 from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.replicas import (
+    agreement_of,
     check_claims,
     decode_list,
     decode_owners,
@@ -51,7 +52,7 @@ FACTS_MAX = 1_000_000
 async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
     """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
     ranks = share.ranks
-    save = RankSave(job, share, ranks)
+    save = RankSave(job, share)
     try:
         await save.leave_list()
         outcome = await run_call(ranks.channel, share.call, save.begin(), save, ranks.limits, threads=talkers)
@@ -64,7 +65,6 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
         if save.transaction is not None:
             await save.transaction.give_up()
     if outcome.state != "committed":
-        ranks.replicas.forget()
         return outcome
     return save.committed(outcome)
 
@@ -75,11 +75,14 @@ class RankSave:
 
     job: SaveJob
     share: RankShare
-    ranks: Ranks
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
     manifest_bytes: int = 0
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.share.ranks
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here."""
@@ -89,33 +92,33 @@ class RankSave:
     def begin(self) -> Begin:
         base = self.job.choice.base
         kind: Kind = "full" if base is None else "delta"
-        listed, is_share = self.share.replicas, self.share.is_known
-        notes: dict[str, Json] = {"share": is_share}
-        if not is_share:
+        listed, left_out = self.share.replicas, self.share.left_out
+        notes: dict[str, Json] = {"held": listed.digest_with_claims, "agreement": ""}
+        if left_out is not None:
+            notes["agreement"] = left_out.agreement
+        else:
             notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
         if base is not None:
             notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
         facts = {"durability": self.job.target.options.durability}
         return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         job = self.job
-        sent = {rank: Fields(dict(begin.notes), owner=f"rank {rank}", where="notes") for rank, begin in begins.items()}
-        notes: dict[str, Json] = {"parents": _common_parents(begins, sent), "replicas": await self._who_writes(sent)}
+        sent = {rank: _notes(begin.notes, rank) for rank, begin in begins.items()}
+        notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
-        return AttemptStart(attempt=self.transaction.attempt, notes=notes)
+        return self.transaction.attempt, notes
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         job = self.job
-        notes = Fields(dict(attempt.notes), owner="rank 0", where="notes")
+        notes = _notes(attempt.notes, 0)
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
-        await self._take_share(notes.text("replicas"))
-        if self.transaction is not None:
-            folder = self.transaction.folder
+        await self._take_share(notes.text("replicas"), notes.text("agreement"))
+        own = self.transaction  # Of rank 0: it has the folder open, and checks all files before it publishes.
+        with _attempt_folder(job.target.root, attempt.attempt) if own is None else nullcontext(own.folder) as folder:
             self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
-        else:
-            with _attempt_folder(job.target.root, attempt.attempt) as folder:
-                self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
+            if own is None:
                 await run_on(committer, self._check_own, folder)
         job.enter(FutureState.COMMITTING)
         if self.ranks.is_coordinator:
@@ -130,7 +133,7 @@ class RankSave:
         }
 
     def _check_own(self, folder: Directory) -> None:
-        """The files of this rank are durable, and there by their names: so it may say that it is prepared."""
+        """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
         assert self.written is not None
         if self.job.target.options.durability == "fsync":
             folder.sync()
@@ -140,7 +143,7 @@ class RankSave:
         job, own, transaction = self.job, self.written, self.transaction
         assert own is not None
         assert transaction is not None
-        sent = {rank: Fields(dict(item.notes), owner=f"rank {rank}", where="notes") for rank, item in prepared.items()}
+        sent = {rank: _notes(item.notes, rank) for rank, item in prepared.items()}
         count = self.ranks.ranks_count
         head = transaction.head(
             files=own.files, values=job.values, metadata=job.metadata, parents=self.parents, ranks_count=count
@@ -161,10 +164,7 @@ class RankSave:
         if self.transaction is not None:
             await self.transaction.give_up()
 
-    async def look(self, attempt: Attempt) -> bool:
-        return await run_on(committer, is_committed_whole, self.job.target.root.path, attempt)
-
-    def resolve(self, attempt: Attempt) -> bool:
+    def is_committed(self, attempt: Attempt) -> bool:
         return is_committed_whole(self.job.target.root.path, attempt)
 
     def stop(self) -> None:
@@ -177,39 +177,44 @@ class RankSave:
         if not self.share.is_known:
             self.ranks.replicas.agree(self.share.replicas, self.share.by_peers)
         digest = outcome.notes.get("digest")
-        parent = None
-        if isinstance(digest, str):
-            parent = ParentFacts(step=self.job.step, attempt=outcome.attempt.id, digest=digest)
-        return Committed(
-            written=self.written,
-            parent=parent,
-            parents=self.parents,
-            manifest_bytes=self.manifest_bytes,
-        )
+        parent = ParentFacts(self.job.step, outcome.attempt.id, digest) if isinstance(digest, str) else None
+        return Committed(self.written, parent, self.parents, self.manifest_bytes)
 
-    async def _who_writes(self, sent: Mapping[int, Fields]) -> str:
+    async def _who_writes(self, sent: Mapping[int, Fields]) -> dict[str, Json]:
         """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
-        if not who_asks({rank: notes.flag("share", default=False) for rank, notes in sent.items()}):
-            return "share"
+        replicas = self.ranks.replicas
+        agreement = agreement_of([sent[rank].text("held") for rank in range(self.ranks.ranks_count)])
+        known = {rank: notes.text("agreement") for rank, notes in sent.items()}
+        how = "share"
+        if who_asks(known, agreement=agreement, decided=replicas.decided[0]):
+            if replicas.decided[0] != agreement:
+                replicas.decided = agreement, await self._decide_owners(sent)
+            owners = replicas.decided[1]
+            how = "same" if owners is None else "owners"
+            if owners is not None:
+                await self._put("owners", owners)
+        return {"replicas": how, "agreement": agreement}
+
+    async def _decide_owners(self, sent: Mapping[int, Fields]) -> bytes | None:
+        """Return who writes what, encoded; None where it follows from the lists, which are the same. All ranks ask."""
         check_claims({rank: _claims(notes) for rank, notes in sent.items()})
         digests = {rank: notes.text("replicas") for rank, notes in sent.items()}
         ranks = {digest: rank for rank, digest in digests.items()}
         if len(ranks) == 1:
-            return "same"
+            return None
         lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
-        owners = different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)])
-        await self._put("owners", dumps(dict(owners)))
-        return "owners"
+        return dumps(different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)]))
 
-    async def _take_share(self, how: str) -> None:
+    async def _take_share(self, how: str, agreement: str) -> None:
         """Note what other ranks write of all that was captured."""
-        share, replicas = self.share, self.ranks.replicas
-        if how == "same":
-            share.by_peers = replicas.written_by_peers(
-                share.replicas, same_owners(share.replicas, self.ranks.ranks_count)
-            )
-        elif how == "owners":
-            share.by_peers = replicas.written_by_peers(share.replicas, decode_owners(await self._get("owners")))
+        share = self.share
+        if share.is_known or how == "share":
+            return
+        same = how == "same"
+        owners = (
+            same_owners(share.replicas, self.ranks.ranks_count) if same else decode_owners(await self._get("owners"))
+        )
+        share.by_peers = self.ranks.replicas.written_by_peers(share.replicas, owners, agreement)
 
     async def _part(self, rank: int, notes: Fields) -> PartText:
         text = await self._get(f"part/{rank}")
@@ -224,18 +229,27 @@ class RankSave:
         return await run_on(talkers, self.ranks.channel.get, self.share.call, name, self.ranks.limits.silence_s)
 
 
-def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Directory:
+def _notes(notes: Mapping[str, Json], rank: int) -> Fields:
+    return Fields(dict(notes), owner=f"rank {rank}", where="notes")
+
+
+@contextmanager
+def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Iterator[Directory]:
+    """Open the folder of an attempt; NotFoundError when it is not there, or is gone when files in it are missed."""
     try:
-        return root.data.child(attempt.directory)
-    except NotFoundError as error:
+        with root.data.child(attempt.directory) as folder:
+            yield folder
+    except (CorruptError, NotFoundError) as error:
+        if root.data.exists(attempt.directory):
+            raise
         raise NotFoundError(
             f"folder {attempt.directory!r}, which rank 0 has made for this save, is not there",
-            hint="all ranks need the same checkpoint directory, on a file system that they share",
+            hint="unless rank 0 has aborted the save: all ranks need one directory, on a file system that they share",
         ) from error
 
 
 def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> Json:
-    """What the ranks with a delta build upon, which is the same; ConflictError otherwise."""
+    """Return what the ranks with a delta build upon, which is the same; ConflictError otherwise."""
     chains = {rank: sent[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
     if not chains:
         return []
@@ -258,12 +272,10 @@ def _claims(notes: Fields) -> dict[str, str]:
 
 def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
     items = notes.items("parents", count_max=FACTS_MAX)
-    parents = []
     for item in items:
         if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
             raise CorruptError("rank 0 sent parents that are none")
-        parents.append(ParentFacts(step=item[0], attempt=item[1], digest=item[2]))
-    return tuple(parents)
+    return tuple(ParentFacts(*item) for item in items)
 
 
 def _files(rank: int, notes: Fields) -> list[FileFacts]:

@@ -8,6 +8,9 @@ table that holds all ids, and so are the boxes of a tensor that is spread over s
    its share of what it has captured,
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
+Ranks learn that at different times, and saves may be queued. So a rank that captured its share sends by which agreement
+it did, and a rank that captured everything writes its share of it, if what it holds is what was agreed upon.
+
 The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
 sent for them. Buffers of modules, and small tensors, are written by the first rank that has them: between two forward
 passes, buffers differ from rank to rank, and DistributedDataParallel takes those of rank 0.
@@ -20,6 +23,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import xxhash
@@ -54,12 +58,20 @@ class Replica:
 class ReplicaList:
     """All of them on this rank, and which part of a table each other table is.
 
-    digest: the same on ranks that have the same replicas. claims: by name, of tables that hold a part of the ids.
+    claims: by name, of tables that hold a part of the ids.
     """
 
     items: tuple[Replica, ...] = ()
-    digest: str = ""
     claims: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on ranks that compute the same shares: it covers all that these follow from."""
+        return xxhash.xxh3_128_hexdigest(self.encoded())
+
+    @cached_property
+    def digest_with_claims(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.digest.encode() + dumps(dict(self.claims)))
 
     def encoded(self) -> bytes:
         return dumps([[item.path, item.bytes, item.form, item.by_first] for item in self.items])
@@ -67,32 +79,36 @@ class ReplicaList:
 
 @dataclass(frozen=True)
 class WrittenByPeers:
-    """What other ranks write: numbers of leaves, names of tables."""
+    """What other ranks write: numbers of leaves, names of tables; and the agreement by which they do."""
 
     leaves: frozenset[int] = frozenset()
     tables: frozenset[str] = frozenset()
+    agreement: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.leaves or self.tables)
 
 
-NO_REPLICAS = ReplicaList()
 NOTHING_BY_PEERS = WrittenByPeers()
 
 
 class Replicas:
-    """What this rank knows of the replicas of one Saver. Used by one save at a time."""
+    """What this rank knows of the replicas of one Saver.
+
+    Callers ask for the list and the share; the background agrees and forgets, and may do so between the two.
+    """
 
     def __init__(self, rank: int, ranks_count: int) -> None:
         self._rank = rank
         self._ranks_count = ranks_count
         self._key: object = None
-        self._list = NO_REPLICAS
-        self._agreed: ReplicaList | None = None
-        self._by_peers = NOTHING_BY_PEERS
+        self._list = ReplicaList()
+        self._agreed: tuple[ReplicaList, WrittenByPeers] | None = None
+        # Of rank 0: what it has decided last, see `agreement_of`, and the owners, encoded, if they had to be sent.
+        self.decided: tuple[str, bytes | None] = ("", None)
 
     def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
-        """The replicas of a state; the last answer while nothing changed its shape."""
+        """Return the replicas of a state; the last answer while nothing changed its shape."""
         tensors = [tensor for leaf, tensor in enumerate(flat.tensors) if leaf not in flat.sharded]
         spread = [
             (leaf, item.whole_shape, item.dtype, item.begins, item.is_writer, item.spread_over)
@@ -110,19 +126,20 @@ class Replicas:
         return self._list
 
     def by_peers(self, listed: ReplicaList) -> WrittenByPeers | None:
-        """What other ranks write, once that is agreed upon; None: capture all, and ask."""
-        return self._by_peers if listed is self._agreed else None
+        """Return what other ranks write, when that is agreed upon; None: capture all, and ask."""
+        agreed = self._agreed
+        return agreed[1] if agreed is not None and listed is agreed[0] else None
 
     def agree(self, listed: ReplicaList, by_peers: WrittenByPeers) -> None:
-        """A save of all ranks has committed so: from now on this rank captures its share."""
-        self._agreed, self._by_peers = listed, by_peers
+        """Capture only this rank's share from now on: a save of all ranks has committed so."""
+        self._agreed = listed, by_peers
 
     def forget(self) -> None:
-        """A save of all ranks has failed: ask again."""
+        """Ask again, for a save of all ranks has failed."""
         self._agreed = None
 
-    def written_by_peers(self, listed: ReplicaList, owners: Mapping[str, int]) -> WrittenByPeers:
-        """What other ranks write. `owners`: by path."""
+    def written_by_peers(self, listed: ReplicaList, owners: Mapping[str, int], agreement: str) -> WrittenByPeers:
+        """Return what other ranks write. `owners`: by path."""
         missing = [item.path for item in listed.items if item.path not in owners]
         if missing:
             raise CorruptError("no rank was named to write a tensor or table", found=missing[:5])
@@ -130,11 +147,12 @@ class Replicas:
         return WrittenByPeers(
             leaves=frozenset(item.leaf for item in others if item.leaf is not None),
             tables=frozenset(item.path.removeprefix(TABLE_PREFIX) for item in others if item.leaf is None),
+            agreement=agreement,
         )
 
 
 def is_whole(table: Table) -> bool:
-    """Whether a table holds all ids there are of it, so that one of the same name on another rank is its replica."""
+    """Return whether a table holds all ids there are of it: one of the same name on another rank is its replica."""
     if table.shard != (0, 1):
         return False
     if isinstance(table, HoldsRange):
@@ -166,21 +184,18 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
             items.append(_table_replica(name, table))
         else:
             claims[name] = _claim(table)
-    digest = xxhash.xxh3_128()
-    for item in items:
-        digest.update(f"{item.path} {item.form} {item.by_first}\n".encode())
-    return ReplicaList(items=tuple(items), digest=digest.hexdigest(), claims=claims)
+    return ReplicaList(items=tuple(items), claims=claims)
 
 
 def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
-    """The boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
+    """Return the boxes that this rank holds of a leaf: a replica of those of a rank that holds the same ones."""
     boxes = [(list(piece.begin), list(piece.tensor.shape)) for piece in spread.pieces]
     size = sum(piece.tensor.nbytes for piece in spread.pieces)
     return Replica(f"{path} {boxes}", size, f"{spread.dtype} boxes of {list(spread.whole_shape)}", leaf=leaf)
 
 
 def _buffer_paths(flat: FlatState) -> set[Path]:
-    """The paths of all buffers of modules in a state."""
+    """Return the paths of all buffers of modules in a state."""
     owners = iter(flat.stateful)
     paths: set[Path] = set()
     waiting: list[tuple[Path, Node]] = [((), flat.tree)]
@@ -207,7 +222,7 @@ def _table_replica(name: str, table: Table) -> Replica:
 
 
 def _claim(table: Table) -> str:
-    """Which part of the table this is; empty where only its ids could show it."""
+    """Return which part of the table this is; empty where only its ids could show it."""
     if isinstance(table, HoldsRange):
         first, end, _ = table.id_range()
         return f"rows {first} to {end}" if first < end else ""
@@ -229,7 +244,7 @@ def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
-    """Who writes what when all ranks hold the same replicas."""
+    """Return who writes what when all ranks hold the same replicas."""
     owners = {item.path: 0 for item in listed.items if item.by_first}
     heap = [(0, rank) for rank in range(1, ranks_count)]
     heapq.heappush(heap, (sum(item.bytes for item in listed.items if item.by_first), 0))
@@ -241,7 +256,7 @@ def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
 
 
 def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
-    """Who writes what when ranks hold others: the largest first, to the rank among its holders with least so far.
+    """Return who writes what when ranks hold others: the largest first, to its holder with least so far.
 
     held: of every rank. ConflictError when a tensor is not the same on all ranks that have it.
     """
@@ -272,13 +287,20 @@ def _largest_first(item: Replica) -> tuple[int, str]:
     return -item.bytes, item.path
 
 
-def who_asks(is_share_of: Mapping[int, bool]) -> bool:
-    """Whether the ranks ask who writes what. is_share_of: of every rank whether it captured its share only.
+def agreement_of(digests: Sequence[str]) -> str:
+    """Return the name of what follows from the lists and claims of all ranks. digests: in the order of the ranks."""
+    return xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
 
-    ConflictError when only some do: what the others left out nobody may have captured.
+
+def who_asks(agreements: Mapping[int, str], *, agreement: str, decided: str) -> bool:
+    """Return whether ranks ask who writes what. agreements: by which each captured its share; "": it captured all.
+
+    ConflictError when a rank captured its share by another one than follows from what the ranks hold now, or than was
+    decided last: what it left out nobody may have captured.
     """
-    asking = sorted(rank for rank, is_share in is_share_of.items() if not is_share)
-    if asking and len(asking) < len(is_share_of):
+    asking = sorted(rank for rank, known in agreements.items() if not known)
+    outdated = any(known not in ("", agreement) for known in agreements.values())
+    if outdated or (0 < len(asking) < len(agreements) and decided != agreement):
         raise ConflictError(
             f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
             hint="this save is lost; the next one captures everything on all ranks",
@@ -287,7 +309,7 @@ def who_asks(is_share_of: Mapping[int, bool]) -> bool:
 
 
 def decode_list(raw: bytes, *, rank: int) -> list[Replica]:
-    """The replicas of another rank; CorruptError for anything else."""
+    """Return the replicas of another rank; CorruptError for anything else."""
     owner = f"the list of tensors of rank {rank}"
     value: Json = loads(raw, owner=owner)
     if type(value) is not list or not all(

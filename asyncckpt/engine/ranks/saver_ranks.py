@@ -4,7 +4,7 @@ sent of a call in which this rank does not save, because it was skipped, or fail
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.driver import run_call
@@ -21,26 +21,18 @@ talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 
 
 @dataclass
-class CallNumbers:
-    """The numbers of calls, alike on all ranks. next_number: of the next call."""
-
-    next_number: int = 1
-
-
-@dataclass
 class Ranks:
-    """What one Saver of several ranks needs beside its target. All ranks make the same calls in the same order.
+    """What Savers of several ranks need beside their targets. All ranks make the same calls in the same order.
 
     announcing: done when the others have heard of a call in which this rank does not save.
-    is_shared: the same ranks save to other directories too (`beside`), over one channel, which is not closed here.
+    call: the number of the next one, alike on all ranks.
     """
 
     channel: Channel
     limits: Limits
     replicas: Replicas
     announcing: list[threading.Event] = field(default_factory=list)
-    calls: CallNumbers = field(default_factory=CallNumbers)
-    is_shared: bool = False
+    call: int = 1
 
     @property
     def rank(self) -> int:
@@ -55,59 +47,46 @@ class Ranks:
         return self.rank == 0
 
     def wait_announced(self) -> None:
-        """Before the channel is closed: what the others are still to hear is on its way."""
+        """Wait until what the others are still to hear is on its way. Before the channel is closed."""
         for announced in self.announcing:
             announced.wait(self.limits.begin_s)
         self.announcing.clear()
 
     def next_call(self) -> int:
-        """The number of a save that has just been asked for, alike on all ranks."""
-        number, self.calls.next_number = self.calls.next_number, self.calls.next_number + 1
-        return number
-
-    def beside(self) -> Ranks:
-        """The same ranks for one more directory."""
-        return replace(self, is_shared=True)
-
-    def close(self) -> None:
-        """End the channel, unless other directories need it."""
-        if not self.is_shared:
-            self.channel.close()
+        """Return the number of a save that has just been asked for."""
+        self.call += 1
+        return self.call - 1
 
 
 def announce_skipped(ranks: Ranks, call: int) -> None:
-    """All ranks skip a save that this one skips."""
+    """Let all ranks skip a save that this one skips."""
     _announce(ranks, call, Skipped("a save or load was in flight"))
 
 
 def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
-    """No rank saves what this one cannot save."""
+    """Abort on all ranks a save that this one cannot make."""
     _announce(ranks, call, Failed(cause_of(error)))
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
-    """Behind what is in flight: the others come to this call no sooner either."""
-    ranks.replicas.forget()
+    """Announce it behind what is in flight: the others come to this call no sooner either."""
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
-    try:
-        background.submit(
-            Job(run=lambda: _run(ranks, call, message, sent), fail=lambda error: _lose(call, error, sent))
-        )
-    except Exception as error:
-        _lose(call, error, sent)
 
+    async def run() -> None:
+        try:
+            await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
+        except Exception as error:
+            lose(error)
+        finally:
+            sent.set()
 
-async def _run(ranks: Ranks, call: int, message: Skipped | Failed, sent: threading.Event) -> None:
-    try:
-        await run_call(ranks.channel, call, message, None, ranks.limits, threads=talkers)
-    except Exception as error:
-        _lose(call, error, sent)
-    finally:
+    def lose(error: BaseException) -> None:
+        """Give up: the others will find out when they have waited for too long."""
         sent.set()
+        log_warning("other ranks could not be informed of save number %d: %s", call, error)
 
-
-def _lose(call: int, error: BaseException, sent: threading.Event) -> None:
-    """They will find out when they have waited for too long."""
-    sent.set()
-    log_warning("other ranks could not be informed of save number %d: %s", call, error)
+    try:
+        background.submit(Job(run=run, fail=lose))
+    except Exception as error:
+        lose(error)

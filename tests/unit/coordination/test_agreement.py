@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from asyncckpt.coordination.agreement import Agreement, Failure, Verdict
+from asyncckpt.coordination.agreement import Agreement, Verdict
 from asyncckpt.errors import CorruptError, PeerError
 from bench.memory_channel import MemoryExchange
 
 pytestmark = pytest.mark.once
 LONG_S = 60.0
-DONE = Verdict(running=False)
+DONE = Verdict()
 RUNNING = Verdict(running=True)
 
 
@@ -24,22 +24,22 @@ def agreements(ranks_count: int, *, deadline_s: float = LONG_S) -> list[Agreemen
 
 def test_a_call_is_done_when_it_has_ended_on_all_ranks() -> None:
     zero, one = agreements(2)
-    assert zero.decide(0, ended=True, failure=None, blocking=False) == RUNNING
-    assert one.decide(0, ended=False, failure=None, blocking=False) == RUNNING
+    assert zero.decide(0, DONE, blocking=False) == RUNNING
+    assert one.decide(0, RUNNING, blocking=False) == RUNNING
     with ThreadPoolExecutor(1) as thread:
-        other = thread.submit(one.decide, 0, ended=True, failure=None, blocking=True)
-        assert zero.decide(0, ended=True, failure=None, blocking=True) == DONE
+        other = thread.submit(one.decide, 0, DONE, blocking=True)
+        assert zero.decide(0, DONE, blocking=True) == DONE
         assert other.result(LONG_S) == DONE
 
 
 def test_a_rank_that_asks_late_gets_the_answer_of_its_round() -> None:
     """Rank 0 has gone on to the next round, in which more is known."""
     zero, one = agreements(2)
-    assert zero.decide(0, ended=True, failure=None, blocking=False) == RUNNING
+    assert zero.decide(0, DONE, blocking=False) == RUNNING
     one._channel.send(0, 0, b'{"running":false}')
-    assert zero.decide(0, ended=True, failure=None, blocking=False) == DONE
-    assert one.decide(0, ended=True, failure=None, blocking=False) == RUNNING
-    assert one.decide(0, ended=True, failure=None, blocking=False) == DONE
+    assert zero.decide(0, DONE, blocking=False) == DONE
+    assert one.decide(0, DONE, blocking=False) == RUNNING
+    assert one.decide(0, DONE, blocking=False) == DONE
 
 
 def test_a_failure_is_everybodys_at_once() -> None:
@@ -47,8 +47,8 @@ def test_a_failure_is_everybodys_at_once() -> None:
     error = OSError("the disk is full \udcff")
     with ThreadPoolExecutor(1) as thread:
         failed = thread.submit(two.is_done, 0, "the call", ended=True, error=error, blocking=True)
-        verdict = zero.decide(0, ended=False, failure=None, blocking=True)
-        assert verdict.failure == Failure(rank=2, cause="OSError: the disk is full \\udcff")
+        verdict = zero.decide(0, RUNNING, blocking=True)
+        assert verdict == Verdict(rank=2, cause="OSError: the disk is full \\udcff")
         assert failed.exception(LONG_S) is error
         with pytest.raises(PeerError, match="the call failed on rank 2: OSError: the disk is full"):
             one.is_done(0, "the call", ended=False, error=None, blocking=True)
@@ -64,12 +64,12 @@ def test_results_must_be_equal() -> None:
                 )
                 for agreement, result in zip((one, two), results[1:], strict=True)
             ]
-            own = zero.decide(call, ended=True, failure=None, blocking=True, result=results[0])
+            own = zero.decide(call, Verdict(result=results[0]), blocking=True)
             if call == 0:
                 assert own == DONE
                 assert [other.result(LONG_S) for other in others] == [True, True]
             else:
-                assert own.failure is not None
+                assert own.rank is not None
                 for other in others:
                     with pytest.raises(PeerError, match=r"the load failed on rank [12]: it has step \d, rank"):
                         other.result(LONG_S)
@@ -78,25 +78,25 @@ def test_results_must_be_equal() -> None:
 def test_a_call_after_a_failed_one_is_decided_anew() -> None:
     zero, one = agreements(2)
     with ThreadPoolExecutor(1) as thread:
-        failure = Failure(rank=1, cause="it broke")
-        other = thread.submit(one.decide, 0, ended=True, failure=failure, blocking=True)
-        assert zero.decide(0, ended=True, failure=None, blocking=True).failure == failure
-        assert other.result(LONG_S).failure == failure
-        other = thread.submit(one.decide, 1, ended=True, failure=None, blocking=True)
-        assert zero.decide(1, ended=True, failure=None, blocking=True) == DONE
+        failure = Verdict(rank=1, cause="it broke")
+        other = thread.submit(one.decide, 0, failure, blocking=True)
+        assert zero.decide(0, DONE, blocking=True) == failure
+        assert other.result(LONG_S) == failure
+        other = thread.submit(one.decide, 1, DONE, blocking=True)
+        assert zero.decide(1, DONE, blocking=True) == DONE
         assert other.result(LONG_S) == DONE
 
 
 def test_a_silent_rank_is_named() -> None:
     zero, _ = agreements(2, deadline_s=0.05)
-    verdict = zero.decide(0, ended=True, failure=None, blocking=True)
-    assert verdict.failure == Failure(rank=1, cause="no word for 0.05 s")
+    verdict = zero.decide(0, DONE, blocking=True)
+    assert verdict == Verdict(rank=1, cause="no word for 0.05 s")
 
 
 def test_a_silent_rank_0_is_a_peer_error() -> None:
     _, one = agreements(2, deadline_s=0.05)
     with pytest.raises(PeerError, match=r"no word for 0\.05 s") as caught:
-        one.decide(0, ended=True, failure=None, blocking=True)
+        one.decide(0, DONE, blocking=True)
     assert caught.value.rank == 0
 
 
@@ -108,11 +108,11 @@ def test_who_says_that_it_lives_is_waited_for() -> None:
         for _ in range(8):
             one.say_running(0)
             one._channel.receive(7, one.pause_s)  # Nothing ever comes here.
-        return one.decide(0, ended=True, failure=None, blocking=True)
+        return one.decide(0, DONE, blocking=True)
 
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(speak)
-        assert zero.decide(0, ended=True, failure=None, blocking=True) == DONE
+        assert zero.decide(0, DONE, blocking=True) == DONE
         assert other.result(LONG_S) == DONE
 
 
@@ -123,11 +123,11 @@ def test_rank_0_says_that_it_lives_while_it_waits() -> None:
         for _ in range(8):
             two.say_running(0)
             two._channel.receive(7, two.pause_s)
-        return two.decide(0, ended=True, failure=None, blocking=True)
+        return two.decide(0, DONE, blocking=True)
 
     with ThreadPoolExecutor(2) as threads:
-        others = [threads.submit(late), threads.submit(one.decide, 0, ended=True, failure=None, blocking=True)]
-        assert zero.decide(0, ended=True, failure=None, blocking=True) == DONE
+        others = [threads.submit(late), threads.submit(one.decide, 0, DONE, blocking=True)]
+        assert zero.decide(0, DONE, blocking=True) == DONE
         assert [other.result(LONG_S) for other in others] == [DONE, DONE]
 
 
@@ -144,7 +144,7 @@ def test_all_ranks_finalize_a_call_in_the_same_round(seed: int) -> None:
         counts = []
         for call in range(calls_count):
             count = 0
-            while agreement.decide(call, ended=count >= ends[rank][call], failure=None, blocking=False).running:
+            while agreement.decide(call, Verdict(running=count < ends[rank][call]), blocking=False).running:
                 count += 1
             counts.append(count)
         return counts
@@ -161,4 +161,4 @@ def test_a_message_that_is_none_is_corrupt(raw: bytes) -> None:
     zero, one = agreements(2)
     one._channel.send(0, 0, raw)
     with pytest.raises(CorruptError, match="rank 1"):
-        zero.decide(0, ended=True, failure=None, blocking=False)
+        zero.decide(0, DONE, blocking=False)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from asyncckpt.coordination.channel import Channel
-from asyncckpt.coordination.coordinator import AttemptStart
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import (
     Alive,
@@ -60,10 +59,10 @@ class FakeEffects:
         if name in self.fails:
             raise self.fails[name]
 
-    async def make_folder(self, begins: Mapping[int, Begin]) -> AttemptStart:
+    async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Any]]:
         self._do("make_folder")
         self.begins = begins
-        return AttemptStart(Attempt.new(begins[0].step), {"owners": [0]})
+        return Attempt.new(begins[0].step), {"owners": [0]}
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Any]:
         self.writing.set()
@@ -86,16 +85,12 @@ class FakeEffects:
     async def abandon(self, attempt: Attempt) -> None:
         self._do("abandon")
 
-    async def look(self, attempt: Attempt) -> bool:
-        self._do("look")
-        return self.found
-
     def stop(self) -> None:
         self.events.append("stop")
         self.stopped.set()
 
-    def resolve(self, attempt: Attempt) -> bool:
-        self.events.append("resolve")
+    def is_committed(self, attempt: Attempt) -> bool:
+        self._do("look")
         return self.found
 
 

@@ -40,7 +40,7 @@ def replica(number: int, size: int) -> Replica:
 
 @given(SIZES, st.integers(1, 7))
 def test_shares_are_balanced(sizes: list[int], ranks_count: int) -> None:
-    listed = ReplicaList(tuple(replica(number, size) for number, size in enumerate(sizes)), "d")
+    listed = ReplicaList(tuple(replica(number, size) for number, size in enumerate(sizes)))
     owners = same_owners(listed, ranks_count)
     assert owners.keys() == {item.path for item in listed.items}
     loads = [sum(item.bytes for item in listed.items if owners[item.path] == rank) for rank in range(ranks_count)]
@@ -67,7 +67,7 @@ def test_everything_is_written_by_one_rank() -> None:
         listed = replicas.list_of(flatten(state), tables)
         assert replicas.by_peers(listed) is None
         assert dict(listed.claims) == {"spread": f"shard {rank} of 3"}
-        replicas.agree(listed, replicas.written_by_peers(listed, same_owners(listed, 3)))
+        replicas.agree(listed, replicas.written_by_peers(listed, same_owners(listed, 3), "a"))
         by_peers = replicas.by_peers(listed)
         assert by_peers is not None
         assert 9 not in by_peers.leaves, "a leaf that is spread is nobody's replica"
@@ -166,15 +166,38 @@ def test_small_tensors_are_those_of_the_first_rank() -> None:
 
 
 def test_who_asks() -> None:
-    assert who_asks({0: False, 1: False})
-    assert not who_asks({0: True, 1: True})
+    assert who_asks({0: "", 1: ""}, agreement="a", decided="")
+    assert not who_asks({0: "a", 1: "a"}, agreement="a", decided="a")
+    assert who_asks({0: "a", 1: ""}, agreement="a", decided="a"), "rank 1 has not heard yet, and holds the same"
+    for agreements, agreement, decided in (
+        ({0: "a", 1: ""}, "b", "a"),
+        ({0: "a", 1: ""}, "a", "b"),
+        ({0: "a", 1: "b"}, "a", "a"),
+    ):
+        with pytest.raises(ConflictError, match="other names, dtypes or shapes on ranks"):
+            who_asks(agreements, agreement=agreement, decided=decided)
     with pytest.raises(ConflictError, match=r"on ranks \[1\] only"):
-        who_asks({0: True, 1: False})
+        who_asks({0: "a", 1: ""}, agreement="b", decided="a")
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=5))
+def test_ranks_with_one_digest_compute_the_same_shares(rows: list[tuple[int, int, int]]) -> None:
+    """Tables that grow apart are of the same form; shares that were computed on each rank would not fit together."""
+    lists = []
+    for counts in rows:
+        tables = {f"t{number}": HashTable(f"t{number}", 4) for number in range(3)}
+        for table, count in zip(tables.values(), counts, strict=True):
+            table.insert(torch.arange(count), torch.ones(count, 4))
+        lists.append(Replicas(0, len(rows)).list_of(flatten({"w": torch.zeros(2000)}), tables))
+    for one in lists:
+        for other in lists:
+            if one.digest == other.digest:
+                assert same_owners(one, len(rows)) == same_owners(other, len(rows))
 
 
 def test_lists_travel() -> None:
     items = (replica(0, 4), replica(1, 0))
-    found = decode_list(ReplicaList(items, "d").encoded(), rank=1)
+    found = decode_list(ReplicaList(items).encoded(), rank=1)
     assert [(item.path, item.bytes, item.form) for item in found] == [(i.path, i.bytes, i.form) for i in items]
     assert decode_owners(dumps({"a": 3})) == {"a": 3}
 
@@ -197,4 +220,4 @@ def test_a_path_that_nobody_was_told_to_write() -> None:
     replicas = Replicas(0, 2)
     listed = replicas.list_of(flatten({"w": torch.zeros(3)}), {})
     with pytest.raises(CorruptError, match="no rank was named"):
-        replicas.written_by_peers(listed, {})
+        replicas.written_by_peers(listed, {}, "a")
