@@ -25,7 +25,7 @@ MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
 
 _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
-_TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
+_TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _SWEPT = ".s-"
 # Three digits, or as many as it takes.
@@ -91,8 +91,10 @@ def is_compacted_manifest(name: str) -> bool:
     return match is not None and match.group(2) is not None
 
 
-def is_temporary_manifest(name: str) -> bool:
-    return _TEMPORARY.fullmatch(name) is not None
+def attempt_id_of_temporary(name: str) -> str | None:
+    """Return the id of the attempt of a manifest that is not yet published; None for another file."""
+    match = _TEMPORARY.fullmatch(name)
+    return match.group(1) if match else None
 
 
 def attempt_of_directory(name: str) -> Attempt | None:

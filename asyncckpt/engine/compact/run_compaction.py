@@ -94,7 +94,7 @@ def _compact(
             if progress.cancelled or (may_commit is not None and not may_commit()):
                 raise SaveCancelledError(f"compaction of step {chain.step} was cancelled")
             published = background.run(lambda: transaction.commit(draft), "a compaction")
-    return folded, published.manifest_bytes + sum(file.bytes for file in draft.whole_head.files)
+    return folded, published.manifest_bytes + sum(file.bytes for file in draft.head.files)
 
 
 def _write(
@@ -116,7 +116,7 @@ def _write(
     head = transaction.head(
         created=was.created,
         ranks_count=was.ranks_count,
-        files=written[0].files,
+        files=tuple(file for own in written for file in own.files),
         values=was.values,
         metadata=was.metadata,
         replaces=chain.newest.digest,
@@ -130,7 +130,6 @@ def _write(
         body=bodies[0],
         digests=written[0].digests,
         others=others,
-        other_files=[file for own in written[1:] for file in own.files],
     )
 
 

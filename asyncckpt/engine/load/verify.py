@@ -15,7 +15,7 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import mark_verified, newest_step, superseded_folders
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.names import attempt_of_directory, attempt_of_swept, is_temporary_manifest, split_shard_path
+from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, attempt_of_swept, split_shard_path
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
 
@@ -90,5 +90,5 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
     for folder in own:
         with root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
-    temporary = [name for name in root.manifests.names() if is_temporary_manifest(name)]
+    temporary = [name for name in root.manifests.names() if attempt_id_of_temporary(name)]
     return tuple(sorted([*folders, *files, *temporary]))
