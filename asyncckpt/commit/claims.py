@@ -16,7 +16,6 @@ from typing import Literal
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import Attempt
 
 
@@ -65,11 +64,11 @@ class Claims(Container[str]):
             # Claims before manifests: what is committed in between is seen as one or the other.
             others = self._steps(place, "save")
             chosen = max([-1, *others, *committed_steps(root)[-1:]]) + 1 if step is None else step
-            check_step(chosen, or_none=False)
+            attempt = Attempt.new(chosen)
             is_taken = chosen in others or is_committed(root, chosen)
             with self._guard:
                 if not is_taken and chosen not in self._steps(place, "save"):
-                    return self._hold(Claim(place, "save", Attempt.new(chosen)))
+                    return self._hold(Claim(place, "save", attempt))
             if step is not None:
                 raise step_exists(root, step)
 

@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, TypeVar
 
@@ -77,11 +78,11 @@ class Commits:
     durable: bool
     threads: Executor
     warn: Callable[..., None]
-    heads: KnownHeads = field(init=False)
     in_doubt: list[IndeterminateError] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", KnownHeads(self.root))
+    @cached_property
+    def heads(self) -> KnownHeads:
+        return KnownHeads(self.root)
 
     def retain(self, count: int | None, *, protected: Callable[[], Collection[int]]) -> None:
         """Let all but the newest checkpoints go (None: none). Never raises: the new checkpoint is committed."""
