@@ -82,8 +82,7 @@ class Claims(Container[str]):
 
     def needed(self, place: tuple[int, int]) -> set[int]:
         """Steps that are being saved, and those that saves build upon."""
-        saves = [claim for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, "save")]
-        return {step for claim in saves for step in (claim.step, *claim.parents)}
+        return {step for claim in self._of(place, "save") for step in (claim.step, *claim.parents)}
 
     @contextlib.contextmanager
     def removing(self, place: tuple[int, int], steps: Collection[int]) -> Iterator[bool]:
@@ -101,8 +100,11 @@ class Claims(Container[str]):
         """Whether retention is about to remove a step."""
         return step in self._removing.get(place, ())
 
+    def _of(self, place: tuple[int, int], kind: str) -> list[Claim]:
+        return [claim for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
+
     def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
-        return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
+        return [claim.step for claim in self._of(place, kind)]
 
     def _hold(self, claim: Claim) -> Claim:
         self.held[claim.attempt.id] = claim

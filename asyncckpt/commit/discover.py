@@ -105,16 +105,6 @@ class KnownHeads:
         return kept
 
 
-def superseded_folders(root: CheckpointRoot, step: int) -> set[str]:
-    """Attempt folders of the manifest that a compacted one stands for, where both are there."""
-    if not root.manifests.exists(compacted_manifest_name(step)):
-        return set()
-    try:
-        return {KnownHeads(root).of(manifest_name(step)).head.folder_name}
-    except NotFoundError:
-        return set()
-
-
 def newest_step(root: CheckpointRoot) -> int:
     """The newest committed step; NotFoundError when there is none."""
     steps = committed_steps(root)

@@ -84,7 +84,7 @@ def _keep_latest(
     kept = _with_parents(wanted, heads)
     for head in kept.values():
         check_files(root, head)
-    speaking = {manifests[step][-1] for step in kept}
+    speaking = {names[-1] for step, names in manifests.items() if step in kept}
     victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
     if not victims:
         return []

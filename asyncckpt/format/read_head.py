@@ -24,7 +24,6 @@ from asyncckpt.format.manifest import (
 )
 from asyncckpt.format.names import (
     Attempt,
-    attempt_of_directory,
     is_compacted_manifest,
     rank_of_shard,
     split_shard_path,
@@ -150,8 +149,8 @@ def rank_fields(fields: Fields, ranks_count: int) -> list[Fields]:
 
 def _file(fields: Fields, attempt: Attempt, rank: int) -> FileFacts:
     path = fields.text("path")
-    directory, name = split_shard_path(path, owner=fields.owner)
-    if attempt_of_directory(directory) != attempt:
+    folder, name = split_shard_path(path, owner=fields.owner)
+    if folder != attempt.directory:
         raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
     if fields.integer("rank") != rank or rank_of_shard(name) != rank:
         raise CorruptError(f"{fields.owner} lists a file of another rank", found=path, expected=f"rank {rank}")

@@ -128,8 +128,8 @@ class Fields:
             raise self.wrong(key, f"an integer in [{at_least}, {at_most}]")
         return value
 
-    def optional_integer(self, key: str, *, at_least: int = 0, at_most: int = I64_MAX) -> int | None:
-        return None if self.members.get(key) is None else self.integer(key, at_least=at_least, at_most=at_most)
+    def optional_integer(self, key: str, *, at_most: int = I64_MAX) -> int | None:
+        return None if self.members.get(key) is None else self.integer(key, at_most=at_most)
 
     def flag(self, key: str, *, default: bool) -> bool:
         if self.absent(key):
