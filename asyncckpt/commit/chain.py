@@ -5,7 +5,7 @@ A delta pins every parent by step, attempt and digest. A parent is found when
 1. its manifest has just that digest and attempt, and what it builds upon itself is what comes next in the chain; or
 2. a compacted checkpoint stands for the manifest of that digest. It is full, so the chain ends there.
 
-Anything else is a CorruptError that prints the chain: what a delta was laid over must not be guessed.
+Anything else is a CorruptError that prints the chain: what a delta builds upon must not be guessed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def chain_below(head: ManifestHead, read: Callable[[int], Sealed]) -> list[Seale
 
 
 def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:
-    """Whether the chain of `child` ends with its parent of this number, found here; CorruptError if it is not it."""
+    """Return whether the chain of `child` ends with its parent of this number. CorruptError if `sealed` is not it."""
     parent, rest, found = child.parents[number], child.parents[number + 1 :], sealed.head
     if found.replaces == parent.digest:
         return True
@@ -70,7 +70,7 @@ def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:
 def _check_rest(
     child: ManifestHead, parent: ParentFacts, rest: tuple[ParentFacts, ...], found: tuple[ParentFacts, ...]
 ) -> None:
-    """What a parent builds upon is what comes next; where that was compacted meanwhile, the chain may end earlier."""
+    """Check that a parent builds upon what comes next; where that was compacted, the chain may end earlier."""
     if [item.step for item in rest] != [item.step for item in found[: len(rest)]]:
         what = f"it has a gap, its parent step {parent.step} builds upon others"
         raise _broken(child, what, found=_shown(found), expected=_shown(rest))

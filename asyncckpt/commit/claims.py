@@ -81,12 +81,12 @@ class Claims(Container[str]):
             return self._hold(Claim(place, "compaction", Attempt.new(step)))
 
     def needed(self, place: tuple[int, int]) -> set[int]:
-        """Steps that are being saved, and those that saves build upon."""
+        """Return the steps that are being saved, and those that saves build upon."""
         return {step for claim in self._of(place, "save") for step in (claim.step, *claim.parents)}
 
     @contextlib.contextmanager
     def removing(self, place: tuple[int, int], steps: Collection[int]) -> Iterator[bool]:
-        """While retention removes steps nothing is committed upon them. False: a save needs one of them already.
+        """Let nothing be committed upon steps while retention removes them. False: a save needs one of them already.
 
         A save notes its parents and looks at `is_removed` then; here it is the other way round. So one sees the other.
         """
@@ -97,7 +97,7 @@ class Claims(Container[str]):
             del self._removing[place]
 
     def is_removed(self, place: tuple[int, int], step: int) -> bool:
-        """Whether retention is about to remove a step."""
+        """Return whether retention is about to remove a step."""
         return step in self._removing.get(place, ())
 
     def _of(self, place: tuple[int, int], kind: str) -> list[Claim]:

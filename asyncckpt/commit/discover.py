@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 
 def committed_steps(root: CheckpointRoot) -> list[int]:
-    """Steps that have a manifest, ascending. Foreign files are passed over."""
+    """Return the steps that have a manifest, ascending. Foreign files are passed over."""
     return sorted({step for name in root.manifests.names() if (step := step_of_manifest(name)) is not None})
 
 
 def is_committed(root: CheckpointRoot, step: int) -> bool:
-    """Whether a step has a manifest, be it a compacted one."""
+    """Return whether a step has a manifest, be it a compacted one."""
     return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
 
 
 def manifests_by_step(root: CheckpointRoot) -> dict[int, list[str]]:
-    """Names of the manifests of every step; the last of them speaks for it, the compacted one where there is one."""
+    """Return the names of the manifests of every step; the last one counts: the compacted one where there is one."""
     names = set(root.manifests.names())
     steps = {step for name in names if (step := step_of_manifest(name)) is not None}
     return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
@@ -49,12 +49,12 @@ def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
 
 
 def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
-    """The same, but only its head, checked less deeply."""
+    """Read only the head of the manifest of a step, checked less deeply."""
     return _read_of_step(root, step, lambda name: decode_head(_bytes_of(root, name), name)).head
 
 
 def _read_of_step(root: CheckpointRoot, step: int, read: Callable[[str], T]) -> T:
-    """Read the manifest that speaks for a step."""
+    """Read the manifest that counts for a step. NotFoundError."""
     compacted = compacted_manifest_name(step)
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
     for name in (compacted, manifest_name(step), compacted):
@@ -84,7 +84,7 @@ class KnownHeads:
             self._keep(name, self._root.manifests.version(name), sealed)
 
     def of(self, name: str) -> SealedHead:
-        """The head in this file; CheckpointError when it cannot be read."""
+        """Return the head in this file; CheckpointError when it cannot be read."""
         version = self._root.manifests.version(name)
         known = self._heads.get(name)
         if known is not None and known[0] == version:
@@ -92,7 +92,7 @@ class KnownHeads:
         return self._keep(name, version, decode_head(_bytes_of(self._root, name), name))
 
     def of_step(self, step: int) -> SealedHead:
-        """The head that speaks for a step; CheckpointError."""
+        """Return the head that counts for a step; CheckpointError when it cannot be read."""
         return _read_of_step(self._root, step, self.of)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -106,7 +106,7 @@ class KnownHeads:
 
 
 def newest_step(root: CheckpointRoot) -> int:
-    """The newest committed step; NotFoundError when there is none."""
+    """Return the newest committed step; NotFoundError when there is none."""
     steps = committed_steps(root)
     if not steps:
         raise NotFoundError(f"there is no checkpoint in {str(root.path)!r}")
@@ -114,7 +114,7 @@ def newest_step(root: CheckpointRoot) -> int:
 
 
 def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | None = None) -> None:
-    """Every file of a manifest is there with its exact size; CorruptError naming file and rank, IOFailedError.
+    """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError.
 
     folder: the attempt's, held open; a file that was written through it must be the very same.
     """
@@ -129,7 +129,7 @@ def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | No
 
 
 def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) -> None:
-    """These files are in their attempt's folder: see check_files."""
+    """Check that these files are in the folder of their attempt: see check_files."""
     for file in files:
         what = f"shard file {file.path!r} of rank {file.rank} of step {step}"
         try:

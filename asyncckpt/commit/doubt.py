@@ -35,7 +35,7 @@ class InDoubt(IndeterminateError):
 
 
 def is_committed_whole(path: Path, attempt: Attempt, name: str | None = None) -> bool:
-    """Whether the checkpoint of an attempt is there, with all it builds upon and all files; then it is durable.
+    """Return whether the checkpoint of an attempt is there, with all it builds upon; then all of it is durable.
 
     name: of its manifest, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """
@@ -60,7 +60,7 @@ def is_committed_whole(path: Path, attempt: Attempt, name: str | None = None) ->
 
 
 def find_manifest(root: CheckpointRoot, attempt: Attempt, name: str) -> ManifestHead | None:
-    """The head of the manifest of an attempt, if it is that one that has the name; IOFailedError."""
+    """Return the head of the manifest of this name if it is that of the attempt. IOFailedError."""
     try:
         head = KnownHeads(root).of(name).head
     except IOFailedError:

@@ -23,7 +23,7 @@ _NO_BODY = BodyTemplate(text=b'"tables":[],"tree":{},"blocks":[]', holes=np.empt
 _NO_DIGESTS = np.empty((0, 16), dtype=np.uint8)
 
 # Structures of manifests that were decoded, by kind and rank; the oldest are forgotten first.
-_proven: dict[tuple[str, ...], None] = {}
+_proven: dict[tuple[str | None, ...], None] = {}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Draft:
     """What a manifest is made of. body and digests are those of rank 0, others the parts of ranks 1, 2, ...
 
     structures: of every rank a digest of what its part says beside digests and sizes; None where that is not known.
-    Empty: of one rank, to be taken of its body.
+    Empty: of none.
     """
 
     head: ManifestHead
@@ -42,17 +42,16 @@ class Draft:
 
 
 def body_structure(body: BodyTemplate) -> str:
-    """A digest of what a body says, but the digests of blocks."""
+    """Return a digest of what a body says, but the digests of blocks."""
     return xxhash.xxh3_128_hexdigest(body.text)
 
 
 def encode_proven(draft: Draft) -> bytearray:
-    """The bytes of a manifest that readers accept; CorruptError, UsageError."""
+    """Return the bytes of a manifest that readers accept. CorruptError, UsageError."""
     head = draft.head
     raw = encode_manifest(head, draft.body, draft.digests, draft.others)
-    structures = tuple(draft.structures) or (() if draft.others else (body_structure(draft.body),))
-    known = (head.kind, *(text for text in structures if text is not None))
-    is_known = len(known) == 1 + head.ranks_count
+    known = (head.kind, *draft.structures)
+    is_known = len(draft.structures) == head.ranks_count and None not in draft.structures
     if is_known and known in _proven:
         decode_head(bytes(encode_manifest(replace(head, ranks_count=1), _NO_BODY, _NO_DIGESTS)), head.file_name)
     else:

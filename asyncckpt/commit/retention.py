@@ -68,7 +68,7 @@ def keep_latest(
 def _keep_latest(
     root: CheckpointRoot, heads: KnownHeads, count: int, protected_now: Callable[[], Collection[int]]
 ) -> list[int] | None:
-    """None: something was saved meanwhile, look again.
+    """Remove what goes now, and return the steps; None: something was saved meanwhile, look again.
 
     What is listed is either protected, or of a save that had ended before: what protects its step is asked for last.
     Right before the removal, when nothing can be committed any more upon what goes, nothing new may be there.
@@ -109,7 +109,7 @@ def _keep_latest(
 
 
 def _with_parents(wanted: Sequence[int], heads: KnownHeads) -> dict[int, ManifestHead]:
-    """The heads of the wanted steps and of all they build upon, by step."""
+    """Return the heads of the wanted steps and of all they build upon, by step."""
     kept: dict[int, ManifestHead] = {}
     for step in wanted:
         newest = heads.of_step(step)
@@ -160,7 +160,7 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
 
 
 def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_attempts: Container[str]) -> list[str]:
-    """Attempt folders without a manifest; manifests are read only where a step has several folders or manifests.
+    """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
 
     `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
     have one.

@@ -94,7 +94,7 @@ class Commits:
             self.warn("old checkpoints in %s were kept: %s", self.root.path, error)
 
     def check_not_in_doubt(self) -> None:
-        """After a commit whose durability is unknown nothing more is committed here until the directory is reopened."""
+        """Refuse to commit after a commit whose durability is unknown, until the directory is opened anew."""
         if self.in_doubt:
             raise IndeterminateError(
                 f"an earlier commit of this Saver is in doubt: {self.in_doubt[0].what}",
@@ -141,7 +141,7 @@ class Transaction:
         return Transaction(commits, claim, folder)
 
     def head(self, **facts: Any) -> ManifestHead:
-        """The head of this attempt's manifest: these facts, and what is the same for all."""
+        """Return the head of the manifest: these facts, and what is the same for all."""
         usual: dict[str, Any] = {
             "kind": "delta" if facts.get("parents") else "full",
             "parents": (),
@@ -204,7 +204,7 @@ class Transaction:
         return await asyncio.get_running_loop().run_in_executor(self._commits.threads, function, *arguments)
 
     def _prepare(self, draft: Draft) -> tuple[bytearray, int]:
-        """The manifest's bytes, proven, and a new file for them."""
+        """Return the bytes of the manifest, proven, and a new file for them."""
         raw = encode_proven(draft)
         if self._commits.durable:
             self.folder.sync()
@@ -245,7 +245,7 @@ class Transaction:
     # -- proofs --------------------------------------------------------------------------------------------------------
 
     def _check_place(self) -> None:
-        """What is published will be found where it was written."""
+        """Check that what is published will be found where it was written."""
         root, done = self._root, "saved" if self._claim.kind == "save" else "compacted"
         what = f"step {self.attempt.step} was {done}"
         if not root.root.is_still(root.path):
@@ -257,7 +257,7 @@ class Transaction:
             )
 
     def _check_others(self, head: ManifestHead) -> None:
-        """The other checkpoints of the directory let this one be published."""
+        """Check that the other checkpoints of the directory let this one be published."""
         if self._commits.lock is not None:
             self._commits.lock.check_held(self._root.root)
         self._check_parents(head)
@@ -268,7 +268,7 @@ class Transaction:
             raise ConflictError(f"step {head.step} of {str(self._root.path)!r} was rewritten while it was compacted")
 
     def _check_parents(self, head: ManifestHead) -> None:
-        """What a delta builds upon is there with all files, down to a full checkpoint, and stays."""
+        """Check that what a delta builds upon is there with all files, down to a full checkpoint, and stays."""
         if not head.parents:
             return
         try:
@@ -303,11 +303,14 @@ class Transaction:
         try:
             if self._commits.durable:
                 self._root.manifests.sync()
-            self._check_place()
-            self._check_parents(head)
-            check_files(self._root, head, self.folder)
+            self._check_after(head)
         except Exception as error:  # Of any kind: what is published keeps its files.
             raise self._doubt(head.file_name, error) from error
+
+    def _check_after(self, head: ManifestHead) -> None:
+        self._check_place()
+        self._check_parents(head)
+        check_files(self._root, head, self.folder)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step
@@ -323,7 +326,7 @@ def _without_parents(head: ManifestHead, why: str) -> ConflictError:
 
 
 async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:
-    """A raw file may take less than it is given."""
+    """Write all bytes; a raw file may take less than it is given."""
     rest = memoryview(raw)
     while rest:
         written = await file.write(rest)

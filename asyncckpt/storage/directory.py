@@ -211,7 +211,7 @@ class Directory:
                 os.close(fd)
 
     def names(self) -> list[str]:
-        """What is in this folder, whoever else lists it at the same time."""
+        """Return what is in this folder, whoever else lists it at the same time."""
         with _door(f"folder {str(self.path)!r} cannot be listed"):
             # A descriptor has one position, also for threads and forked children: a listing needs one of its own.
             fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
@@ -229,7 +229,7 @@ class Directory:
         return status is not None and _identity(status) == identity
 
     def version(self, name: str) -> tuple[int, ...]:
-        """What differs when another file has this name; NotFoundError, CorruptError, IOFailedError."""
+        """Return what differs when another file has this name. NotFoundError, CorruptError, IOFailedError."""
         status = self._file_status(name)
         return *_identity(status), status.st_size, status.st_mtime_ns
 
