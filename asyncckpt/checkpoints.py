@@ -14,7 +14,7 @@ from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.engine.load.verify import verify as verify_root
 from asyncckpt.format.dtypes import supported_dtypes
-from asyncckpt.format.manifest import BlockFacts, Manifest, ManifestHead, RankPart
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role
 from asyncckpt.storage.directory import check_path
 
@@ -140,7 +140,7 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
         blocks=tuple(_block_info(block, head) for block in manifest.blocks if block.placed.spec.role is not Role.PAD),
         metadata=metadata_of(manifest),
         digest=manifest.digest,
-        ranks=tuple(_rank_info(part, head) for part in manifest.parts),
+        ranks=tuple(map(_rank_info, manifest.parts, head.files_of_ranks)),
     )
 
 
@@ -175,8 +175,7 @@ def _table_infos(manifest: Manifest) -> dict[str, TableInfo]:
     return infos
 
 
-def _rank_info(part: RankPart, head: ManifestHead) -> RankInfo:
-    files = [file for file in head.files if file.rank == part.rank]
+def _rank_info(part: RankPart, files: list[FileFacts]) -> RankInfo:
     return RankInfo(
         rank=part.rank,
         files=tuple(file.path for file in files),

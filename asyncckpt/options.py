@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,10 +15,10 @@ OnBusy = Literal["raise", "wait", "skip", "queue"]
 Durability = Literal["fsync", "none"]
 HostLevel = Literal["auto", "copy", "first_touch"]
 SaveKind = Literal["auto", "full", "delta"]
-ON_BUSY = ("raise", "wait", "skip", "queue")
-DURABILITIES = ("fsync", "none")
-HOST_LEVELS = ("auto", "copy", "first_touch")
-SAVE_KINDS = ("auto", "full", "delta")
+ON_BUSY = get_args(OnBusy)
+DURABILITIES = get_args(Durability)
+HOST_LEVELS = get_args(HostLevel)
+SAVE_KINDS = get_args(SaveKind)
 
 FILE_TARGET_BYTES = 512 << 20  # A rank writes one shard file per this many bytes, up to `parallel` files.
 BLOCK_BYTES_MAX = 1 << 30  # A larger tensor or column is split by rows.

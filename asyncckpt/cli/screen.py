@@ -143,23 +143,19 @@ def _kind(info: CheckpointInfo) -> str:
 def _chain(parents: Sequence[int]) -> str:
     shown = [str(step) for step in parents]
     if len(shown) > CHAIN_STEPS_SHOWN_MAX:
-        shown = [
-            *shown[: CHAIN_STEPS_SHOWN_MAX - 2],
-            f"... {len(shown) - CHAIN_STEPS_SHOWN_MAX + 1} more ...",
-            shown[-1],
-        ]
+        more = f"... {len(shown) - CHAIN_STEPS_SHOWN_MAX + 1} more ..."
+        shown = [*shown[: CHAIN_STEPS_SHOWN_MAX - 2], more, shown[-1]]
     return " -> ".join(shown) + " (full)"
 
 
 def _tables(info: CheckpointInfo) -> Table:
-    if not info.parents:
-        table = _table(("table", "left"), ("rows", "right"))
-        for name, rows_count in info.tables.items():
-            table.add_row(_text(name), f"{rows_count:,}")
-        return table
-    table = _table(("table", "left"), ("rows", "right"), ("removed", "right"), ("holds", "left"))
+    is_delta = bool(info.parents)
+    table = _table(
+        ("table", "left"), ("rows", "right"), *((("removed", "right"), ("holds", "left")) if is_delta else ())
+    )
     for name, item in info.table_infos.items():
-        table.add_row(_text(name), f"{item.rows:,}", f"{item.removed:,}", "all rows" if item.whole else "changes")
+        changes = (f"{item.removed:,}", "all rows" if item.whole else "changes") if is_delta else ()
+        table.add_row(_text(name), f"{item.rows:,}", *changes)
     return table
 
 

@@ -5,20 +5,22 @@ A delta pins every parent by step, attempt and digest. A parent is found when
 1. its manifest has just that digest and attempt, and what it builds upon itself is what comes next in the chain; or
 2. a compacted checkpoint stands for the manifest of that digest. It is full, so the chain ends there.
 
-Anything else is a CorruptError that prints the chain: what a delta was laid over must not be guessed.
+Anything else is a CorruptError that prints the chain: what a delta builds upon must not be guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from asyncckpt.commit.discover import read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, NotFoundError
-from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts
+from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
 
 STEPS_SHOWN_MAX = 16
+Sealed = TypeVar("Sealed", bound=SealedHead)
 
 
 def read_chain(root: CheckpointRoot, step: int) -> Chain:
@@ -27,31 +29,36 @@ def read_chain(root: CheckpointRoot, step: int) -> Chain:
     Raises NotFoundError when there is no such step, CorruptError, IncompatibleError, UnsupportedError.
     """
     newest = read_manifest(root, step)
-    manifests = [newest]
-    for number, parent in enumerate(newest.head.parents):
-        try:
-            found = read_manifest(root, parent.step)
-        except NotFoundError as error:
-            raise _broken(newest.head, f"its parent step {parent.step} is missing") from error
-        except CorruptError as error:
-            raise _broken(newest.head, f"its parent step {parent.step} is damaged: {error}") from error
-        manifests.append(found)
-        if check_parent(newest.head, number, found.head, digest=found.digest):
-            break
-    return Chain(manifests=tuple(manifests))
+    return Chain((newest, *chain_below(newest.head, partial(read_manifest, root))))
 
 
-def check_parent(child: ManifestHead, number: int, found: ManifestHead, *, digest: str | None) -> bool:
-    """Whether the chain of `child` ends with its parent of this number, which is `found`; CorruptError if it is not it.
+def chain_below(head: ManifestHead, read: Callable[[int], Sealed]) -> list[Sealed]:
+    """Return what a checkpoint builds upon, newest first; CorruptError when the chain is broken.
 
-    digest: the own one of the manifest found; None: not known, only the attempt is compared.
+    read: the manifest of a step, or its head; NotFoundError where there is none.
     """
-    parent, rest = child.parents[number], child.parents[number + 1 :]
+    below: list[Sealed] = []
+    for number, parent in enumerate(head.parents):
+        try:
+            found = read(parent.step)
+        except NotFoundError as error:
+            raise _broken(head, f"its parent step {parent.step} is missing") from error
+        except CorruptError as error:
+            raise _broken(head, f"its parent step {parent.step} is damaged: {error}") from error
+        below.append(found)
+        if _is_end(head, number, found):
+            break
+    return below
+
+
+def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:
+    """Return whether the chain of `child` ends with its parent of this number. CorruptError if `sealed` is not it."""
+    parent, rest, found = child.parents[number], child.parents[number + 1 :], sealed.head
     if found.replaces == parent.digest:
         return True
-    if found.attempt != parent.attempt or digest not in (None, parent.digest):
+    if (found.attempt, sealed.digest) != (parent.attempt, parent.digest):
         what = f"its parent step {parent.step} was rewritten: another checkpoint is there"
-        raise _broken(child, what, found=found.replaces or digest or found.attempt, expected=parent.digest)
+        raise _broken(child, what, found=found.replaces or sealed.digest, expected=parent.digest)
     if not rest:
         if found.kind != "full":
             raise _broken(child, "it ends with a delta, not with a full checkpoint", found=found.kind, expected="full")
@@ -63,7 +70,7 @@ def check_parent(child: ManifestHead, number: int, found: ManifestHead, *, diges
 def _check_rest(
     child: ManifestHead, parent: ParentFacts, rest: tuple[ParentFacts, ...], found: tuple[ParentFacts, ...]
 ) -> None:
-    """What a parent builds upon is what comes next; where that was compacted meanwhile, the chain may end earlier."""
+    """Check that a parent builds upon what comes next; where that was compacted, the chain may end earlier."""
     if [item.step for item in rest] != [item.step for item in found[: len(rest)]]:
         what = f"it has a gap, its parent step {parent.step} builds upon others"
         raise _broken(child, what, found=_shown(found), expected=_shown(rest))
@@ -73,22 +80,6 @@ def _check_rest(
             pins = [(theirs.digest, ours.digest), (theirs.attempt, ours.attempt)]
             differing = next(pair for pair in pins if pair[0] != pair[1])
             raise _broken(child, what, found=differing[0], expected=differing[1])
-
-
-def chain_below(head: ManifestHead, head_of: Callable[[int], ManifestHead | None]) -> list[ManifestHead]:
-    """The heads that a checkpoint builds upon, newest first, known by their attempts.
-
-    head_of: of a step, None where there is none. CorruptError when the chain is broken.
-    """
-    below: list[ManifestHead] = []
-    for number, parent in enumerate(head.parents):
-        found = head_of(parent.step)
-        if found is None:
-            raise _broken(head, f"its parent step {parent.step} is missing")
-        below.append(found)
-        if check_parent(head, number, found, digest=None):
-            break
-    return below
 
 
 def _broken(child: ManifestHead, what: str, **facts: Any) -> CorruptError:

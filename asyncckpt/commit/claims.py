@@ -16,7 +16,6 @@ from typing import Literal
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import Attempt
 
 
@@ -65,11 +64,11 @@ class Claims(Container[str]):
             # Claims before manifests: what is committed in between is seen as one or the other.
             others = self._steps(place, "save")
             chosen = max([-1, *others, *committed_steps(root)[-1:]]) + 1 if step is None else step
-            check_step(chosen, or_none=False)
+            attempt = Attempt.new(chosen)
             is_taken = chosen in others or is_committed(root, chosen)
             with self._guard:
                 if not is_taken and chosen not in self._steps(place, "save"):
-                    return self._hold(Claim(place, "save", Attempt.new(chosen)))
+                    return self._hold(Claim(place, "save", attempt))
             if step is not None:
                 raise step_exists(root, step)
 
@@ -82,13 +81,12 @@ class Claims(Container[str]):
             return self._hold(Claim(place, "compaction", Attempt.new(step)))
 
     def needed(self, place: tuple[int, int]) -> set[int]:
-        """Steps that are being saved, and those that saves build upon."""
-        saves = [claim for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, "save")]
-        return {step for claim in saves for step in (claim.step, *claim.parents)}
+        """Return the steps that are being saved, and those that saves build upon."""
+        return {step for claim in self._of(place, "save") for step in (claim.step, *claim.parents)}
 
     @contextlib.contextmanager
     def removing(self, place: tuple[int, int], steps: Collection[int]) -> Iterator[bool]:
-        """While retention removes steps nothing is committed upon them. False: a save needs one of them already.
+        """Let nothing be committed upon steps while retention removes them. False: a save needs one of them already.
 
         A save notes its parents and looks at `is_removed` then; here it is the other way round. So one sees the other.
         """
@@ -99,11 +97,14 @@ class Claims(Container[str]):
             del self._removing[place]
 
     def is_removed(self, place: tuple[int, int], step: int) -> bool:
-        """Whether retention is about to remove a step."""
+        """Return whether retention is about to remove a step."""
         return step in self._removing.get(place, ())
 
+    def _of(self, place: tuple[int, int], kind: str) -> list[Claim]:
+        return [claim for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
+
     def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
-        return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
+        return [claim.step for claim in self._of(place, kind)]
 
     def _hold(self, claim: Claim) -> Claim:
         self.held[claim.attempt.id] = claim

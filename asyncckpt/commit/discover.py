@@ -6,33 +6,38 @@ step takes the compacted one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead
-from asyncckpt.format.names import (
-    Attempt,
-    compacted_manifest_name,
-    is_compacted_manifest,
-    manifest_name,
-    split_shard_path,
-    step_of_manifest,
-)
+from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead
+from asyncckpt.format.names import compacted_manifest_name, manifest_name, split_shard_path, step_of_manifest
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.storage.directory import Directory
 
+T = TypeVar("T")
+
 
 def committed_steps(root: CheckpointRoot) -> list[int]:
-    """Steps that have a manifest, ascending. Foreign files are passed over."""
+    """Return the steps that have a manifest, ascending. Foreign files are passed over."""
     return sorted({step for name in root.manifests.names() if (step := step_of_manifest(name)) is not None})
 
 
 def is_committed(root: CheckpointRoot, step: int) -> bool:
-    """Whether a step has a manifest, be it a compacted one."""
+    """Return whether a step has a manifest, be it a compacted one."""
     return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
+
+
+def manifests_by_step(root: CheckpointRoot) -> dict[int, list[str]]:
+    """Return the names of the manifests of every step; the last one counts: the compacted one where there is one."""
+    names = set(root.manifests.names())
+    steps = {step for name in names if (step := step_of_manifest(name)) is not None}
+    return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
 
 
 def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
@@ -40,49 +45,68 @@ def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
 
     Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError.
     """
-    name, raw = _raw_manifest(root, step)
-    return decode_manifest(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
+    return _read_of_step(root, step, lambda name: decode_manifest(_bytes_of(root, name), name))
 
 
 def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
-    """The same, but only its head, checked less deeply."""
-    name, raw = _raw_manifest(root, step)
-    return decode_head(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
+    """Read only the head of the manifest of a step, checked less deeply."""
+    return _read_of_step(root, step, lambda name: decode_head(_bytes_of(root, name), name)).head
 
 
-def read_named_head(root: CheckpointRoot, name: str) -> ManifestHead:
-    """The head in the manifest file of this name, which is that of a step."""
-    step = step_of_manifest(name)
-    assert step is not None
-    raw = root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
-    return decode_head(raw, owner=f"manifest {name!r}", step=step, compacted=is_compacted_manifest(name))
-
-
-def superseded_folders(root: CheckpointRoot, step: int) -> set[str]:
-    """Attempt folders of the manifest that a compacted one stands for, where both are there."""
-    if not root.manifests.exists(compacted_manifest_name(step)):
-        return set()
-    try:
-        return {attempt_folder(read_named_head(root, manifest_name(step)))}
-    except NotFoundError:
-        return set()
-
-
-def _raw_manifest(root: CheckpointRoot, step: int) -> tuple[str, bytes]:
-    """Name and bytes of the manifest that speaks for a step."""
+def _read_of_step(root: CheckpointRoot, step: int, read: Callable[[str], T]) -> T:
+    """Read the manifest that counts for a step. NotFoundError."""
     compacted = compacted_manifest_name(step)
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
     for name in (compacted, manifest_name(step), compacted):
-        try:
-            return name, root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
-        except NotFoundError:
-            continue
+        if root.manifests.exists(name):
+            with contextlib.suppress(NotFoundError):
+                return read(name)
     steps = committed_steps(root)
     raise NotFoundError(f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {_shown(steps)}")
 
 
+def _bytes_of(root: CheckpointRoot, name: str) -> bytes:
+    return root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
+
+
+class KnownHeads:
+    """Heads of manifests by file name, without their values. Each is read once, and again when another file has its
+    name: another Saver of this process may have removed the step and saved it anew."""
+
+    def __init__(self, root: CheckpointRoot) -> None:
+        self._root = root
+        self._heads: dict[str, tuple[tuple[int, ...], SealedHead]] = {}
+
+    def add(self, sealed: SealedHead) -> None:
+        """Take note of a manifest that this process has just published."""
+        name = sealed.head.file_name
+        with contextlib.suppress(CheckpointError):  # Then it is read when it is needed.
+            self._keep(name, self._root.manifests.version(name), sealed)
+
+    def of(self, name: str) -> SealedHead:
+        """Return the head in this file; CheckpointError when it cannot be read."""
+        version = self._root.manifests.version(name)
+        known = self._heads.get(name)
+        if known is not None and known[0] == version:
+            return known[1]
+        return self._keep(name, version, decode_head(_bytes_of(self._root, name), name))
+
+    def of_step(self, step: int) -> SealedHead:
+        """Return the head that counts for a step; CheckpointError when it cannot be read."""
+        return _read_of_step(self._root, step, self.of)
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._heads.pop(name, None)
+
+    def _keep(self, name: str, version: tuple[int, ...], sealed: SealedHead) -> SealedHead:
+        kept = replace(sealed, head=replace(sealed.head, values=(), metadata=None))
+        self._heads[name] = version, kept
+        return kept
+
+
 def newest_step(root: CheckpointRoot) -> int:
-    """The newest committed step; NotFoundError when there is none."""
+    """Return the newest committed step; NotFoundError when there is none."""
     steps = committed_steps(root)
     if not steps:
         raise NotFoundError(f"there is no checkpoint in {str(root.path)!r}")
@@ -90,23 +114,22 @@ def newest_step(root: CheckpointRoot) -> int:
 
 
 def check_files(root: CheckpointRoot, head: ManifestHead, folder: Directory | None = None) -> None:
-    """Every file of a manifest is there with its exact size; CorruptError naming file and rank, IOFailedError.
+    """Check that every file is there with its exact size. CorruptError naming file and rank, IOFailedError.
 
     folder: the attempt's, held open; a file that was written through it must be the very same.
     """
     if folder is None and head.files:
-        name = attempt_folder(head)
         try:
-            with root.data.child(name) as opened:
+            with root.data.child(head.folder_name) as opened:
                 return check_files(root, head, opened)
         except NotFoundError as error:
-            raise CorruptError(f"folder {name!r} of step {head.step} is missing") from error
+            raise CorruptError(f"folder {head.folder_name!r} of step {head.step} is missing") from error
     if folder is not None:
         check_listed(folder, head.files, step=head.step)
 
 
 def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) -> None:
-    """These files are in their attempt's folder: see check_files."""
+    """Check that these files are in the folder of their attempt: see check_files."""
     for file in files:
         what = f"shard file {file.path!r} of rank {file.rank} of step {step}"
         try:
@@ -115,11 +138,6 @@ def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) ->
             raise CorruptError(f"{what} is missing") from error
         except CorruptError as error:
             raise CorruptError(f"{what} is not what was written: {error}") from error
-
-
-def attempt_folder(head: ManifestHead) -> str:
-    """The folder below data/ with all files of a manifest."""
-    return Attempt(step=head.step, id=head.attempt).directory
 
 
 def _shown(steps: list[int]) -> str:

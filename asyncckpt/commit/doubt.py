@@ -9,49 +9,48 @@ before it is durable too. The shard files and the manifest itself were synced be
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import check_files, read_head, read_named_head
+from asyncckpt.commit.discover import KnownHeads, check_files
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
-from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, temporary_manifest_name
+from asyncckpt.format.names import Attempt, manifest_name, temporary_manifest_name
 from asyncckpt.storage.directory import io_failed
 
 
 class InDoubt(IndeterminateError):
     """An IndeterminateError that other processes can resolve too: it says where to look."""
 
-    def __init__(self, what: str, path: str, step: int, attempt: str, compacted: bool) -> None:
+    def __init__(self, what: str, path: Path, attempt: Attempt, name: str) -> None:
         super().__init__(what, resolve=self._look, hint="call resolve() on this error; older checkpoints are kept")
-        self._where = (what, path, step, attempt, compacted)
+        self._where = (what, path, attempt, name)
 
     def __reduce__(self) -> tuple[object, ...]:
         return InDoubt, self._where
 
     def _look(self) -> bool:
-        _, path, step, attempt, compacted = self._where
-        return is_committed_whole(Path(path), Attempt(step=step, id=attempt), compacted=compacted)
+        return is_committed_whole(*self._where[1:])
 
 
-def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False) -> bool:
-    """Whether the checkpoint of an attempt is there, with all it builds upon and all files; then it is durable.
+def is_committed_whole(path: Path, attempt: Attempt, name: str | None = None) -> bool:
+    """Return whether the checkpoint of an attempt is there, with all it builds upon; then all of it is durable.
 
-    IOFailedError when that cannot be found out, or made sure.
+    name: of its manifest, if not that of every saved step. IOFailedError when that cannot be found out, or made sure.
     """
     try:
         root = CheckpointRoot.for_reading(path)
     except NotFoundError:
         return False
     with root:
-        head = find_manifest(root, attempt, compacted=compacted)
+        head = find_manifest(root, attempt, name or manifest_name(attempt.step))
         if head is None:
             return False
         try:
-            for found in (head, *chain_below(head, partial(_head_of, root))):
-                check_files(root, found)
+            check_files(root, head)
+            for found in chain_below(head, KnownHeads(root).of_step):
+                check_files(root, found.head)
         except IOFailedError:
             raise
         except CheckpointError:
@@ -60,23 +59,15 @@ def is_committed_whole(path: Path, attempt: Attempt, *, compacted: bool = False)
         return True
 
 
-def find_manifest(root: CheckpointRoot, attempt: Attempt, *, compacted: bool) -> ManifestHead | None:
-    """The head of the manifest of an attempt, if it is that one that has the name; IOFailedError."""
-    name = compacted_manifest_name(attempt.step) if compacted else manifest_name(attempt.step)
+def find_manifest(root: CheckpointRoot, attempt: Attempt, name: str) -> ManifestHead | None:
+    """Return the head of the manifest of this name if it is that of the attempt. IOFailedError."""
     try:
-        head = read_named_head(root, name)
+        head = KnownHeads(root).of(name).head
     except IOFailedError:
         raise
     except CheckpointError:
         return None  # None there, or a damaged one: ours was complete and synced before it got its name.
     return head if head.attempt == attempt.id else None
-
-
-def _head_of(root: CheckpointRoot, step: int) -> ManifestHead | None:
-    try:
-        return read_head(root, step)
-    except NotFoundError:
-        return None
 
 
 def _make_sure(root: CheckpointRoot, step: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.format.manifest import BodyTemplate, FileFacts, ManifestHead, PartText, encode_manifest
+from asyncckpt.format.manifest import BodyTemplate, ManifestHead, PartText, encode_manifest
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 
@@ -23,48 +23,39 @@ _NO_BODY = BodyTemplate(text=b'"tables":[],"tree":{},"blocks":[]', holes=np.empt
 _NO_DIGESTS = np.empty((0, 16), dtype=np.uint8)
 
 # Structures of manifests that were decoded, by kind and rank; the oldest are forgotten first.
-_proven: dict[tuple[str, ...], None] = {}
+_proven: dict[tuple[str | None, ...], None] = {}
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a manifest is made of. head.files, body and digests are those of rank 0.
+    """What a manifest is made of. body and digests are those of rank 0, others the parts of ranks 1, 2, ...
 
-    others, other_files: the parts of ranks 1, 2, ... and all of their files. structures: of every rank a digest of what
-    its part says beside digests and sizes; None where that is not known. Empty: of one rank, to be taken of its body.
+    structures: of every rank a digest of what its part says beside digests and sizes; None where that is not known.
+    Empty: of none.
     """
 
     head: ManifestHead
     body: BodyTemplate
     digests: NDArray[np.uint8]
     others: Sequence[PartText] = ()
-    other_files: Sequence[FileFacts] = ()
     structures: Sequence[str | None] = ()
-
-    @property
-    def whole_head(self) -> ManifestHead:
-        """The head with the files of all ranks."""
-        return replace(self.head, files=(*self.head.files, *self.other_files))
 
 
 def body_structure(body: BodyTemplate) -> str:
-    """A digest of what a body says, but the digests of blocks."""
+    """Return a digest of what a body says, but the digests of blocks."""
     return xxhash.xxh3_128_hexdigest(body.text)
 
 
 def encode_proven(draft: Draft) -> bytearray:
-    """The bytes of a manifest that readers accept; CorruptError, UsageError."""
+    """Return the bytes of a manifest that readers accept. CorruptError, UsageError."""
     head = draft.head
     raw = encode_manifest(head, draft.body, draft.digests, draft.others)
-    structures = tuple(draft.structures) or (() if draft.others else (body_structure(draft.body),))
-    known = (head.kind, *(text for text in structures if text is not None))
-    is_known = len(known) == 1 + head.ranks_count
-    owner, compacted = f"the manifest of step {head.step}", head.replaces is not None
+    known = (head.kind, *draft.structures)
+    is_known = len(draft.structures) == head.ranks_count and None not in draft.structures
     if is_known and known in _proven:
-        short = encode_manifest(replace(head, ranks_count=1), _NO_BODY, _NO_DIGESTS)
-        decode_head(bytes(short), owner=owner, step=head.step, compacted=compacted)
+        decode_head(bytes(encode_manifest(replace(head, ranks_count=1), _NO_BODY, _NO_DIGESTS)), head.file_name)
     else:
-        decode_manifest(bytes(raw), owner=owner, step=head.step, compacted=compacted)
+        decode_manifest(bytes(raw), head.file_name)
     if is_known:
         _proven.pop(known, None)
         _proven[known] = None

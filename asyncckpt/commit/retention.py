@@ -25,11 +25,10 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from dataclasses import replace
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import attempt_folder, check_files, read_named_head
+from asyncckpt.commit.discover import KnownHeads, check_files, manifests_by_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import (
     CheckpointError,
@@ -41,66 +40,13 @@ from asyncckpt.errors import (
     UnsupportedError,
 )
 from asyncckpt.format.manifest import ManifestHead
-from asyncckpt.format.names import (
-    attempt_of_directory,
-    attempt_of_swept,
-    compacted_manifest_name,
-    is_temporary_manifest,
-    manifest_name,
-    step_of_manifest,
-    swept_name,
-)
+from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, attempt_of_swept, swept_name
 
 # One directory is no place for two retentions at once, and which directory it is does not matter. Saves go on beside
 # it: see _keep_latest.
 _retaining = threading.Lock()
 LOOKS_MAX = 100
 _UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)
-
-
-class KnownHeads:
-    """Heads of manifests by file name, without their values. Each is read once, and again when another file has its
-    name: another Saver of this process may have removed the step and saved it anew."""
-
-    def __init__(self, root: CheckpointRoot) -> None:
-        self._root = root
-        self._heads: dict[str, tuple[tuple[int, ...], ManifestHead]] = {}
-
-    def add(self, head: ManifestHead) -> None:
-        """Take note of a manifest that this process has just published."""
-        compacted = head.replaces is not None
-        name = compacted_manifest_name(head.step) if compacted else manifest_name(head.step)
-        with contextlib.suppress(CheckpointError):  # Then it is read when it is needed.
-            self._keep(name, self._root.manifests.version(name), head)
-
-    def of(self, names: Iterable[str]) -> list[ManifestHead]:
-        """The heads in these files; CheckpointError for one that cannot be read."""
-        return [self._one(name) for name in names]
-
-    def of_step(self, step: int) -> ManifestHead | None:
-        """The head that speaks for a step; None where there is none."""
-        compacted = compacted_manifest_name(step)
-        # Twice the compacted one: it may be published, and the other removed, between the first two looks.
-        for name in (compacted, manifest_name(step), compacted):
-            with contextlib.suppress(NotFoundError):
-                return self._one(name)
-        return None
-
-    def forget(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._heads.pop(name, None)
-
-    def _one(self, name: str) -> ManifestHead:
-        version = self._root.manifests.version(name)
-        known = self._heads.get(name)
-        if known is not None and known[0] == version:
-            return known[1]
-        return self._keep(name, version, read_named_head(self._root, name))
-
-    def _keep(self, name: str, version: tuple[int, ...], head: ManifestHead) -> ManifestHead:
-        kept = replace(head, values=(), metadata=None)
-        self._heads[name] = version, kept
-        return kept
 
 
 def keep_latest(
@@ -122,7 +68,7 @@ def keep_latest(
 def _keep_latest(
     root: CheckpointRoot, heads: KnownHeads, count: int, protected_now: Callable[[], Collection[int]]
 ) -> list[int] | None:
-    """None: something was saved meanwhile, look again.
+    """Remove what goes now, and return the steps; None: something was saved meanwhile, look again.
 
     What is listed is either protected, or of a save that had ended before: what protects its step is asked for last.
     Right before the removal, when nothing can be committed any more upon what goes, nothing new may be there.
@@ -135,15 +81,15 @@ def _keep_latest(
     wanted = [step for step in steps if step in steps[-count:] or step in protected]
     if len(wanted) == len(steps) and all(len(names) == 1 for names in manifests.values()):
         return []
-    kept = _with_parents(wanted, manifests, heads)
+    kept = _with_parents(wanted, heads)
     for head in kept.values():
         check_files(root, head)
-    speaking = {manifests[step][-1] for step in kept}
+    speaking = {names[-1] for step, names in manifests.items() if step in kept}
     victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
     if not victims:
         return []
     try:
-        going = heads.of(victims)
+        going = [heads.of(name).head for name in victims]
     except CheckpointError as error:
         raise CorruptError(f"old checkpoints cannot be removed: {error}") from error
     removed = [step for step in steps if step not in kept]
@@ -156,32 +102,20 @@ def _keep_latest(
                 root.manifests.sync()  # Before what it builds upon goes.
         root.manifests.sync()
     heads.forget(victims)
-    folders = {attempt_folder(head) for head in going} - {attempt_folder(head) for head in kept.values()}
+    folders = {head.folder_name for head in going} - {head.folder_name for head in kept.values()}
     remove_folders(root, sorted(folders))
     root.data.sync()
     return removed
 
 
-def _with_parents(wanted: Sequence[int], manifests: dict[int, list[str]], heads: KnownHeads) -> dict[int, ManifestHead]:
-    """The heads of the wanted steps and of all they build upon, by step."""
-
-    def head_of(step: int) -> ManifestHead | None:
-        return heads.of(manifests[step][-1:])[0] if step in manifests else None
-
+def _with_parents(wanted: Sequence[int], heads: KnownHeads) -> dict[int, ManifestHead]:
+    """Return the heads of the wanted steps and of all they build upon, by step."""
     kept: dict[int, ManifestHead] = {}
     for step in wanted:
-        head = head_of(step)
-        assert head is not None
-        kept[step] = head
-        kept |= {found.step: found for found in chain_below(head, head_of)}
+        newest = heads.of_step(step)
+        for found in (newest, *chain_below(newest.head, heads.of_step)):
+            kept[found.head.step] = found.head
     return kept
-
-
-def manifests_by_step(root: CheckpointRoot) -> dict[int, list[str]]:
-    """Names of the manifests of every step; the last of them speaks for it, the compacted one where there is one."""
-    names = set(root.manifests.names())
-    steps = {step for name in names if (step := step_of_manifest(name)) is not None}
-    return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
 
 
 def remove_folders(root: CheckpointRoot, names: Iterable[str]) -> None:
@@ -211,7 +145,8 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
         return []
     removed = []
     for name in root.manifests.names():
-        if is_temporary_manifest(name) and name.removeprefix(".m-") not in keep_attempts:
+        attempt_id = attempt_id_of_temporary(name)
+        if attempt_id is not None and attempt_id not in keep_attempts:
             root.manifests.remove_file(name)
             removed.append(name)
     if strays:
@@ -225,7 +160,7 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
 
 
 def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_attempts: Container[str]) -> list[str]:
-    """Attempt folders without a manifest; manifests are read only where a step has several folders or manifests.
+    """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
 
     `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
     have one.
@@ -268,7 +203,7 @@ def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
 
 
 def _named(heads: KnownHeads, manifests: list[str]) -> set[str]:
-    return {attempt_folder(head) for head in heads.of(manifests)}
+    return {heads.of(name).head.folder_name for name in manifests}
 
 
 def _renew_lock() -> None:

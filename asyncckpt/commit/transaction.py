@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, TypeVar
 
@@ -45,14 +46,14 @@ import aiofiles
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.claims import Claim, claims, step_exists
-from asyncckpt.commit.discover import check_files, read_manifest
+from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
 from asyncckpt.commit.proof import Draft, encode_proven
-from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
-from asyncckpt.format.manifest import ManifestHead, ParentFacts, written_digest
-from asyncckpt.format.names import compacted_manifest_name, manifest_name, temporary_manifest_name
+from asyncckpt.format.manifest import ManifestHead, ParentFacts, SealedHead, written_digest
+from asyncckpt.format.names import compacted_manifest_name, temporary_manifest_name
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.owner_lock import OwnerLock
 
@@ -77,11 +78,11 @@ class Commits:
     durable: bool
     threads: Executor
     warn: Callable[..., None]
-    heads: KnownHeads = field(init=False)
     in_doubt: list[IndeterminateError] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", KnownHeads(self.root))
+    @cached_property
+    def heads(self) -> KnownHeads:
+        return KnownHeads(self.root)
 
     def retain(self, count: int | None, *, protected: Callable[[], Collection[int]]) -> None:
         """Let all but the newest checkpoints go (None: none). Never raises: the new checkpoint is committed."""
@@ -93,7 +94,7 @@ class Commits:
             self.warn("old checkpoints in %s were kept: %s", self.root.path, error)
 
     def check_not_in_doubt(self) -> None:
-        """After a commit whose durability is unknown nothing more is committed here until the directory is reopened."""
+        """Refuse to commit after a commit whose durability is unknown, until the directory is opened anew."""
         if self.in_doubt:
             raise IndeterminateError(
                 f"an earlier commit of this Saver is in doubt: {self.in_doubt[0].what}",
@@ -119,7 +120,6 @@ class Transaction:
         self._claim = claim
         self._commits = commits
         self._root = commits.root
-        self._is_compaction = claim.kind == "compaction"
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
 
     @staticmethod
@@ -141,7 +141,7 @@ class Transaction:
         return Transaction(commits, claim, folder)
 
     def head(self, **facts: Any) -> ManifestHead:
-        """The head of this attempt's manifest: these facts, and what is the same for all."""
+        """Return the head of the manifest: these facts, and what is the same for all."""
         usual: dict[str, Any] = {
             "kind": "delta" if facts.get("parents") else "full",
             "parents": (),
@@ -159,7 +159,7 @@ class Transaction:
         """
         assert self._state == "begun"
         self._state = "committing"
-        head = draft.whole_head
+        head = draft.head
         self._claim.parents[:] = [parent.step for parent in head.parents[:1]]
         try:
             raw, fd = await self._on_thread(self._prepare, draft)
@@ -176,8 +176,9 @@ class Transaction:
         finally:
             self.folder.close()
         self._state = "committed"
-        self._commits.heads.add(head)
-        parent = ParentFacts(step=head.step, attempt=head.attempt, digest=written_digest(raw))
+        sealed = SealedHead(head=head, digest=written_digest(raw))
+        self._commits.heads.add(sealed)
+        parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
         return Published(parent=parent, manifest_bytes=len(raw))
 
     def close(self) -> None:
@@ -203,7 +204,7 @@ class Transaction:
         return await asyncio.get_running_loop().run_in_executor(self._commits.threads, function, *arguments)
 
     def _prepare(self, draft: Draft) -> tuple[bytearray, int]:
-        """The manifest's bytes, proven, and a new file for them."""
+        """Return the bytes of the manifest, proven, and a new file for them."""
         raw = encode_proven(draft)
         if self._commits.durable:
             self.folder.sync()
@@ -230,7 +231,7 @@ class Transaction:
         self._check_place()
         self._check_others(head)
         check_files(self._root, head, self.folder)
-        self._rename()
+        self._rename(head.file_name)
         self._make_durable(head)
 
     def _abandon(self) -> None:
@@ -244,8 +245,9 @@ class Transaction:
     # -- proofs --------------------------------------------------------------------------------------------------------
 
     def _check_place(self) -> None:
-        """What is published will be found where it was written."""
-        root, what = self._root, f"step {self.attempt.step} was {'compacted' if self._is_compaction else 'saved'}"
+        """Check that what is published will be found where it was written."""
+        root, done = self._root, "saved" if self._claim.kind == "save" else "compacted"
+        what = f"step {self.attempt.step} was {done}"
         if not root.root.is_still(root.path):
             raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {what}")
         if not root.data.has(self.attempt.directory, self.folder.identity):
@@ -255,7 +257,7 @@ class Transaction:
             )
 
     def _check_others(self, head: ManifestHead) -> None:
-        """The other checkpoints of the directory let this one be published."""
+        """Check that the other checkpoints of the directory let this one be published."""
         if self._commits.lock is not None:
             self._commits.lock.check_held(self._root.root)
         self._check_parents(head)
@@ -266,34 +268,35 @@ class Transaction:
             raise ConflictError(f"step {head.step} of {str(self._root.path)!r} was rewritten while it was compacted")
 
     def _check_parents(self, head: ManifestHead) -> None:
-        """What a delta builds upon is there with all files, down to a full checkpoint, and stays."""
+        """Check that what a delta builds upon is there with all files, down to a full checkpoint, and stays."""
+        if not head.parents:
+            return
         try:
             for found in chain_below(head, self._commits.heads.of_step):
-                check_files(self._root, found)
+                check_files(self._root, found.head)
         except CorruptError as error:
             raise _without_parents(head, str(error)) from error
-        if any(claims.is_removed(self._claim.place, parent.step) for parent in head.parents[:1]):
+        if claims.is_removed(self._claim.place, head.parents[0].step):
             raise _without_parents(head, "it is being removed")
 
     # -- the rename ----------------------------------------------------------------------------------------------------
 
-    def _rename(self) -> None:
-        manifests, step = self._root.manifests, self.attempt.step
-        final = compacted_manifest_name(step) if self._is_compaction else manifest_name(step)
+    def _rename(self, name: str) -> None:
+        root, attempt = self._root, self.attempt
         try:
-            manifests.publish(temporary_manifest_name(self.attempt), final)
+            root.manifests.publish(temporary_manifest_name(attempt), name)
         except Exception as error:
             try:
-                is_ours = find_manifest(self._root, self.attempt, compacted=self._is_compaction) is not None
+                is_ours = find_manifest(root, attempt, name) is not None
             except Exception:
                 # It is not known whether the manifest is there, so its data must stay.
-                raise self._doubt(error) from error
+                raise self._doubt(name, error) from error
             if isinstance(error, ConflictError):
                 if is_ours:
                     return  # A replayed rename (NFS) reports EEXIST for our own success.
-                raise step_exists(self._root, step) from error
+                raise step_exists(root, attempt.step) from error
             if is_ours:
-                raise self._doubt(error) from error
+                raise self._doubt(name, error) from error
             raise
 
     def _make_durable(self, head: ManifestHead) -> None:
@@ -302,17 +305,17 @@ class Transaction:
                 self._root.manifests.sync()
             self._check_after(head)
         except Exception as error:  # Of any kind: what is published keeps its files.
-            raise self._doubt(error) from error
+            raise self._doubt(head.file_name, error) from error
 
     def _check_after(self, head: ManifestHead) -> None:
         self._check_place()
         self._check_parents(head)
         check_files(self._root, head, self.folder)
 
-    def _doubt(self, error: Exception) -> InDoubt:
-        path, attempt = str(self._root.path), self.attempt
-        what = f"checkpoint of step {attempt.step} may be visible, but is perhaps not durable, or not whole: {error}"
-        return InDoubt(what, path, attempt.step, attempt.id, self._is_compaction)
+    def _doubt(self, name: str, error: Exception) -> InDoubt:
+        step = self.attempt.step
+        what = f"checkpoint of step {step} may be visible, but is perhaps not durable, or not whole: {error}"
+        return InDoubt(what, self._root.path, self.attempt, name)
 
 
 def _without_parents(head: ManifestHead, why: str) -> ConflictError:
@@ -323,7 +326,7 @@ def _without_parents(head: ManifestHead, why: str) -> ConflictError:
 
 
 async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:
-    """A raw file may take less than it is given."""
+    """Write all bytes; a raw file may take less than it is given."""
     rest = memoryview(raw)
     while rest:
         written = await file.write(rest)

@@ -286,11 +286,12 @@ def _parts(begun: CoordinatedAttempt, results: Sequence[Sequence[WriteResult]], 
 def _draft(begun: CoordinatedAttempt, parts: Sequence[SentPart]) -> Draft:
     first, others = parts[0], parts[1:]
     return Draft(
-        head=begun.transaction.head(ranks_count=len(parts), files=first.files, values=first.values),
+        head=begun.transaction.head(
+            ranks_count=len(parts), files=tuple(file for part in parts for file in part.files), values=first.values
+        ),
         body=first.body,
         digests=first.digests,
         others=[part.part_text for part in others],
-        other_files=[file for part in others for file in part.files],
         structures=[body_structure(part.body) for part in parts],
     )
 

@@ -53,28 +53,16 @@ _STORED_AS_ITSELF = {
 }
 _STORED_AS_BYTES = ("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8")
 _STORED_AS_PAIR = {"complex128": "F64", "complex32": "F16"}
-
-
-def _table() -> dict[str, StoredDtype]:
-    """Return every supported dtype that this torch has, by name."""
-    stored: dict[str, StoredDtype] = {}
-    wanted = [(name, code, False) for name, code in _STORED_AS_ITSELF.items()]
-    wanted += [(name, "U8", False) for name in _STORED_AS_BYTES]
-    wanted += [(name, code, True) for name, code in _STORED_AS_PAIR.items()]
-    for name, code, pair in wanted:
-        dtype = getattr(torch, name, None)
-        if isinstance(dtype, torch.dtype):
-            stored[name] = StoredDtype(dtype=dtype, name=name, stored=code, itemsize=dtype.itemsize, pair=pair)
-    return stored
-
-
-_BY_NAME = _table()
+# Every supported dtype that this torch has.
+_BY_NAME = {
+    name: StoredDtype(dtype=dtype, name=name, stored=code, itemsize=dtype.itemsize, pair=name in _STORED_AS_PAIR)
+    for name, code in (_STORED_AS_ITSELF | dict.fromkeys(_STORED_AS_BYTES, "U8") | _STORED_AS_PAIR).items()
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
 _BY_DTYPE = {entry.dtype: entry for entry in _BY_NAME.values()}
 
-# Bytes of one element of every dtype a shard header may name.
-STORED_ITEMSIZE = {entry.stored: entry.stored_itemsize for entry in _BY_NAME.values()} | {
-    code: getattr(torch, name).itemsize for name, code in _STORED_AS_ITSELF.items() if hasattr(torch, name)
-}
+# Bytes of one element of every dtype that a shard header may name.
+STORED_ITEMSIZE = {entry.stored: entry.stored_itemsize for entry in _BY_NAME.values()}
 
 
 def supported_dtypes() -> tuple[torch.dtype, ...]:
@@ -102,7 +90,7 @@ def known_dtype(name: str) -> StoredDtype | None:
 
 def dtype_by_name(name: str, *, owner: str) -> StoredDtype:
     """Return the dtype a manifest names; UnsupportedError naming `owner` where there is none."""
-    entry = _BY_NAME.get(name)
+    entry = known_dtype(name)
     if entry is None:
         raise UnsupportedError(
             f"tensor {owner!r} has a dtype that this version cannot read", found=name, expected=sorted(_BY_NAME)

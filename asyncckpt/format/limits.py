@@ -48,7 +48,7 @@ KEY_BITS_MAX = 13_000  # Of an int that is a key: about as many digits.
 
 
 def check_step(step: Any, *, name: str = "step", or_none: bool = True) -> None:
-    """UsageError for what is no number of a step; or_none: None is allowed, for the newest or the next one."""
+    """Refuse what is no number of a step: UsageError. or_none: None is allowed, for the newest or the next one."""
     if (step is not None or not or_none) and (type(step) is not int or not 0 <= step <= STEP_MAX):
         raise UsageError(f"{name} is wrong", found=step, expected=f"an int in [0, {STEP_MAX}]")
 
@@ -59,12 +59,12 @@ def array_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def check_array(name: str, shape: Sequence[int], stored: StoredDtype) -> None:
-    """UnsupportedError naming an array of a shape that no reader takes."""
+    """Refuse an array of a shape that no reader takes: UnsupportedError that names it."""
     check_shape(name, shape, itemsize=stored.itemsize, extra_dimensions=int(stored.pair))
 
 
 def check_shape(name: str, shape: Sequence[int], *, itemsize: int, extra_dimensions: int = 0) -> None:
-    """The same. extra_dimensions: how many more the stored array has."""
+    """Refuse the same, by itemsize. extra_dimensions: how many more the stored array has."""
     if len(shape) + extra_dimensions > DIMENSIONS_MAX:
         raise UnsupportedError(
             f"tensor {name!r} has too many dimensions",
@@ -82,7 +82,7 @@ def check_shape(name: str, shape: Sequence[int], *, itemsize: int, extra_dimensi
 
 
 def check_block(spec: BlockSpec) -> None:
-    """The same for a block, its whole and its stored form. Of a dtype that is unknown here, only the bytes count."""
+    """Refuse the same of a block, its whole and its stored form. Of a dtype unknown here only the bytes count."""
     stored = known_dtype(spec.dtype)
     for shape in (spec.shape, spec.whole_shape):
         if shape is not None and stored is not None:
@@ -95,7 +95,7 @@ def check_block(spec: BlockSpec) -> None:
 
 
 def check_tables(tables: Sequence[TableFacts]) -> None:
-    """UsageError naming a table that no reader takes."""
+    """Refuse tables that no reader takes: UsageError that names one."""
     _check_count("tables of a rank", len(tables), TABLES_MAX)
     names = {table.name for table in tables}
     if len(names) != len(tables):
@@ -108,25 +108,25 @@ def check_tables(tables: Sequence[TableFacts]) -> None:
 
 
 def check_blocks_count(count: int) -> None:
-    """UsageError for more blocks than a manifest may list."""
+    """Refuse more blocks than a manifest may list: UsageError."""
     _check_count("blocks of a rank", count, BLOCKS_MAX, hint="save fewer, larger tensors")
 
 
 def check_values_count(count: int, *, last: str | None = None) -> None:
-    """UsageError for more plain values than a manifest may hold. last: where they are."""
+    """Refuse more plain values than a manifest may hold: UsageError. last: where they are."""
     where = "" if last is None else f", up to {last}"
     _check_count(f"plain values of a rank{where}", count, VALUES_MAX, hint="save long lists of numbers as a tensor")
 
 
 def check_chain_length(count: int) -> None:
-    """UsageError for a delta with more parents than a reader follows."""
+    """Refuse a delta with more parents than a reader follows: UsageError."""
     _check_count(
         "checkpoints below a delta", count, CHAIN_STEPS_MAX, hint="save a full checkpoint: kind='full' or 'auto'"
     )
 
 
 def check_manifest_bytes(count: int, *, last: str | None = None) -> None:
-    """UsageError for a manifest, or the text that goes into one, that is too large to be read. last: where it is."""
+    """Refuse a manifest, or text that goes into one, that is too large to be read: UsageError. last: where it is."""
     if count > MANIFEST_BYTES_MAX:
         where = "" if last is None else f" with the plain values up to {last}"
         raise UsageError(

@@ -11,8 +11,9 @@ save to save (tables, tree, blocks) is rendered once per plan, with holes for th
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 from asyncckpt.format.strict_json import Json, dumps, looks_like
 from asyncckpt.format.tree import Node, encode_tree
 from asyncckpt.model.block import PlacedBlock, TableFacts
@@ -43,6 +45,7 @@ FEATURES = frozenset({DELTA, COMPACTED, ENCODING, PAD, RANKS, BOXES})
 
 _HOLE = b"-" * 32
 _DIGEST_MARK = b',"digest":"'
+_END_BYTES = len(_DIGEST_MARK) + 35  # With 32 digits and what closes the object.
 # The two hexadecimal digits of every byte value, uint8 [256, 2].
 _HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
 
@@ -108,6 +111,29 @@ class ManifestHead:
         uses = {DELTA: self.kind == "delta", COMPACTED: self.replaces is not None, RANKS: self.ranks_count > 1}
         return frozenset(name for name, used in uses.items() if used)
 
+    @property
+    def files_of_ranks(self) -> list[list[FileFacts]]:
+        """The files of rank 0, those of rank 1, ..."""
+        return [list(files) for _, files in itertools.groupby(self.files, key=lambda file: file.rank)]
+
+    @property
+    def file_name(self) -> str:
+        """The name of the manifest in manifests/."""
+        return manifest_name(self.step) if self.replaces is None else compacted_manifest_name(self.step)
+
+    @property
+    def folder_name(self) -> str:
+        """The name in data/ of the folder with all files."""
+        return Attempt(step=self.step, id=self.attempt).directory
+
+
+@dataclass(frozen=True)
+class SealedHead:
+    """The head of a manifest that is written, and the own digest of the manifest, in hexadecimal."""
+
+    head: ManifestHead
+    digest: str
+
 
 @dataclass(frozen=True)
 class RankPart:
@@ -125,21 +151,14 @@ class RankPart:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """A decoded manifest; `version` and `requires` have been checked. `digest` is its own, in hexadecimal."""
+class Manifest(SealedHead):
+    """A decoded manifest, whose `version` and `requires` have been checked."""
 
-    head: ManifestHead
     parts: tuple[RankPart, ...]
-    digest: str
 
     @property
     def step(self) -> int:
         return self.head.step
-
-    @property
-    def tree(self) -> Node:
-        """The state's tree of rank 0."""
-        return self.parts[0].tree
 
     @cached_property
     def tables(self) -> tuple[TableFacts, ...]:
@@ -205,56 +224,43 @@ def render_body(
     tables: Sequence[TableFacts], tree: Node, blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
 ) -> BodyTemplate:
     """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
-    limits.check_blocks_count(len(blocks))
-    listed = _tables_text(tables)
-    head = b'%s,"tree":%s,"blocks":[' % (listed, dumps(encode_tree(tree)))
-    rendered, ends = _blocks_text(blocks, filtered)
-    text = head + rendered + b"]"
-    holes = len(head) + ends - len(b'"}') - 32
-    assert all(text[hole : hole + 32] == _HOLE for hole in holes[:3].tolist())
-    return BodyTemplate(text=text, holes=holes, features=features_of(blocks), tables_end=len(listed))
+    text = b',"tree":%s,"blocks":[]' % dumps(encode_tree(tree))
+    empty = BodyTemplate(text=text, holes=np.empty(0, dtype=np.int64))
+    return extend_body(empty, tables, blocks, filtered=filtered)
 
 
-def extend_body(body: BodyTemplate, *, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock]) -> BodyTemplate:
+def extend_body(
+    body: BodyTemplate, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
+) -> BodyTemplate:
     """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
     limits.check_blocks_count(len(body.holes) + len(blocks))
-    listed = _tables_text(tables)
+    limits.check_tables(tables)
+    listed = b'"tables":%s' % dumps([_table_json(table) for table in tables])
     own = listed + body.text[body.tables_end : -1]
     if len(body.holes) and blocks:
         own += b","
-    rendered, ends = _blocks_text(blocks, ())
-    holes = [body.holes + len(listed) - body.tables_end, len(own) + ends - len(b'"}') - 32]
+    rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
+    lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
+    # The last of a block's members is its digest.
+    holes = len(own) + np.cumsum(lengths) - 1 - len(b'"}') - 32
+    text = own + b",".join(rendered) + b"]"
+    assert all(text[hole : hole + 32] == _HOLE for hole in holes[:3].tolist())
     return BodyTemplate(
-        text=own + rendered + b"]",
-        holes=np.concatenate(holes),
+        text=text,
+        holes=np.concatenate([body.holes + len(listed) - body.tables_end, holes]),
         features=body.features | features_of(blocks),
         tables_end=len(listed),
     )
 
 
-def _tables_text(tables: Sequence[TableFacts]) -> bytes:
-    limits.check_tables(tables)
-    return b'"tables":%s' % dumps([_table_json(table) for table in tables])
-
-
-def _blocks_text(blocks: Sequence[PlacedBlock], filtered: Collection[int]) -> tuple[bytes, NDArray[np.int64]]:
-    """Return the text of blocks, and where each of them ends in it, behind its closing brace."""
-    rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
-    lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
-    return b",".join(rendered), np.cumsum(lengths) - 1
-
-
-def features_of(blocks: Iterable[PlacedBlock]) -> frozenset[str]:
+def features_of(blocks: Collection[PlacedBlock]) -> frozenset[str]:
     """Return what blocks ask of a reader."""
-    features = set()
-    for placed in blocks:
-        if placed.spec.encoding:
-            features.add(ENCODING)
-        if placed.spec.role is Role.PAD:
-            features.add(PAD)
-        if placed.spec.is_box:
-            features.add(BOXES)
-    return frozenset(features)
+    uses = {
+        ENCODING: any(placed.spec.encoding for placed in blocks),
+        PAD: any(placed.spec.role is Role.PAD for placed in blocks),
+        BOXES: any(placed.spec.is_box for placed in blocks),
+    }
+    return frozenset(name for name, used in uses.items() if used)
 
 
 @dataclass(frozen=True)
@@ -287,8 +293,8 @@ def encode_manifest(
 ) -> bytearray:
     """Return the bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
 
-    others: the parts of ranks 1, 2, ... of a checkpoint of several; head.files are those of rank 0 then. All in one
-    buffer: for thousands of blocks it is megabytes, and fresh memory is slow.
+    others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
+    of blocks it is megabytes, and fresh memory is slow.
     """
     limits.check_values_count(len(head.values))
     limits.check_chain_length(len(head.parents))
@@ -305,7 +311,7 @@ def encode_manifest(
         "byteorder": "little",
         "digest_algorithm": DIGEST_ALGORITHM,
         "ranks_count": head.ranks_count,
-        "files": [_file_json(file) for file in head.files],
+        "files": [_file_json(file) for file in head.files if file.rank == 0],
         "values": list(head.values),
         "metadata": head.metadata,
     }
@@ -321,9 +327,7 @@ def encode_manifest(
     limits.check_manifest_bytes(sum(map(len, texts)))
     raw = bytearray().join(texts)
     _fill_holes(raw, body, digests, first_byte=len(begin))
-    end = len(raw) - len(_DIGEST_MARK) - 32 - 3
-    digest = xxhash.xxh3_128_hexdigest(memoryview(raw)[:end]).encode("ascii")
-    raw[-35:-3] = digest
+    raw[-35:-3] = xxhash.xxh3_128_hexdigest(memoryview(raw)[:-_END_BYTES]).encode("ascii")
     return raw
 
 
@@ -336,12 +340,11 @@ def manifest_digest(raw: bytes, *, owner: str) -> str:
     """Check the manifest's own digest and return it; CorruptError when a byte differs or the end is missing."""
     if not raw:
         raise CorruptError(f"{owner} is empty")
-    at = len(raw) - len(_DIGEST_MARK) - 32 - 3
-    if at < 0 or raw[at : at + len(_DIGEST_MARK)] != _DIGEST_MARK or raw[-3:] != b'"}\n':
+    if raw[-_END_BYTES:-35] != _DIGEST_MARK or raw[-3:] != b'"}\n':
         hint = looks_like(raw) or "it is truncated or has foreign bytes"
         raise CorruptError(f"{owner} does not end as a manifest ends", hint=hint)
-    stored = raw[at + len(_DIGEST_MARK) : -3].decode("ascii", "replace")
-    computed = xxhash.xxh3_128_hexdigest(raw[:at])
+    stored = raw[-35:-3].decode("ascii", "replace")
+    computed = xxhash.xxh3_128_hexdigest(raw[:-_END_BYTES])
     if stored != computed:
         raise CorruptError(f"{owner} is damaged: its digest is wrong", found=computed, expected=stored)
     return computed

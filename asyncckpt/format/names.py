@@ -25,11 +25,12 @@ MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
 
 _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
-_TEMPORARY = re.compile(r"\.m-[0-9a-f]{32}")
+_TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _SWEPT = ".s-"
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
+_SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT_DIR.pattern})/(?P<name>{_SHARD.pattern})")
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,10 @@ def is_compacted_manifest(name: str) -> bool:
     return match is not None and match.group(2) is not None
 
 
-def is_temporary_manifest(name: str) -> bool:
-    return _TEMPORARY.fullmatch(name) is not None
+def attempt_id_of_temporary(name: str) -> str | None:
+    """Return the id of the attempt of a manifest that is not yet published; None for another file."""
+    match = _TEMPORARY.fullmatch(name)
+    return match.group(1) if match else None
 
 
 def attempt_of_directory(name: str) -> Attempt | None:
@@ -117,16 +120,11 @@ def shard_path(attempt: Attempt, name: str) -> str:
 
 def split_shard_path(path: str, *, owner: str) -> tuple[str, str]:
     """(attempt folder, file name) of a path from a manifest; CorruptError for anything but the form above."""
-    parts = path.split("/")
-    if (
-        len(parts) != 3
-        or parts[0] != DATA_DIR
-        or attempt_of_directory(parts[1]) is None
-        or not _SHARD.fullmatch(parts[2])
-    ):
+    match = _SHARD_PATH.fullmatch(path)
+    if match is None:
         raise CorruptError(
             f"{owner} names a file outside its checkpoint",
             found=path,
             expected="data/<step>-<attempt>/r<rank>-<index>.safetensors",
         )
-    return parts[1], parts[2]
+    return match["folder"], match["name"]

@@ -1,12 +1,13 @@
 """Decode and check the head of a manifest: what it is, of which save, in which files, and upon what it builds.
 
-The order is that of trust: the manifest's own digest, then version and required features, then all else.
+The order is that of trust: the manifest's own digest, then version and required features, then all else. The name of
+the file says which step the manifest is of, and whether it is a compacted checkpoint's.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UnsupportedError
 from asyncckpt.format import limits
@@ -18,31 +19,41 @@ from asyncckpt.format.manifest import (
     FileFacts,
     ManifestHead,
     ParentFacts,
+    SealedHead,
     manifest_digest,
 )
-from asyncckpt.format.names import Attempt, attempt_of_directory, rank_of_shard, split_shard_path
+from asyncckpt.format.names import (
+    Attempt,
+    is_compacted_manifest,
+    rank_of_shard,
+    split_shard_path,
+    step_of_manifest,
+)
 from asyncckpt.format.strict_json import Fields, loads
 
 
-def decode_head(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> ManifestHead:
-    """Only the head of a manifest: a fraction of the work when its blocks do not matter."""
-    return open_manifest(raw, owner=owner, step=step, compacted=compacted)[1]
+def decode_head(raw: bytes, name: str) -> SealedHead:
+    """Decode only the head of a manifest: a fraction of the work when its blocks do not matter."""
+    return open_manifest(raw, name)[1]
 
 
-def open_manifest(raw: bytes, *, owner: str, step: int, compacted: bool) -> tuple[Fields, ManifestHead, str]:
-    """Return all members, the head, and the own digest. `step` and `compacted` are those of the file name."""
+def open_manifest(raw: bytes, name: str) -> tuple[Fields, SealedHead]:
+    """Return all members, and the head."""
+    owner = f"manifest {name!r}"
     # The digest first: before it is right, not even the version can be believed. Its place is the same in all versions.
     digest = manifest_digest(raw, owner=owner)
     fields = Fields(loads(raw, owner=owner), owner=owner, where="manifest")
     _check_version(fields)
     head = _head(fields)
-    if head.step != step:
-        raise CorruptError(f"{owner} holds another step than its name", found=head.step, expected=step)
-    if compacted != (head.replaces is not None):
-        what = "names no manifest that it replaces" if compacted else "replaces another manifest, but its name does not"
-        raise CorruptError(f"{owner} {what}", found=head.replaces)
+    if head.step != step_of_manifest(name):
+        expected = step_of_manifest(name)
+        raise CorruptError(f"{owner} holds another step than its name", found=head.step, expected=expected)
+    if head.replaces is None and is_compacted_manifest(name):
+        raise CorruptError(f"{owner} names no manifest that it replaces")
+    if head.replaces is not None and not is_compacted_manifest(name):
+        raise CorruptError(f"{owner} replaces another manifest, but its name does not", found=head.replaces)
     check_features(fields, head.features)
-    return fields, head, digest
+    return fields, SealedHead(head=head, digest=digest)
 
 
 def check_features(fields: Fields, used: Collection[str]) -> None:
@@ -77,15 +88,14 @@ def _head(fields: Fields) -> ManifestHead:
         raise UnsupportedError(f"{fields.owner} is a checkpoint of a kind that this version cannot read", found=kind)
     attempt = Attempt(step=fields.integer("step", at_most=limits.STEP_MAX), id=fields.digest("attempt").hex())
     ranks_count = fields.integer("ranks_count", at_least=1, at_most=limits.RANKS_MAX)
-    files = tuple(
-        _file(item, attempt, rank)
-        for rank, part in enumerate(rank_fields(fields, ranks_count))
-        for item in part.objects("files", count_max=limits.FILES_MAX)
-    )
-    paths = {file.path for file in files}
-    if len(paths) != len(files):
+    files: list[FileFacts] = []
+    for rank, part in enumerate(rank_fields(fields, ranks_count)):
+        own = [_file(item, attempt, rank) for item in part.objects("files", count_max=limits.FILES_MAX)]
+        if not own:
+            raise CorruptError(f"{fields.owner} has no file of rank {rank}", expected=f"files of {ranks_count} ranks")
+        files += own
+    if len({file.path for file in files}) != len(files):
         raise CorruptError(f"{fields.owner} lists a file twice")
-    _check_ranks(fields, files, ranks_count)
     replaces = None if fields.optional_text("replaces") is None else fields.digest("replaces").hex()
     if replaces is not None and kind != "full":
         raise CorruptError(f"{fields.owner} is compacted but not full", found=kind)
@@ -97,7 +107,7 @@ def _head(fields: Fields) -> ManifestHead:
         created=fields.text("created"),
         writer=fields.text("writer"),
         ranks_count=ranks_count,
-        files=files,
+        files=tuple(files),
         values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         metadata=fields.value("metadata"),
         replaces=replaces,
@@ -129,29 +139,18 @@ def _parents(fields: Fields, *, kind: str, step: int) -> tuple[ParentFacts, ...]
     return parents
 
 
-def _check_ranks(fields: Fields, files: Sequence[FileFacts], ranks_count: int) -> None:
-    """Every rank has written a file."""
-    silent = set(range(ranks_count)) - {file.rank for file in files}
-    if silent:
-        raise CorruptError(
-            f"{fields.owner} has no file of rank {min(silent)}", expected=f"files of {ranks_count} ranks"
-        )
-
-
 def rank_fields(fields: Fields, ranks_count: int) -> list[Fields]:
     """Return the part of every rank: rank 0's are the members of the manifest, the rest is in `others`."""
-    others = [] if fields.absent("others") else fields.objects("others", count_max=limits.RANKS_MAX)
-    if len(others) != ranks_count - 1:
-        raise CorruptError(
-            f"{fields.owner} has not the parts of all ranks", found=1 + len(others), expected=ranks_count
-        )
-    return [fields, *others]
+    parts = [fields, *fields.objects("others", count_max=limits.RANKS_MAX, optional=True)]
+    if len(parts) != ranks_count:
+        raise CorruptError(f"{fields.owner} has not the parts of all ranks", found=len(parts), expected=ranks_count)
+    return parts
 
 
 def _file(fields: Fields, attempt: Attempt, rank: int) -> FileFacts:
     path = fields.text("path")
-    directory, name = split_shard_path(path, owner=fields.owner)
-    if attempt_of_directory(directory) != attempt:
+    folder, name = split_shard_path(path, owner=fields.owner)
+    if folder != attempt.directory:
         raise CorruptError(f"{fields.owner} mixes files of two saves", found=path, expected=attempt.directory)
     if fields.integer("rank") != rank or rank_of_shard(name) != rank:
         raise CorruptError(f"{fields.owner} lists a file of another rank", found=path, expected=f"rank {rank}")

@@ -26,23 +26,23 @@ from asyncckpt.model.table import Role
 _PAD_NAME = re.compile(r"#pad\.[0-9]+")
 
 
-def decode_manifest(raw: bytes, *, owner: str, step: int, compacted: bool = False) -> Manifest:
-    """Decode the bytes of a manifest file; `step` and `compacted` are those of its file name."""
-    fields, head, digest = open_manifest(raw, owner=owner, step=step, compacted=compacted)
+def decode_manifest(raw: bytes, name: str) -> Manifest:
+    """Decode the bytes of the manifest file of this name."""
+    fields, sealed = open_manifest(raw, name)
+    head, owner = sealed.head, fields.owner
+    parts: list[RankPart] = []
     first_file = 0
-    parts = []
-    for rank, own in enumerate(rank_fields(fields, head.ranks_count)):
-        files = [file for file in head.files if file.rank == rank]
+    own_parts = rank_fields(fields, head.ranks_count)
+    for rank, (own, files) in enumerate(zip(own_parts, head.files_of_ranks, strict=True)):
         parts.append(_part(own, head, rank, files, first_file=first_file))
         first_file += len(files)
-    manifest = Manifest(head=head, parts=tuple(parts), digest=digest)
+    manifest = Manifest(head=head, digest=sealed.digest, parts=tuple(parts))
     _check_files(manifest, owner)
     for part in parts:
-        _check_table_parts(part, owner)
         _check_leaves(part, owner)
         _check_tables(part, owner)
-    check_dense(manifest, owner)
-    check_features(fields, features_of(block.placed for block in manifest.blocks))
+    _check_dense(manifest, owner)
+    check_features(fields, features_of([block.placed for block in manifest.blocks]))
     return manifest
 
 
@@ -65,7 +65,7 @@ def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFac
 def _table(fields: Fields, *, kind: str) -> TableFacts:
     shard = fields.integers("shard", count_max=2)
     if len(shard) != 2 or shard[0] >= shard[1]:
-        raise CorruptError(f"{fields.owner}: {fields.where}.shard is wrong", found=shard, expected="[index, count]")
+        raise fields.wrong("shard", "[index, count]")
     whole = fields.flag("whole", default=True)
     removed_count = fields.optional_integer("removed") or 0
     if (not whole and kind != "delta") or (whole and removed_count):
@@ -73,15 +73,14 @@ def _table(fields: Fields, *, kind: str) -> TableFacts:
             f"{fields.owner}: {fields.where} is a change to a table where there is nothing to change",
             found={"kind": kind, "whole": whole, "removed": removed_count},
         )
-    if not fields.absent("filters"):
-        fields.objects("filters", count_max=limits.TABLE_FILTERS_MAX)  # Each is an object; what it says is for people.
+    filters = fields.objects("filters", count_max=limits.TABLE_FILTERS_MAX, optional=True)
     return TableFacts(
         name=fields.text("name"),
         rows_count=fields.integer("rows"),
         shard=(shard[0], shard[1]),
         whole=whole,
         removed_count=removed_count,
-        filters=() if fields.absent("filters") else tuple(fields.items("filters", count_max=limits.TABLE_FILTERS_MAX)),
+        filters=tuple(item.members for item in filters),  # What they say is for people.
     )
 
 
@@ -102,19 +101,7 @@ def _check_files(manifest: Manifest, owner: str) -> None:
             raise CorruptError(f"{owner}: blocks do not fill {file.path}", found=end, expected=file.bytes)
 
 
-def _check_table_parts(part: RankPart, owner: str) -> None:
-    """The blocks of one column are one whole, or ranges of rows that make up one."""
-    names: dict[str, list[BlockSpec]] = defaultdict(list)
-    for block in part.blocks:
-        if block.placed.spec.table is not None:
-            names[block.placed.spec.name].append(block.placed.spec)
-    for name, specs in names.items():
-        if any(spec.is_box for spec in specs):
-            raise CorruptError(f"{owner}: column {name!r} has a block that holds no whole rows")
-        _check_whole(specs, name, owner)
-
-
-def check_dense(manifest: Manifest, owner: str) -> None:
+def _check_dense(manifest: Manifest, owner: str) -> None:
     """The blocks of one dense tensor, whichever ranks wrote them, are one whole, or boxes that make up one."""
     paths: dict[Path | str, list[BlockSpec]] = defaultdict(list)
     leaf_names: dict[tuple[int, int], str] = {}
@@ -166,11 +153,12 @@ def _check_leaves(part: RankPart, owner: str) -> None:
 
 
 def _check_tables(part: RankPart, owner: str) -> None:
-    """Columns of a table agree on its rows, and its removed ids are as many as it says."""
+    """Columns of a table agree on its rows, each in whole or in ranges of rows; removed ids are as many as it says."""
     tables = {table.name: table for table in part.tables}
     if len(tables) != len(part.tables):
         raise CorruptError(f"{owner} lists a table twice")
     without_removed = {table.name for table in part.tables if table.removed_count}
+    columns: dict[str, list[BlockSpec]] = defaultdict(list)
     for block in part.blocks:
         spec = block.placed.spec
         if spec.table is None:
@@ -179,10 +167,15 @@ def _check_tables(part: RankPart, owner: str) -> None:
         is_removed = spec.role is Role.REMOVED
         if table is None or not shape or shape[0] != (table.removed_count if is_removed else table.rows_count):
             raise CorruptError(f"{owner}: block {spec.name!r} does not fit its table", found=shape)
+        if spec.is_box:
+            raise CorruptError(f"{owner}: column {spec.name!r} has a block that holds no whole rows")
         if is_removed:
             without_removed.discard(spec.table)
+        columns[spec.name].append(spec)
     if without_removed:
         raise CorruptError(f"{owner}: removed ids of table {min(without_removed)!r} are not there")
+    for name, specs in columns.items():
+        _check_whole(specs, name, owner)
 
 
 def _block(fields: Fields, files: Sequence[FileFacts], *, first_file: int = 0) -> BlockFacts:
@@ -239,18 +232,16 @@ def _column_begins(fields: Fields, shape: Sequence[int], whole: Sequence[int] | 
         return ()
     begins = fields.integers("column_begins", count_max=limits.DIMENSIONS_MAX)
     if whole is None or not any(begins) or len(begins) + 1 != len(shape):
-        raise CorruptError(f"{fields.owner}: {fields.where}.column_begins is wrong", found=begins, expected=whole)
+        raise fields.wrong("column_begins", f"begins of a box within {whole}")
     return begins
 
 
 def _encoding(fields: Fields) -> tuple[EncodingStep, ...]:
     """Return the steps, each with its kind; decoding the block checks whether they are known."""
-    if fields.absent("encoding"):
-        return ()
-    steps = fields.objects("encoding", count_max=limits.ENCODING_STEPS_MAX)
-    if not steps or not all(step.text("kind") for step in steps):
-        raise CorruptError(f"{fields.owner}: {fields.where}.encoding is wrong", expected="steps with their kinds")
-    return tuple(fields.items("encoding", count_max=limits.ENCODING_STEPS_MAX))
+    steps = fields.objects("encoding", count_max=limits.ENCODING_STEPS_MAX, optional=True)
+    if not all(step.text("kind") for step in steps) or (not steps and not fields.absent("encoding")):
+        raise fields.wrong("encoding", "steps with their kinds")
+    return tuple(step.members for step in steps)
 
 
 def _stored(
@@ -270,12 +261,10 @@ def _stored(
 
 
 def _role(fields: Fields) -> Role:
-    text = fields.text("role")
     try:
-        role = Role(text)
+        return Role(fields.text("role"))
     except ValueError:
-        raise CorruptError(f"{fields.owner}: {fields.where}.role is unknown", found=text) from None
-    return role
+        raise fields.wrong("role", "a known role") from None
 
 
 def _check_role(fields: Fields, spec: BlockSpec) -> None:

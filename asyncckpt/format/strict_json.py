@@ -99,58 +99,61 @@ class Fields:
     def __init__(self, value: Json, *, owner: str, where: str) -> None:
         if type(value) is not dict:
             raise CorruptError(f"{owner}: {where} is not an object", found=shown(value))
-        self._value: dict[str, Json] = value
+        self.members: dict[str, Json] = value
         self.owner = owner
         self.where = where
 
-    def _get(self, key: str) -> Json:
-        if key not in self._value:
-            raise CorruptError(f"{self.owner}: {self.where} has no {key!r}", found=sorted(self._value)[:20])
-        return self._value[key]
+    def value(self, key: str) -> Json:
+        if key not in self.members:
+            raise CorruptError(f"{self.owner}: {self.where} has no {key!r}", found=sorted(self.members)[:20])
+        return self.members[key]
 
-    def _wrong(self, key: str, expected: str) -> CorruptError:
+    def wrong(self, key: str, expected: str) -> CorruptError:
         return CorruptError(
-            f"{self.owner}: {self.where}.{key} is wrong", found=shown(self._value[key]), expected=expected
+            f"{self.owner}: {self.where}.{key} is wrong", found=shown(self.members[key]), expected=expected
         )
 
     def text(self, key: str) -> str:
-        value = self._get(key)
+        value = self.value(key)
         if type(value) is not str:
-            raise self._wrong(key, "a string")
+            raise self.wrong(key, "a string")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        return None if self._value.get(key) is None else self.text(key)
+        return None if self.members.get(key) is None else self.text(key)
 
     def integer(self, key: str, *, at_least: int = 0, at_most: int = I64_MAX) -> int:
-        value = self._get(key)
+        value = self.value(key)
         if type(value) is not int or not at_least <= value <= at_most:
-            raise self._wrong(key, f"an integer in [{at_least}, {at_most}]")
+            raise self.wrong(key, f"an integer in [{at_least}, {at_most}]")
         return value
 
-    def optional_integer(self, key: str, *, at_least: int = 0, at_most: int = I64_MAX) -> int | None:
-        return None if self._value.get(key) is None else self.integer(key, at_least=at_least, at_most=at_most)
+    def optional_integer(self, key: str, *, at_most: int = I64_MAX) -> int | None:
+        return None if self.members.get(key) is None else self.integer(key, at_most=at_most)
 
     def flag(self, key: str, *, default: bool) -> bool:
         if self.absent(key):
             return default
-        value = self._get(key)
+        value = self.value(key)
         if type(value) is not bool:
-            raise self._wrong(key, "true or false")
+            raise self.wrong(key, "true or false")
         return value
 
     def absent(self, key: str) -> bool:
-        return key not in self._value
+        return key not in self.members
 
     def items(self, key: str, *, count_max: int) -> list[Json]:
-        value = self._get(key)
+        value = self.value(key)
         if type(value) is not list:
-            raise self._wrong(key, "an array")
+            raise self.wrong(key, "an array")
         if len(value) > count_max:
             raise CorruptError(f"{self.owner}: {self.where}.{key} is too long", found=len(value), expected=count_max)
         return value
 
-    def objects(self, key: str, *, count_max: int) -> list[Fields]:
+    def objects(self, key: str, *, count_max: int, optional: bool = False) -> list[Fields]:
+        """Return an array of objects; optional: without any where there is none."""
+        if optional and self.absent(key):
+            return []
         return [
             Fields(value, owner=self.owner, where=f"{self.where}.{key}[{index}]")
             for index, value in enumerate(self.items(key, count_max=count_max))
@@ -159,20 +162,17 @@ class Fields:
     def integers(self, key: str, *, count_max: int) -> tuple[int, ...]:
         values = self.items(key, count_max=count_max)
         if not all(type(value) is int and 0 <= value <= I64_MAX for value in values):
-            raise self._wrong(key, "an array of non-negative integers")
+            raise self.wrong(key, "an array of non-negative integers")
         return tuple(values)
 
     def texts(self, key: str, *, count_max: int) -> tuple[str, ...]:
         values = self.items(key, count_max=count_max)
         if not all(type(value) is str for value in values):
-            raise self._wrong(key, "an array of strings")
+            raise self.wrong(key, "an array of strings")
         return tuple(values)
 
     def digest(self, key: str) -> bytes:
         value = self.text(key)
         if not _HEX_128.fullmatch(value):
-            raise self._wrong(key, "32 lower-case hexadecimal digits")
+            raise self.wrong(key, "32 lower-case hexadecimal digits")
         return bytes.fromhex(value)
-
-    def value(self, key: str) -> Json:
-        return self._get(key)

@@ -211,7 +211,7 @@ class Directory:
                 os.close(fd)
 
     def names(self) -> list[str]:
-        """What is in this folder, whoever else lists it at the same time."""
+        """Return what is in this folder, whoever else lists it at the same time."""
         with _door(f"folder {str(self.path)!r} cannot be listed"):
             # A descriptor has one position, also for threads and forked children: a listing needs one of its own.
             fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
@@ -221,40 +221,45 @@ class Directory:
                 os.close(fd)
 
     def exists(self, name: str) -> bool:
-        with _door(f"{str(self.path / name)!r} cannot be looked up"):
-            try:
-                os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            except FileNotFoundError:
-                return False
-            return True
+        return self._stat(name) is not None
+
+    def has(self, name: str, identity: tuple[int, int]) -> bool:
+        """Return whether this name leads to the file or folder with this device and inode. Raises IOFailedError."""
+        status = self._stat(name)
+        return status is not None and _identity(status) == identity
 
     def version(self, name: str) -> tuple[int, ...]:
-        """What differs when another file has this name; NotFoundError, CorruptError, IOFailedError."""
-        status = self._status(name)
+        """Return what differs when another file has this name. NotFoundError, CorruptError, IOFailedError."""
+        status = self._file_status(name)
         return *_identity(status), status.st_size, status.st_mtime_ns
 
     def size(self, name: str) -> int:
         """Return the bytes of a regular file. Raises NotFoundError, CorruptError, IOFailedError."""
-        return self._status(name).st_size
+        return self._file_status(name).st_size
 
     def check_file(self, name: str, *, bytes: int) -> None:
         """Raise CorruptError unless this is the name of a regular file of this size: the one created here, if any."""
-        status = self._status(name)
+        status = self._file_status(name)
         shown = repr(str(self.path / name))
         if status.st_size != bytes:
             raise CorruptError(f"{shown} has the wrong size", found=status.st_size, expected=bytes)
         if self.made.get(name, _identity(status)) != _identity(status):
             raise CorruptError(f"{shown} is another file than the one that was written")
 
-    def _status(self, name: str) -> os.stat_result:
-        with _door(f"file {str(self.path / name)!r} cannot be looked up"):
-            try:
-                status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            except FileNotFoundError as error:
-                raise NotFoundError(f"file {str(self.path / name)!r} does not exist") from error
+    def _file_status(self, name: str) -> os.stat_result:
+        status = self._stat(name)
+        if status is None:
+            raise NotFoundError(f"file {str(self.path / name)!r} does not exist")
         if not stat.S_ISREG(status.st_mode):
             raise CorruptError(f"{str(self.path / name)!r} is not a regular file")
         return status
+
+    def _stat(self, name: str) -> os.stat_result | None:
+        with _door(f"{str(self.path / name)!r} cannot be looked up"):
+            try:
+                return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
 
     def publish(self, source: str, target: str) -> None:
         """Rename without replacing, in this folder; ConflictError when the target exists."""
@@ -292,14 +297,6 @@ class Directory:
                 raise failed[0]
             with contextlib.suppress(FileNotFoundError):
                 os.rmdir(name, dir_fd=self.fd)
-
-    def has(self, name: str, identity: tuple[int, int]) -> bool:
-        """Return whether this name leads to the file or folder with this device and inode. Raises IOFailedError."""
-        with _door(f"{str(self.path / name)!r} cannot be looked up"):
-            try:
-                return _identity(os.stat(name, dir_fd=self.fd, follow_symlinks=False)) == identity
-            except FileNotFoundError:
-                return False
 
     @property
     def identity(self) -> tuple[int, int]:

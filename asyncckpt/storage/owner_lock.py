@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from asyncckpt.errors import ConflictError, UsageError
 from asyncckpt.storage.directory import FILE_MODE, Directory, io_failed
@@ -29,18 +28,13 @@ _F_OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 _RECORD_BYTES_MAX = 4096
 
 
-@dataclass
-class _Held:
-    fd: int
-    count: int = 1
-
-
-@dataclass
 class _Registry:
-    # released: shares that were given back and are still counted.
-    guard: threading.Lock = field(default_factory=threading.Lock)
-    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    released: deque[tuple[int, int]] = field(default_factory=deque)
+    """The locks of this process: descriptor and number of shares, by device and inode of the directory."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.held: dict[tuple[int, int], tuple[int, int]] = {}
+        self.released: deque[tuple[int, int]] = deque()  # Shares that were given back and are still counted.
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -60,12 +54,13 @@ class _Registry:
                 self.guard.release()
 
     def _release(self, key: tuple[int, int]) -> None:
-        held = self.held[key]
-        held.count -= 1
-        if held.count == 0:
+        fd, count = self.held[key]
+        if count > 1:
+            self.held[key] = fd, count - 1
+        else:
             del self.held[key]
             with contextlib.suppress(OSError):
-                os.close(held.fd)
+                os.close(fd)
 
 
 _registry = _Registry()
@@ -85,11 +80,8 @@ class OwnerLock:
         """Lock `name` in `root`. Raises ConflictError, naming the holder, if another process has it."""
         with _registry.guarded():
             key = root.identity
-            held = _registry.held.get(key)
-            if held is not None:
-                held.count += 1
-            else:
-                _registry.held[key] = _Held(fd=_lock_file(root, name))
+            fd, count = _registry.held.get(key) or (_lock_file(root, name), 0)
+            _registry.held[key] = fd, count + 1
             return OwnerLock(key, name)
 
     def check(self) -> None:
@@ -104,12 +96,11 @@ class OwnerLock:
         """
         self.check()
         with _registry.guarded():
-            held = _registry.held[self._key]
-            status = os.fstat(held.fd)
+            fd, count = _registry.held[self._key]
+            status = os.fstat(fd)
             if not root.has(self._name, (status.st_dev, status.st_ino)):
-                fd = _lock_file(root, self._name)
-                os.close(held.fd)
-                held.fd = fd
+                _registry.held[self._key] = _lock_file(root, self._name), count
+                os.close(fd)
 
     def release(self) -> None:
         """Release the share; the last one unlocks. Never raises, and waits for nobody: finalizers call it."""
@@ -163,9 +154,9 @@ def _write_record(fd: int) -> None:
 
 
 def _forget_in_child() -> None:
-    for held in _registry.held.values():
+    for fd, _ in _registry.held.values():
         with contextlib.suppress(OSError):
-            os.close(held.fd)
+            os.close(fd)
     _registry.held.clear()
     _registry.released.clear()
     _registry.guard = threading.Lock()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import CheckpointError, CorruptError
 from asyncckpt.format.header import decode_header, header_length
-from asyncckpt.format.names import split_shard_path
+from asyncckpt.format.names import manifest_name, split_shard_path
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.strict_json import dumps, loads
@@ -105,8 +105,8 @@ def test_header_of_arbitrary_bytes(raw: bytes) -> None:
 @given(text=st.binary(max_size=100))
 @pytest.mark.parametrize("decode", [decode_manifest, decode_head])
 def test_manifest_of_arbitrary_bytes(decode: Any, text: bytes) -> None:
-    only_our_errors(decode, text, owner=OWNER, step=0)
-    only_our_errors(decode, sign(text), owner=OWNER, step=0)
+    only_our_errors(decode, text, manifest_name(0))
+    only_our_errors(decode, sign(text), manifest_name(0))
 
 
 STEP = 7
@@ -179,7 +179,7 @@ def test_manifest_of_arbitrary_members(
     document = {**members, "files": files, "blocks": blocks}
     if change is not None:
         document[change] = nonsense
-    found = only_our_errors(decode_manifest, sign(encode(document)), owner=OWNER, step=STEP)
+    found = only_our_errors(decode_manifest, sign(encode(document)), manifest_name(STEP))
     if not isinstance(found, CheckpointError):
         assert sum(block.placed.spec.bytes for block in found.blocks) == found.bytes_total - 8
 

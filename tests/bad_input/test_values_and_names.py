@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import asyncckpt
 from asyncckpt.format.limits import VALUE_DEPTH_MAX
 from asyncckpt.format.manifest import FileFacts, ManifestHead, encode_manifest, render_body
-from asyncckpt.format.names import Attempt, shard_path
+from asyncckpt.format.names import Attempt, manifest_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import TENSOR
 from asyncckpt.model.block import BlockSpec
@@ -406,5 +406,5 @@ def test_case_050_tensor_beyond_32_bits_of_elements_and_bytes() -> None:
     )
     body = render_body((), ("dict", ("huge",), (TENSOR,)), image.blocks)
     raw = bytes(encode_manifest(head, body, np.zeros((len(image.blocks), 16), dtype=np.uint8)))
-    manifest = decode_manifest(raw, owner="manifest", step=0)
+    manifest = decode_manifest(raw, manifest_name(0))
     assert [block.placed for block in manifest.blocks] == list(image.blocks)

@@ -155,4 +155,4 @@ def _bytes(block: BlockFacts, files: Sequence[bytes]) -> bytes:
 
 def _manifest(source: Path, step: int) -> Manifest:
     raw = (source / "manifests" / manifest_name(step)).read_bytes()
-    return decode_manifest(raw, owner=str(source), step=step)
+    return decode_manifest(raw, manifest_name(step))

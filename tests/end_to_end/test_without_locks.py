@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.engine.save.run_save
-from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.dcp import StorageWriter

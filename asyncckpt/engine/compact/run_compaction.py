@@ -80,7 +80,7 @@ def run_compaction(
         path=root.path,
         seconds=time.perf_counter() - begun,
         bytes_logical=sum(part.bytes for part in folded),
-        bytes_written=published.manifest_bytes + sum(file.bytes for file in draft.whole_head.files),
+        bytes_written=published.manifest_bytes + sum(file.bytes for file in draft.head.files),
     )
 
 
@@ -94,7 +94,7 @@ def _write(
     head = transaction.head(
         created=was.created,
         ranks_count=was.ranks_count,
-        files=written[0].files,
+        files=tuple(file for own in written for file in own.files),
         values=was.values,
         metadata=was.metadata,
         replaces=chain.newest.digest,
@@ -108,7 +108,6 @@ def _write(
         body=bodies[0],
         digests=written[0].digests,
         others=others,
-        other_files=[file for own in written[1:] for file in own.files],
     )
 
 

@@ -5,6 +5,7 @@ A delta is sound if its whole chain is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import mark_verified, newest_step, superseded_folders
+from asyncckpt.commit.discover import KnownHeads, manifests_by_step, mark_verified, newest_step
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.names import attempt_of_directory, attempt_of_swept, is_temporary_manifest, split_shard_path
+from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, attempt_of_swept, split_shard_path
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
 
@@ -83,12 +85,14 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
         attempt = attempt_of_directory(name) or attempt_of_swept(name)
         if attempt is not None and attempt.step in chain.steps and name not in own:
             folders[name] = attempt.step
+    manifests, heads = manifests_by_step(root), KnownHeads(root)
     for step in set(folders.values()):
-        for name in superseded_folders(root, step):
-            folders.pop(name, None)
+        for name in manifests.get(step, [])[:-1]:  # For which a compacted one stands.
+            with contextlib.suppress(NotFoundError):
+                folders.pop(heads.of(name).head.folder_name, None)
     files = []
     for folder in own:
         with root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
-    temporary = [name for name in root.manifests.names() if is_temporary_manifest(name)]
+    temporary = [name for name in root.manifests.names() if attempt_id_of_temporary(name)]
     return tuple(sorted([*folders, *files, *temporary]))

@@ -145,15 +145,19 @@ class RankSave:
         assert transaction is not None
         sent = {rank: _notes(item.notes, rank) for rank, item in prepared.items()}
         count = self.ranks.ranks_count
+        others = [file for rank in range(1, count) for file in _files(rank, sent[rank])]
         head = transaction.head(
-            files=own.files, values=job.values, metadata=job.metadata, parents=self.parents, ranks_count=count
+            files=(*own.files, *others),
+            values=job.values,
+            metadata=job.metadata,
+            parents=self.parents,
+            ranks_count=count,
         )
         draft = Draft(
             head=head,
             body=own.body,
             digests=own.digests,
             others=[await self._part(rank, sent[rank]) for rank in range(1, count)],
-            other_files=[file for rank in range(1, count) for file in _files(rank, sent[rank])],
             structures=tuple(sent[rank].optional_text("structure") for rank in range(count)),
         )
         published = await transaction.commit(draft)

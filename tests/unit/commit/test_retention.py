@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit.retention import KnownHeads, keep_latest, sweep
+from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, IOFailedError
 from asyncckpt.format.manifest import ParentFacts
@@ -224,10 +225,10 @@ def test_known_heads_hold_no_values(tmp_path: Path) -> None:
             state["loader"] = os.urandom(1 << 10)
             saver.save(step, metadata={"note": "x" * 1000})
         assert len(heads._heads) == 3
-        assert all(head.values == () and head.metadata is None for _, head in heads._heads.values())
+        assert all(sealed.head.values == () and sealed.head.metadata is None for _, sealed in heads._heads.values())
         with CheckpointRoot.for_reading(tmp_path) as root:
-            read = KnownHeads(root).of(f"{step:012d}.json" for step in range(3))
-        assert read == [head for _, head in heads._heads.values()]
+            read = [KnownHeads(root).of(f"{step:012d}.json") for step in range(3)]
+        assert read == [sealed for _, sealed in heads._heads.values()]
 
 
 def test_a_folder_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncckpt import IOFailedError, Saver, verify
-from asyncckpt.commit.retention import KnownHeads, sweep
+from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.retention import sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.names import Attempt, swept_name
 from tests.chains.model import layer_of

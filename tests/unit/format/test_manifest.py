@@ -16,6 +16,7 @@ from asyncckpt.format.manifest import (
     FileFacts,
     ManifestHead,
     ParentFacts,
+    SealedHead,
     encode_manifest,
     manifest_digest,
     render_body,
@@ -129,10 +130,10 @@ CHANGE = TableFacts(
 def test_round_trip(specs: list[BlockSpec], table: TableFacts, head: dict[str, Any], features: list[str]) -> None:
     raw = encoded(specs, (table,), **head)
     blocks, total = placed(specs)
-    compacted = "replaces" in head
-    manifest = decode_manifest(raw, owner=OWNER, step=STEP, compacted=compacted)
+    name = (compacted_manifest_name if "replaces" in head else manifest_name)(STEP)
+    manifest = decode_manifest(raw, name)
     assert manifest.head == head_of(total, **head)
-    assert decode_head(raw, owner=OWNER, step=STEP, compacted=compacted) == manifest.head
+    assert decode_head(raw, name) == SealedHead(manifest.head, manifest.digest)
     assert manifest.tables == (table,)
     assert [block.placed for block in manifest.blocks] == blocks
     assert manifest.digest == written_digest(raw) == manifest_digest(raw, owner=OWNER)
@@ -155,9 +156,9 @@ def test_name_tells_whether_a_manifest_is_compacted() -> None:
     specs = [column("id", 3), column("w", 3)]
     plain, compacted = encoded(specs, (TABLE,)), encoded(specs, (TABLE,), replaces="b" * 32)
     with pytest.raises(CorruptError, match="names no manifest that it replaces"):
-        decode_head(plain, owner=OWNER, step=STEP, compacted=True)
+        decode_head(plain, compacted_manifest_name(STEP))
     with pytest.raises(CorruptError, match="its name does not"):
-        decode_manifest(compacted, owner=OWNER, step=STEP)
+        decode_manifest(compacted, manifest_name(STEP))
 
 
 def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
@@ -167,7 +168,7 @@ def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
     with pytest.raises(
         IncompatibleError, match=r"found \(1, 'pad', 'x'\).*boxes.*compacted.*delta.*encoding.*pad.*ranks"
     ):
-        decode_head(signed, owner=OWNER, step=STEP)
+        decode_head(signed, manifest_name(STEP))
     assert {"delta", "compacted", "encoding", "pad", "ranks", "boxes"} == FEATURES
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from asyncckpt.format.manifest import (
     render_body,
     written_digest,
 )
-from asyncckpt.format.names import Attempt, shard_name, shard_path
+from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import TENSOR, VALUE, Node
@@ -52,7 +53,9 @@ def box(name: str, leaf: int, begin: tuple[int, ...], shape: tuple[int, ...], wh
 class Rank:
     """What one rank contributes: one file with these blocks."""
 
-    def __init__(self, rank: int, specs: Sequence[BlockSpec], *, file_rank: int | None = None) -> None:
+    def __init__(
+        self, rank: int, specs: Sequence[BlockSpec], *, file_rank: int | None = None, shard: int | None = None
+    ) -> None:
         end, placed = HEADER_BYTES, []
         for number, spec in enumerate(specs):
             placed.append(PlacedBlock(spec=spec, key=f"{spec.name}.{number}", file_index=0, offset=end))
@@ -61,7 +64,7 @@ class Rank:
         self.files = (FileFacts(path, rank, HEADER_BYTES, bytes(16), end),)
         self.values = [rank]
         self.digests = np.full((len(specs), 16), rank + 1, dtype=np.uint8)
-        facts = [TableFacts(name="t", rows_count=0, shard=(rank, 2))]
+        facts = [TableFacts(name="t", rows_count=0, shard=(rank if shard is None else shard, 2))]
         self.body: BodyTemplate = render_body(facts, TREE, placed)
 
     def part(self) -> PartText:
@@ -86,7 +89,7 @@ def encoded(ranks: Sequence[Rank]) -> bytes:
 
 
 def decoded(*ranks: Rank) -> None:
-    decode_manifest(encoded(ranks), owner="manifest", step=7)
+    decode_manifest(encoded(ranks), manifest_name(7))
 
 
 WHOLE = (4, 6)
@@ -97,7 +100,7 @@ BIAS = box("b", 1, (0,), (3,), (3,))
 
 def test_parts_come_back() -> None:
     raw = encoded([Rank(0, [LEFT]), Rank(1, [RIGHT, BIAS])])
-    manifest = decode_manifest(raw, owner="manifest", step=7)
+    manifest = decode_manifest(raw, manifest_name(7))
     assert [part.rank for part in manifest.parts] == [0, 1]
     assert [part.values for part in manifest.parts] == [(0,), (1,)]
     assert [part.tables[0].shard for part in manifest.parts] == [(0, 2), (1, 2)]
@@ -107,7 +110,7 @@ def test_parts_come_back() -> None:
     assert [block.placed.spec.begin for block in manifest.blocks] == [(0, 0), (0, 2), (0,)]
     assert [file.rank for file in manifest.head.files] == [0, 1]
     assert manifest.digest == written_digest(raw)
-    assert decode_head(raw, owner="manifest", step=7).files == manifest.head.files
+    assert decode_head(raw, manifest_name(7)).head.files == manifest.head.files
     assert b'"requires":["boxes","ranks"]' in raw
 
 
@@ -134,3 +137,18 @@ def test_ranks_that_do_not_fit_together(first: list[BlockSpec], second: list[Blo
 def test_the_file_of_another_rank() -> None:
     with pytest.raises(CorruptError, match="a file of another rank"):
         decoded(Rank(0, [LEFT, RIGHT]), Rank(1, [BIAS], file_rank=2))
+
+
+def test_the_files_of_thousands_of_ranks_are_not_compared_with_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader takes up to limits.RANKS_MAX ranks, and a damaged manifest can have as many."""
+    looks: list[str] = []
+
+    class Watched(FileFacts):
+        def __getattribute__(self, name: str) -> Any:
+            looks.append(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr("asyncckpt.format.read_head.FileFacts", Watched)
+    for ranks_count in (20, 40):
+        decoded(Rank(0, [LEFT, RIGHT, BIAS]), *(Rank(rank, [], shard=1) for rank in range(1, ranks_count)))
+    assert 0 < looks.count("rank") < 5 * (20 + 40)

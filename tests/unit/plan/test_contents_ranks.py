@@ -23,7 +23,7 @@ from asyncckpt.format.manifest import (
     encode_part,
     render_body,
 )
-from asyncckpt.format.names import Attempt, shard_name, shard_path
+from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Node
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
@@ -102,7 +102,7 @@ def manifest_of(parts: Sequence[Part], *, step: int = 1, parent: Manifest | None
         metadata={},
     )
     raw = encode_manifest(head, bodies[0], digests[0], others)
-    return decode_manifest(bytes(raw), owner="manifest", step=step)
+    return decode_manifest(bytes(raw), manifest_name(step))
 
 
 def chain_of(*parts: Part) -> Chain:
