@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.adapters.fixed_marks import FixedMarks
+from asyncckpt.adapters.fixed_table import FixedMarks
 from asyncckpt.adapters.row_mask import RowMask, row_mask
 from asyncckpt.tables.row_device import sent
 

@@ -104,13 +104,12 @@ class RowStore:
         return self._capacity
 
     def column(self, name: str) -> torch.Tensor:
-        """Return the live storage of a column; `id` is a view, `[rows_end]`, of the map, until the next insert."""
-        if name == ID_COLUMN:
-            return torch.from_numpy(self._ids.ids_by_row())
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise UsageError("there is no such column", found=name, expected=[ID_COLUMN, *self._tensors])
-        return tensor
+        """Return the live storage of a column but `id`."""
+        return self._tensors[name]
+
+    def id_column(self) -> torch.Tensor:
+        """Return the id of every row up to the last used one, a view of the map until the next insert."""
+        return torch.from_numpy(self._ids.ids_by_row())
 
     def columns(self) -> Mapping[str, torch.Tensor]:
         """Return the live storage of all columns but `id`."""

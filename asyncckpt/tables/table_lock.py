@@ -55,17 +55,3 @@ class TableLock:
         except BaseException:
             self.release()
             raise
-
-
-class FirstCaller:
-    """Says which of several calls, from any thread, is the first: a cut or load releases its table at one of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.done = False
-
-    def first(self) -> bool:
-        """Return whether this is the first call; `done` says whether there was one."""
-        with self._lock:
-            is_first, self.done = not self.done, True
-            return is_first
