@@ -80,7 +80,7 @@ class HashTableCut(HeldTable, TracksMarks):
     """
 
     def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
-        super().__init__(table, lock, columns=store.columns(), ids=store.id_column)
+        super().__init__(table, lock, columns=store.columns(), ids=lambda: torch.from_numpy(store.ids_by_row()))
         self._store = store
         self.rows_count = len(store)
         self.runs = store.runs()
@@ -103,7 +103,7 @@ class HashTableLoad(HeldTable):
     def __init__(
         self, table: str, *, store: RowStore, lock: TableLock, shard: tuple[int, int], filled: Collection[str]
     ) -> None:
-        super().__init__(table, lock, columns=store.columns(), ids=store.id_column)
+        super().__init__(table, lock, columns=store.columns(), ids=lambda: torch.from_numpy(store.ids_by_row()))
         self._store = store
         self._shard = shard
         self._filled = frozenset(filled)

@@ -67,7 +67,6 @@ class Levels:
 
         insert: absent ids get a row; if `admitted` (distinct ids) is given, only these. Marks all returned rows.
         """
-        self.begin()
         cache = self.cache
         cache.use.begin_lookup()
         rows = cache.find(ids)
@@ -94,7 +93,6 @@ class Levels:
 
     def prefetch(self, ids: I64) -> int:
         """Bring known ids into the cache while there is room, and return how many came."""
-        self.begin()
         rows = self.cache.find(ids)
         cached = rows >= 0
         self.cache.use.awaited[rows[cached]] = True
@@ -109,7 +107,6 @@ class Levels:
 
     def insert(self, ids: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set columns of ids (distinct) in the level where each of them is; absent ids get a host row."""
-        self.begin()
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
         if outside.size:
@@ -120,7 +117,6 @@ class Levels:
 
     def remove(self, ids: I64) -> int:
         """Remove ids and return how many of them were there."""
-        self.begin()
         rows = self.cache.find(ids)
         removed_count = self.store.remove(ids)
         self.cache.drop(np.unique(rows[rows >= 0]))
@@ -128,7 +124,6 @@ class Levels:
 
     def read(self, ids: I64) -> dict[str, torch.Tensor]:
         """Return the newest rows, on the CPU, of known ids; nothing moves."""
-        self.begin()
         values = self.store.read(self.store.find(ids))
         rows = self.cache.find(ids)
         inside = np.flatnonzero(rows >= 0)
@@ -146,9 +141,8 @@ class Levels:
 
     def expired(self, column: str, below: float) -> I64:
         """Return the ids whose newest number in a column is below a bound."""
-        self.begin()
         rows = self.store.rows()
-        values = self.store.column(column)[torch.from_numpy(rows)]
+        values = self.store.read(rows, only=column)[column]
         cached = self.cache.used_rows()
         if cached.size:
             newest = self.cache.begin_to_host(cached, only=column).wait()[column]
@@ -158,7 +152,6 @@ class Levels:
 
     def empty_cache(self, *, write_back: bool) -> None:
         """Free all cache rows, with or without writing them back to their host rows."""
-        self.begin()
         if write_back:
             self._write_back(self.cache.used_rows())
             self._land()
@@ -174,9 +167,9 @@ class Levels:
                 host_rows[absent] = self._new_rows(missing[absent])
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
         # A hit may be mentioned several times; count distinct ones only if it matters.
-        if missing.size + hits.size > self.cache.rows_count:
+        if missing.size + hits.size > self.cache.capacity:
             needed = missing.size + np.unique(hits).size
-            if needed > self.cache.rows_count:
+            if needed > self.cache.capacity:
                 self.cache.grow(needed + needed // GROWTH_SHARE)
         room = self._make_room(missing.size, awaited_too=True)
         assert room >= missing.size
@@ -210,7 +203,7 @@ class Levels:
         """Write rows back to their host rows: now, or at the next `begin` if the cache is on a device."""
         host_rows = self.cache.host_rows[rows]
         if self.cache.place.is_host:
-            self.store.take_over(host_rows, self.cache.columns(), rows)
+            self.store.take_rows(host_rows, self.cache.columns(), rows)
         elif rows.size:
             self._landings.append((host_rows, self.cache.begin_to_host(rows)))
         self.counts.written_back_count += rows.size
@@ -218,7 +211,7 @@ class Levels:
     def _land(self) -> None:
         while self._landings:
             host_rows, landing = self._landings[0]
-            self.store.take_over(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
+            self.store.take_rows(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
             # Only now: if the write-back fails, the rows must not be lost.
             del self._landings[0]
 

@@ -82,7 +82,10 @@ class RowDevice:
         return values.to(self.device)
 
     def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> None:
-        """Copy rows of columns of the host to columns of this place, like move_rows."""
+        """Copy source_rows (int64 [n]) of columns of the host to target_rows (distinct) of those of the same names.
+
+        Columns are contiguous `[rows, *row_shape]`; the targets are at this place.
+        """
         if self.is_host:
             for name, source in sources.items():
                 target = RowMemory.of(targets[name]).address
@@ -155,17 +158,6 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or not values.is_cpu or values.is_pinned():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def move_rows(sources: Values, source_rows: I64, targets: Values, target_rows: I64, *, place: RowDevice) -> None:
-    """Copy source_rows (int64 [n]) of columns of the host to target_rows (distinct) of those of the same names.
-
-    Columns are contiguous `[rows, *row_shape]`; the targets are at `place`. The host waits for no device. Source rows
-    may change when this has returned, except those that a device reads itself (pinned_host.py).
-    """
-    if source_rows.size:
-        with torch.no_grad():
-            place.take_rows(sources, source_rows, targets, target_rows)
 
 
 def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Tensor:
