@@ -37,7 +37,7 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.native import I64, core
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 
 MODULE_KIND = "dynamicemb.batched_dynamicemb_tables.BatchedDynamicEmbeddingTablesV2"
 OPTIMIZER_COLUMN = "optimizer_state"
@@ -81,7 +81,7 @@ class DynamicEmbTable(ExportOnlyTable):
     def _make_schema(self, state: Any) -> TableSchema:
         dtype = state.emb_dtype
         columns = [
-            Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
+            ID,
             Column(name=EMBEDDING_COLUMN, dtype=dtype, row_shape=(self._dim,), role=Role.WEIGHT),
         ]
         width = self._optimizer_width(state)

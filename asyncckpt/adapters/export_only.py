@@ -31,13 +31,13 @@ from asyncckpt.tables.cut import HashTableLoad, HeldTable
 from asyncckpt.tables.ids import flat_ids
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import LockedTable, TableLock
 
 Rows: TypeAlias = Mapping[str, torch.Tensor]
 """Column name -> contiguous CPU tensor `[n, *row_shape]`; ids are distinct, all columns are in one row order."""
 
 
-class ExportOnlyTable:
+class ExportOnlyTable(LockedTable):
     """Base of such tables. Implements `asyncckpt.model.table.Table`; a subclass overrides `_export` and the rest.
 
     device: where the library has the table; it is the current device while the library is called.
@@ -46,26 +46,11 @@ class ExportOnlyTable:
     def __init__(
         self, name: str, schema: TableSchema, *, shard: tuple[int, int] = (0, 1), device: torch.device | None = None
     ) -> None:
-        self._name = name
-        self._schema = schema
-        self._shard = shard
+        super().__init__(name, schema, shard=shard)
         self._library_device = device
-        self._lock = TableLock(name)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self._shard
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, shard={self._shard})"
-
-    def schema(self) -> TableSchema:
-        """Return the columns in their order: id, weights, optimizer states, scores."""
-        return self._schema
 
     def begin_cut(self) -> ExportOnlyCut:
         """Copy the table; call it on the training thread and stream. Raises what `_export` raises."""

@@ -33,9 +33,9 @@ from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSche
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HeldTable
 from asyncckpt.tables.ids import IdsLike, flat_ids
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 from asyncckpt.tables.table_arguments import checked_name
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import LockedTable, TableLock
 from asyncckpt.tables.touched_rows import TouchedRows, TracksMarks
 
 LiveColumns: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
@@ -115,7 +115,7 @@ class FixedLoad(HeldTable):
         self._release()
 
 
-class FixedTable:
+class FixedTable(LockedTable):
     """Rows [first_id, first_id + n) of a module. Implements `asyncckpt.model.table.Table`, `OwnsIds` and `ChecksLoad`.
 
     live returns the current columns, `[n, *row_shape]` each: `embedding`, then optimizer states. It is called at every
@@ -141,31 +141,17 @@ class FixedTable:
         marks: LiveMarks | None = None,
     ) -> None:
         columns = _checked_columns(name, live)
-        self._name = name
+        schema = TableSchema(columns=(ID, *(_column(column, tensor) for column, tensor in columns.items())))
+        # Ids belong to the table by range: see `owned`.
+        super().__init__(name, schema, shard=(0, 1))
         self._live = live
         self._first_id = first_id
         self._rows_count = len(columns[EMBEDDING_COLUMN])
         self._ids_end = first_id + self._rows_count if ids_end is None else ids_end
-        self._schema = TableSchema(
-            columns=(
-                Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
-                *(_column(column, tensor) for column, tensor in columns.items()),
-            )
-        )
-        self._lock = TableLock(name)
         self._ids: torch.Tensor | None = None
         self._marks = marks
         self._own_marks: FixedMarks | None = None
         self._checked_live()
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Always (0, 1): ids belong to the table by range, see `owned`."""
-        return (0, 1)
 
     @property
     def first_id(self) -> int:
@@ -176,10 +162,6 @@ class FixedTable:
 
     def __repr__(self) -> str:
         return f"FixedTable({self._name!r}, ids [{self._first_id}, {self._first_id + self._rows_count}))"
-
-    def schema(self) -> TableSchema:
-        """Return the columns in their order: id, embedding, optimizer states."""
-        return self._schema
 
     def id_range(self) -> tuple[int, int, int]:
         """Return (first, end) of the ids here, and the end of those of the whole table."""

@@ -65,7 +65,7 @@ class HashTable(TrainedTable):
         checked_shard(name, shard)
         place = row_device(checked_device(name, device))
         store = RowStore(layout, capacity=capacity, initializer=initializer, place=place)
-        super().__init__(name, schema=layout.schema, store=store, shard=shard)
+        super().__init__(name, layout.schema, shard=shard, store=store)
         self._level = store
 
     def __repr__(self) -> str:

@@ -116,7 +116,7 @@ class MultiLevelTable(TrainedTable):
         cache_device = checked_device(name, device)
         place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
         store = RowStore(layout, capacity=capacity, initializer=initializer, place=host)
-        super().__init__(name, schema=layout.schema, store=store, shard=shard)
+        super().__init__(name, layout.schema, shard=shard, store=store)
         self._cache = self._level = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
         self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None

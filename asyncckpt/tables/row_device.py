@@ -51,11 +51,8 @@ class RowDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the host reads and writes the columns directly."""
-        return self.device.type == "cpu"
+        # Whether the host reads and writes the columns directly.
+        self.is_host = device.type == "cpu"
 
     def follow(self) -> None:
         """Order what this thread queues from now on after the calls before."""

@@ -19,35 +19,20 @@ from asyncckpt.tables.row_device import sent
 from asyncckpt.tables.row_store import Level, RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 from asyncckpt.tables.table_arguments import check_eviction, check_slot, checked_values
-from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.table_lock import LockedTable
 
 
-class StoredTable:
-    """A table whose ids have rows in a RowStore. Its arguments have been checked."""
+class StoredTable(LockedTable):
+    """A table whose ids have rows in a RowStore."""
 
-    def __init__(self, name: str, *, schema: TableSchema, store: RowStore, shard: tuple[int, int]) -> None:
-        self._name = name
-        self._schema = schema
+    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int], store: RowStore) -> None:
+        super().__init__(name, schema, shard=shard)
         self._store = store
-        self._shard = shard
-        self._lock = TableLock(name)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self._shard
 
     @property
     def capacity(self) -> int:
         """How many ids there is room for before the columns have to grow."""
         return self._store.capacity
-
-    def schema(self) -> TableSchema:
-        """Return the columns in their order: id, embedding, optimizer slots, metadata."""
-        return self._schema
 
     def __len__(self) -> int:
         """How many ids have a row. Does not wait for the lock, so it can be logged while a load runs elsewhere."""
@@ -117,7 +102,8 @@ class StoredTable:
 
     def _begin(self) -> None:
         """Order what this thread queues on a device from now on after the calls before."""
-        self._store.place.follow()
+        if not self._store.place.is_host:
+            self._store.place.follow()
 
     def _remove(self, ids: I64) -> int:
         return self._store.remove(ids)

@@ -58,7 +58,9 @@ def test_a_cache_without_addresses_does_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 class _Elsewhere(RowDevice):
-    is_host = False
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_host = False
 
 
 def test_a_device_without_memory_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
