@@ -34,7 +34,7 @@ from asyncckpt.native import I64
 from asyncckpt.tables.cut import HeldTable
 from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
-from asyncckpt.tables.table_arguments import checked_name
+from asyncckpt.tables.table_arguments import check_name
 from asyncckpt.tables.table_lock import LockedTable, TableLock
 from asyncckpt.tables.touched_rows import TouchedRows, TracksMarks
 
@@ -267,7 +267,7 @@ class FixedTable(LockedTable):
 
 
 def _checked_columns(name: str, live: LiveColumns) -> Mapping[str, torch.Tensor]:
-    checked_name(name)
+    check_name(name)
     columns = live()
     if EMBEDDING_COLUMN not in columns or ID_COLUMN in columns:
         what = f"columns of table {name!r} are wrong"

@@ -40,6 +40,8 @@ class CacheLevel(Level):
 
     def put(self, ids: I64, host_rows: I64, host: Mapping[str, torch.Tensor], *, awaited: bool) -> None:
         """Cache ids (distinct, not cached) with host_rows of the host's columns; there must be room."""
+        if not ids.size:
+            return
         assert ids.size <= self.free_count
         rows, new_rows = self._ids.insert(ids)
         assert new_rows.size == ids.size

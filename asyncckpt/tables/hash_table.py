@@ -22,18 +22,11 @@ from collections.abc import Mapping
 import torch
 
 from asyncckpt.native import I64
-from asyncckpt.tables.initializer import Initializer, check_initializer
-from asyncckpt.tables.row_device import row_device, sent
-from asyncckpt.tables.row_store import RowStore
+from asyncckpt.tables.initializer import Initializer
+from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
 from asyncckpt.tables.stored_table import TrainedTable
-from asyncckpt.tables.table_arguments import (
-    checked_count,
-    checked_device,
-    checked_name,
-    checked_shard,
-    last_mentions,
-)
+from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 
 class HashTable(TrainedTable):
@@ -58,15 +51,10 @@ class HashTable(TrainedTable):
         capacity: int = 1024,
         initializer: Initializer = None,
     ) -> None:
-        checked_name(name)
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
-        checked_count("capacity", capacity, table=name)
-        check_initializer(initializer, table=name)
-        checked_shard(name, shard)
         place = row_device(checked_device(name, device))
-        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place)
-        super().__init__(name, layout.schema, shard=shard, store=store)
-        self._level = store
+        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=place)
+        self._level = self._store
 
     def __repr__(self) -> str:
         return f"HashTable({self._name!r}, dim={self.dim}, rows={len(self)}, shard={self._shard})"
@@ -86,8 +74,7 @@ class HashTable(TrainedTable):
             self._begin()
             found = self._store.insert(ids)
             order = last_mentions(found)
-            source = torch.from_numpy(order)
-            self._store.write(found[order], {name: value[sent(source, value.device)] for name, value in values.items()})
+            self._store.write(found[order], selected(values, order))
 
     def _touch(self, rows: I64) -> None:
         self._store.marks.mark_used(rows)

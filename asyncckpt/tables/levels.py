@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.expiry import is_below
-from asyncckpt.tables.row_device import Landing, sent
+from asyncckpt.tables.row_device import Landing, selected
 from asyncckpt.tables.row_store import RowStore
 
 Mask = NDArray[np.bool_]
@@ -100,7 +100,7 @@ class Levels:
         host_rows = self.store.find(missing)
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
         room = self._make_room(missing.size, awaited_too=False)
-        self._bring(missing[:room], host_rows[:room], awaited=True)
+        self.cache.put(missing[:room], host_rows[:room], self.store.columns(), awaited=True)
         brought_count = min(room, missing.size)
         self.counts.prefetched_count += brought_count
         return brought_count
@@ -110,10 +110,10 @@ class Levels:
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
         if outside.size:
-            self.store.write(self._new_rows(ids[outside]), _part(values, outside))
+            self.store.write(self._new_rows(ids[outside]), selected(values, outside))
         if inside.size:
             self.touch(rows[inside])
-            self.cache.write(rows[inside], _part(values, inside))
+            self.cache.write(rows[inside], selected(values, inside))
 
     def remove(self, ids: I64) -> int:
         """Remove ids and return how many of them were there."""
@@ -173,17 +173,13 @@ class Levels:
                 self.cache.grow(needed + needed // GROWTH_SHARE)
         room = self._make_room(missing.size, awaited_too=True)
         assert room >= missing.size
-        self._bring(missing, host_rows, awaited=False)
+        self.cache.put(missing, host_rows, self.store.columns(), awaited=False)
 
     def _new_rows(self, ids: I64) -> I64:
         rows_before = len(self.store)
         rows = self.store.insert(ids)
         self.counts.inserted_count += len(self.store) - rows_before
         return rows
-
-    def _bring(self, ids: I64, host_rows: I64, *, awaited: bool) -> None:
-        if ids.size:
-            self.cache.put(ids, host_rows, self.store.columns(), awaited=awaited)
 
     def _make_room(self, count: int, *, awaited_too: bool) -> int:
         """Evict until `count` rows are free or no other row may be evicted; return how many are free."""
@@ -214,8 +210,3 @@ class Levels:
             self.store.take_rows(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
             # Only now: if the write-back fails, the rows must not be lost.
             del self._landings[0]
-
-
-def _part(values: Mapping[str, torch.Tensor], positions: I64) -> dict[str, torch.Tensor]:
-    index = torch.from_numpy(positions)
-    return {name: value.index_select(0, sent(index, value.device)) for name, value in values.items()}

@@ -29,6 +29,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from asyncckpt.arguments import check_choice, check_int
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
@@ -36,21 +37,14 @@ from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
 from asyncckpt.tables.ids import IdsLike, flat_ids
-from asyncckpt.tables.initializer import Initializer, check_initializer
+from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from asyncckpt.tables.pinned_host import pinned_levels
-from asyncckpt.tables.row_device import row_device, sent
-from asyncckpt.tables.row_store import RowStore
+from asyncckpt.tables.row_device import row_device, selected
 from asyncckpt.tables.slots import SlotSpec, table_layout
 from asyncckpt.tables.stored_table import TrainedTable
-from asyncckpt.tables.table_arguments import (
-    checked_count,
-    checked_device,
-    checked_name,
-    checked_shard,
-    last_mentions,
-)
+from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 CANDIDATES = "candidates"
 
@@ -103,20 +97,16 @@ class MultiLevelTable(TrainedTable):
         undo_bytes_max: int = 256 << 20,
         pin_host_memory: bool = False,
     ) -> None:
-        checked_name(name)
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
-        checked_count("cache_rows", cache_rows, table=name)
-        checked_count("capacity", capacity, table=name)
-        if policy not in POLICIES:
-            raise UsageError(f"policy of table {name!r} is wrong", found=policy, expected=POLICIES)
-        check_initializer(initializer, table=name)
-        self._admit_after = checked_count("admit_after", admit_after, table=name)
-        self._undo_bytes_max = checked_count("undo_bytes_max", undo_bytes_max, table=name)
-        checked_shard(name, shard)
+        counts = {"cache_rows": cache_rows, "admit_after": admit_after, "undo_bytes_max": undo_bytes_max}
+        for what, count in counts.items():
+            check_int(f"{what} of table {name!r}", count, at_least=1)
+        check_choice(f"policy of table {name!r}", policy, POLICIES)
+        self._admit_after = admit_after
+        self._undo_bytes_max = undo_bytes_max
         cache_device = checked_device(name, device)
         place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
-        store = RowStore(layout, capacity=capacity, initializer=initializer, place=host)
-        super().__init__(name, layout.schema, shard=shard, store=store)
+        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=host)
         self._cache = self._level = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
         self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
@@ -163,7 +153,7 @@ class MultiLevelTable(TrainedTable):
 
     def reserve(self, rows: int) -> None:
         """Make room in the host level for `rows` rows in all, so that it need not grow. Raises UsageError."""
-        checked_count("rows of a reservation", rows, table=self._name, at_least=0)
+        check_int(f"rows of a reservation of table {self._name!r}", rows, at_least=0)
         with self._lock.hold("reservation"):
             self._begin()
             self._store.reserve(rows)
@@ -204,8 +194,7 @@ class MultiLevelTable(TrainedTable):
 
     def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
         order = last_mentions(ids)
-        source = torch.from_numpy(order)
-        distinct = {name: value[sent(source, value.device)] for name, value in values.items()}
+        distinct = selected(values, order)
         with self._lock.hold("insert"):
             self._begin()
             self._levels.insert(ids[order], distinct)

@@ -157,6 +157,12 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def selected(values: Values, positions: I64) -> dict[str, torch.Tensor]:
+    """Return the values at some positions, int64 [n], each on its device, without a wait of the host."""
+    index = torch.from_numpy(positions)
+    return {name: value.index_select(0, sent(index, value.device)) for name, value in values.items()}
+
+
 def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Tensor:
     """Gather rows of a column of the host into target, `[n, *row_shape]` on the host, and return it."""
     in_order = np.arange(rows.size, dtype=np.int64)

@@ -15,10 +15,11 @@ from asyncckpt.model.table import TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
-from asyncckpt.tables.row_device import sent
+from asyncckpt.tables.initializer import Initializer, check_initializer
+from asyncckpt.tables.row_device import RowDevice, sent
 from asyncckpt.tables.row_store import Level, RowStore
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
-from asyncckpt.tables.table_arguments import check_eviction, check_slot, checked_values
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.table_arguments import check_eviction, check_name, check_shard, check_slot, checked_values
 from asyncckpt.tables.table_lock import LockedTable
 
 
@@ -122,6 +123,23 @@ class TrainedTable(StoredTable):
     """A table with an embedding, whose rows training reads and updates in place, in `_level`."""
 
     _level: Level
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        shard: tuple[int, int],
+        capacity: int,
+        initializer: Initializer,
+        place: RowDevice | None,
+    ) -> None:
+        check_name(name)
+        check_int(f"capacity of table {name!r}", capacity, at_least=1)
+        check_initializer(initializer, table=name)
+        check_shard(name, shard)
+        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place)
+        super().__init__(name, layout.schema, shard=shard, store=store)
 
     @property
     def dim(self) -> int:
