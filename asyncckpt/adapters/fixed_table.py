@@ -138,7 +138,7 @@ class FixedTable(LockedTable):
         *,
         first_id: int = 0,
         ids_end: int | None = None,
-        marks: LiveMarks | None = None,
+        marks: LiveMarks = lambda: None,
     ) -> None:
         columns = _checked_columns(name, live)
         schema = TableSchema(columns=(ID, *(_column(column, tensor) for column, tensor in columns.items())))
@@ -192,11 +192,11 @@ class FixedTable(LockedTable):
     def begin_cut(self) -> FixedCut:
         """Cut the live columns. Raises UsageError if rows, shapes or dtypes have changed."""
         with self._lock.hold_for_result("cut"):
-            columns, marks = self._checked_live(), self._live_marks()
-            if marks is None:
+            columns, marks = self._checked_live(), self._all_marks()
+            if not marks:
                 return self._cut(self, columns, self._lock)
             cut = self._tracked_cut(self, columns, self._lock)
-            cut.start_tracking(marks)
+            cut.start_tracking(marks[0])
             return cut
 
     def check_load(self, ids: I64, *, clear: bool) -> None:
@@ -224,7 +224,8 @@ class FixedTable(LockedTable):
         """
         with self._lock.hold_for_result("load"):
             columns = self._checked_live()
-            self._lose_marks()
+            for marks in self._all_marks():
+                marks.lose_all()
             return self._load(self, columns, self._lock)
 
     def rows_of(self, ids: IdsLike) -> I64:
@@ -242,17 +243,9 @@ class FixedTable(LockedTable):
             self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64)
         return self._ids
 
-    def _live_marks(self) -> FixedMarks | None:
-        """Return the current marks for cuts: those kept for the module, else the table's own."""
-        return next(iter(self._all_marks()), None)
-
     def _all_marks(self) -> list[FixedMarks]:
-        given = None if self._marks is None else self._marks()
-        return [marks for marks in (given, self._own_marks) if marks is not None]
-
-    def _lose_marks(self) -> None:
-        for marks in self._all_marks():
-            marks.lose_all()
+        """Return the current marks: those kept for the module, by which cuts go if there are any, and the table's."""
+        return [marks for marks in (self._marks(), self._own_marks) if marks is not None]
 
     def _checked_live(self) -> dict[str, torch.Tensor]:
         live = {name: tensor.detach() for name, tensor in self._live().items()}

@@ -281,10 +281,8 @@ class RowStore(Level):
             if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:
                 return
             match self._initializer:
-                case None:
-                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, 0.0)
-                case int() | float() as constant:
-                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant)
+                case None | int() | float() as constant:
+                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant or 0.0)
                 case _:
                     for begin in range(0, rows.size, INITIALIZER_ROWS_MAX):
                         part = slice(begin, begin + INITIALIZER_ROWS_MAX)
