@@ -37,7 +37,7 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.native import I64, core
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 
 MODULE_KIND = "dynamicemb.batched_dynamicemb_tables.BatchedDynamicEmbeddingTablesV2"
 OPTIMIZER_COLUMN = "optimizer_state"
@@ -81,7 +81,7 @@ class DynamicEmbTable(ExportOnlyTable):
     def _make_schema(self, state: Any) -> TableSchema:
         dtype = state.emb_dtype
         columns = [
-            Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
+            ID,
             Column(name=EMBEDDING_COLUMN, dtype=dtype, row_shape=(self._dim,), role=Role.WEIGHT),
         ]
         width = self._optimizer_width(state)
@@ -111,7 +111,7 @@ class DynamicEmbTable(ExportOnlyTable):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _export_level(self, state: Any, now: int) -> dict[str, torch.Tensor]:
-        batches = [self._empty_batch()]
+        batches = [self._no_rows()]
         policy = state.score_policy.name
         exported = state.key_index_map._batched_export_keys_scores(
             [policy], state.device, table_id=self._table_id, batch_size=BATCH_ROWS, return_index=True
@@ -126,9 +126,6 @@ class DynamicEmbTable(ExportOnlyTable):
             batch |= self._score_batch(state, scores, slots, now)
             batches.append({ID_COLUMN: keys.to("cpu", torch.int64, copy=True), **batch})
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-    def _empty_batch(self) -> dict[str, torch.Tensor]:
-        return {c.name: torch.empty((0, *c.row_shape), dtype=c.dtype) for c in self.schema().columns}
 
     def _score_batch(self, state: Any, scores: torch.Tensor, slots: torch.Tensor, now: int) -> dict[str, torch.Tensor]:
         if not self._score_columns:

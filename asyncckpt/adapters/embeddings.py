@@ -28,7 +28,7 @@ def embedding_tables(module: torch.nn.Module, name: str) -> Mapping[str, Table]:
     if not has_own_weight(module):
         return {}
     name = name or ROOT_NAME
-    return {name: FixedTable(name, lambda: {EMBEDDING_COLUMN: own_weight(module)})}
+    return {name: weight_table(name, module)}
 
 
 def embedding_rest(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
@@ -53,6 +53,11 @@ def collection_tables(module: EmbCacheCollection, name: str) -> Mapping[str, Tab
 def no_tensors_held(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     """Return all tensors of a module of this package: its tables are not parameters."""
     return rest_besides(module, [])
+
+
+def weight_table(name: str, module: torch.nn.Module) -> FixedTable:
+    """Return the table of a module's own weight."""
+    return FixedTable(name, lambda: {EMBEDDING_COLUMN: own_weight(module)})
 
 
 def has_own_weight(module: torch.nn.Module) -> bool:

@@ -10,8 +10,8 @@ memory and writes them to the table at its end.
     load   free   end(True)          holds these rows; none if writing them fails
     load   free   end(False)         is as before the load
 
-So a cut and a load both need the table's size in host memory. Nothing here waits for training: make cuts on the
-training thread (and stream).
+So a cut and a load both need the table's size in host memory. The table's lock, held in the states cut and load, keeps
+them apart from each other but not from training: make cuts on the training thread (and stream).
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from asyncckpt.errors import UsageError
 from asyncckpt.model.table import ID_COLUMN, TableSchema
-from asyncckpt.native import I64, core
+from asyncckpt.native import I64
+from asyncckpt.tables.cut import HashTableLoad, HeldTable
 from asyncckpt.tables.ids import flat_ids
-from asyncckpt.tables.table_lock import FirstCaller
+from asyncckpt.tables.row_store import RowStore
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.table_lock import LockedTable, TableLock
 
 Rows: TypeAlias = Mapping[str, torch.Tensor]
 """Column name -> contiguous CPU tensor `[n, *row_shape]`; ids are distinct, all columns are in one row order."""
 
 
-class ExportOnlyTable:
+class ExportOnlyTable(LockedTable):
     """Base of such tables. Implements `asyncckpt.model.table.Table`; a subclass overrides `_export` and the rest.
 
     device: where the library has the table; it is the current device while the library is called.
@@ -43,44 +46,33 @@ class ExportOnlyTable:
     def __init__(
         self, name: str, schema: TableSchema, *, shard: tuple[int, int] = (0, 1), device: torch.device | None = None
     ) -> None:
-        self._name = name
-        self._schema = schema
-        self._shard = shard
+        super().__init__(name, schema, shard=shard)
         self._library_device = device
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self._shard
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, shard={self._shard})"
 
-    def schema(self) -> TableSchema:
-        """Return the columns in their order: id, weights, optimizer states, scores."""
-        return self._schema
-
     def begin_cut(self) -> ExportOnlyCut:
         """Copy the table; call it on the training thread and stream. Raises what `_export` raises."""
-        with torch.no_grad(), self.on_device():
-            return ExportOnlyCut(self._name, self._export())
+        with self._lock.hold_for_result("cut"), torch.no_grad(), self.on_device():
+            return ExportOnlyCut(self._name, self._lock, self._export())
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> ExportOnlyLoad:
         """Begin to collect about rows_count rows, in addition to the present ones unless clear.
 
         Columns outside of `filled` get the table's initial values. The table does not change before `end`.
         """
-        with torch.no_grad(), self.on_device():
-            present = None if clear else self._export()
-            return ExportOnlyLoad(self, present, rows_count=rows_count, filled=filled)
+        with self._lock.hold_for_result("load"), torch.no_grad(), self.on_device():
+            present = self._no_rows() if clear else self._export()
+            return ExportOnlyLoad(self, self._lock, present, rows_count=rows_count, filled=filled)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the table's device the current one: libraries launch there, wherever their arguments are."""
         device = self._library_device
         return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
+
+    def _no_rows(self) -> dict[str, torch.Tensor]:
+        return {c.name: torch.empty((0, *c.row_shape), dtype=c.dtype) for c in self._schema.columns}
 
     # -- to override --
 
@@ -100,104 +92,60 @@ class ExportOnlyTable:
         """Raise UnsupportedError for ids (int64 [n]) that the table cannot hold."""
 
 
-class ExportOnlyCut:
+class ExportOnlyCut(HeldTable):
     """A TableCut of a copy, which exists until the fence."""
 
-    def __init__(self, table: str, rows: Rows) -> None:
-        self._table = table
-        self._rows = rows
+    def __init__(self, table: str, lock: TableLock, rows: Rows) -> None:
+        columns = {name: column for name, column in rows.items() if name != ID_COLUMN}
+        super().__init__(table, lock, columns=columns, ids=lambda: rows[ID_COLUMN])
         self.rows_count = len(rows[ID_COLUMN])
         self.runs = one_run(self.rows_count)
-        self._is_fenced = False
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the copy of a column, `[n, *row_shape]` on the CPU. Raises UsageError."""
-        rows = self._rows
-        if self._is_fenced:
-            raise UsageError(f"column {name!r} of a cut of table {self._table!r} was asked for after its fence")
-        if name not in rows:
-            raise UsageError(f"table {self._table!r} has no such column", found=name, expected=[*rows])
-        return rows[name]
 
     def fence(self) -> None:
         """Drop the copy. Idempotent."""
-        self._is_fenced = True
-        self._rows = {}
+        self._release()
 
     def end(self, ok: bool) -> None:
         """Note that the save has committed or failed."""
         self.fence()
 
 
-class ExportOnlyLoad:
+class ExportOnlyLoad(HashTableLoad):
     """A TableLoad that collects rows in host memory. Any thread may call `end`."""
 
     def __init__(
-        self, table: ExportOnlyTable, present: Rows | None, *, rows_count: int, filled: Collection[str]
+        self, table: ExportOnlyTable, lock: TableLock, present: Rows, *, rows_count: int, filled: Collection[str]
     ) -> None:
-        present_count = 0 if present is None else len(present[ID_COLUMN])
-        self._table = table
-        self._ids = core.id_map(max(1, present_count + rows_count))
-        self._filled = frozenset(filled)
-        self._ended = FirstCaller()
-        self._rows_count = 0
-        self._columns = {
-            column.name: torch.empty((0, *column.row_shape), dtype=column.dtype)
-            for column in table.schema().columns
-            if column.name != ID_COLUMN
-        }
-        self._reserve(present_count + rows_count)
-        if present is not None:
-            rows = self.insert(present[ID_COLUMN])
-            for name, tensor in self._columns.items():
-                tensor[rows] = present[name]
+        self._owner = table
+        schema, first_value = table.schema(), table._first_value
+        fills = {c.name: first_value(c.name) for c in schema.columns if c.name not in (ID_COLUMN, EMBEDDING_COLUMN)}
+        store = RowStore(
+            Layout(schema=schema, fills=fills),
+            capacity=max(1, len(present[ID_COLUMN]) + rows_count),
+            initializer=first_value(EMBEDDING_COLUMN),
+        )
+        columns = {name: present[name] for name in store.columns()}
+        store.write(store.insert(present[ID_COLUMN].numpy(), filled=columns), columns)
+        # The loader has chosen the ids of this table, perhaps by a rule of its own (OwnsIds).
+        super().__init__(table.name, store=store, lock=lock, shard=(0, 1), filled=filled)
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
         """Give every id (int64 [n]) a row and return the rows (int64 [n], CPU). Raises UnsupportedError, UsageError."""
-        self._check_open("insert")
-        flat = flat_ids(ids, table=self._table.name)
-        self._table._check_ids(flat)
-        rows, new_rows = self._ids.insert(flat)
-        self._reserve(self._ids.rows_end)
-        # Rows are never freed here, so new ones follow the old ones.
-        for name, tensor in self._columns.items():
-            if name not in self._filled:
-                tensor[self._rows_count : self._ids.rows_end] = self._table._first_value(name)
-        self._rows_count += len(new_rows)
-        return torch.from_numpy(rows)
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the collected rows of a column; fetch it again after an insert. Raises UsageError."""
-        self._check_open(f"column {name!r}")
-        if name == ID_COLUMN:
-            return torch.from_numpy(self._ids.ids_by_row())
-        if name not in self._columns:
-            what = f"table {self._table.name!r} has no such column"
-            raise UsageError(what, found=name, expected=[ID_COLUMN, *self._columns])
-        return self._columns[name]
+        self._owner._check_ids(flat_ids(ids, table=self._table))
+        return super().insert(ids)
 
     def end(self, ok: bool) -> None:
         """Write the rows to the table if ok, else drop them; raises what writing raises. Idempotent."""
-        if not self._ended.first():
-            return
-        columns, self._columns = self._columns, {}
-        if not ok:
-            return
-        rows = {ID_COLUMN: torch.from_numpy(self._ids.ids_by_row()[: self._rows_count].copy())}
-        rows |= {name: tensor[: self._rows_count] for name, tensor in columns.items()}
-        with torch.no_grad(), self._table.on_device():
-            self._table._replace(rows)
+        self._release(partial(self._finish, ok))
 
-    def _reserve(self, rows_count: int) -> None:
-        for name, old in self._columns.items():
-            if rows_count > len(old):
-                new = torch.empty((max(rows_count, len(old) * 3 // 2), *old.shape[1:]), dtype=old.dtype)
-                new[: self._rows_count] = old[: self._rows_count]
-                self._columns[name] = new
-
-    def _check_open(self, use: str) -> None:
-        if self._ended.done:
-            raise UsageError(f"{use} of a load of table {self._table.name!r} was asked for after its end")
+    def _finish(self, ok: bool) -> None:
+        store = self._store
+        del self._store
+        if ok:
+            # Rows are never removed here, so they are the first ones of every column.
+            columns = {name: column[: len(store)] for name, column in store.columns().items()}
+            with torch.no_grad(), self._owner.on_device():
+                self._owner._replace({ID_COLUMN: torch.from_numpy(store.ids()), **columns})
 
 
 def one_run(rows_count: int) -> I64:

@@ -23,16 +23,16 @@ cache_hash_size_cumsum, feature_table_map, prefetch_stream, timesteps_prefetched
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from asyncckpt.adapters.fixed_marks import TracksFixedRows
-from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns
+from asyncckpt.adapters.fixed_table import FixedCut, FixedLoad, FixedTable, LiveColumns, TrackedFixedCut
 from asyncckpt.adapters.prefetch_stream import follow_prefetch, hold_prefetch_back
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.table_lock import TableLock
 
 
 class TbeCache:
@@ -103,45 +103,13 @@ class TbeCache:
         hold_prefetch_back(self._tbe)
 
 
-class CachedTable(FixedTable):
-    """A table of a TBE behind its cache. Its cut is an OverlaidCut."""
-
-    def __init__(self, name: str, live: LiveColumns, *, cache: TbeCache, index: int, **of_fixed: Any) -> None:
-        super().__init__(name, live, **of_fixed)
-        self._cache = cache
-        self._index = index
-
-    def begin_cut(self) -> CachedCut:
-        """Cut the live columns and a copy of the cached rows. Raises UsageError like FixedTable."""
-        with self._lock.hold_for_result("cut"):
-            rows, values = self._cache.cached_rows(self._index)
-            columns, marks = self._checked_live(), self._live_marks()
-            if marks is None:
-                return CachedCut(self, columns=columns, lock=self._lock, cache=self._cache, rows=rows, values=values)
-            cut = TrackedCachedCut(self, columns=columns, lock=self._lock, cache=self._cache, rows=rows, values=values)
-            cut.start_tracking(marks)
-            return cut
-
-    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> CachedLoad:
-        """Take the table for a load, with an empty cache. Raises UsageError while prefetched batches wait."""
-        self._cache.check_idle()
-        with self._lock.hold_for_result("load"):
-            columns = self._checked_live()
-            self._lose_marks()
-            self._cache.write_back()
-            return CachedLoad(self, columns=columns, lock=self._lock, cache=self._cache)
-
-
 class CachedCut(FixedCut):
-    """An OverlaidCut of a CachedTable."""
+    """An OverlaidCut of a CachedTable: the live columns, and a copy of the cached rows until the fence."""
 
-    def __init__(
-        self, table: FixedTable, *, cache: TbeCache, rows: torch.Tensor, values: torch.Tensor, **of_fixed: Any
-    ) -> None:
-        super().__init__(table, **of_fixed)
-        self._cache = cache
-        self._rows = rows
-        self._values: torch.Tensor | None = values
+    def __init__(self, table: CachedTable, columns: Mapping[str, torch.Tensor], lock: TableLock) -> None:
+        super().__init__(table, columns, lock)
+        self._cache = table.cache
+        self._rows, self._values = table.cache.cached_rows(table.index)
 
     @property
     def cache_map(self) -> torch.Tensor:
@@ -150,30 +118,48 @@ class CachedCut(FixedCut):
 
     def cached_column(self, name: str) -> torch.Tensor | None:
         """Return the cached values of `embedding`, `[k, D]` on the cache's device; other columns have no cache."""
-        self._check_open(f"cached column {name!r}")
+        self._check_held(f"cached column {name!r}")
         return self._values if name == EMBEDDING_COLUMN else None
 
     def fence(self) -> None:
         """Release the table and drop the copy of the cached rows. Idempotent."""
-        if not self._released.done:
-            self._cache.hold_prefetch_back()
-        self._values = None
-        super().fence()
+        self._release(self._drop_copy)
+
+    def _drop_copy(self) -> None:
+        del self._values
+        self._cache.hold_prefetch_back()
 
 
-class TrackedCachedCut(CachedCut, TracksFixedRows):
+class TrackedCachedCut(CachedCut, TrackedFixedCut):
     """A CachedCut that is a TracksRows too; a move between cache and managed rows is not a write."""
 
 
 class CachedLoad(FixedLoad):
     """A TableLoad of a CachedTable."""
 
-    def __init__(self, table: FixedTable, *, cache: TbeCache, **of_fixed: Any) -> None:
-        super().__init__(table, **of_fixed)
-        self._cache = cache
+    def __init__(self, table: CachedTable, columns: Mapping[str, torch.Tensor], lock: TableLock) -> None:
+        super().__init__(table, columns, lock)
+        self._cache = table.cache
+        table.cache.write_back()
 
     def end(self, ok: bool) -> None:
         """Release the table with an empty cache, so that no stale row is read. Idempotent."""
-        if not self._released.done:
-            self._cache.reset()
-        super().end(ok)
+        self._release(self._cache.reset)
+
+
+class CachedTable(FixedTable):
+    """A table of a TBE behind its cache."""
+
+    _cut = CachedCut
+    _tracked_cut = TrackedCachedCut
+    _load = CachedLoad
+
+    def __init__(self, name: str, live: LiveColumns, *, cache: TbeCache, index: int, **of_fixed: Any) -> None:
+        super().__init__(name, live, **of_fixed)
+        self.cache = cache
+        self.index = index
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> FixedLoad:
+        """Take the table for a load, with an empty cache. Raises UsageError while prefetched batches wait."""
+        self.cache.check_idle()
+        return super().begin_load(clear=clear, rows_count=rows_count, filled=filled)

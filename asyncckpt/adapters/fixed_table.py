@@ -13,11 +13,13 @@ A fixed table cannot be emptied: its rows always exist. After a failed load its 
 tensors: each row is from before or from the checkpoint. The table's lock is held in the states cut and load, so that a
 save and a load exclude each other; training does not use the lock.
 
-A table knows which rows were written between two cuts only if it is tracked, see fixed_marks.py.
+Any code may write to the memory of such a table, so it knows which rows were written between two cuts only after a
+promise to report every write: by `FixedTable.track()`, or by `track_lookups` for supported modules.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
@@ -26,19 +28,94 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import one_run
-from asyncckpt.adapters.fixed_marks import FixedMarks, TracksFixedRows
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
-from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSchema
 from asyncckpt.native import I64
+from asyncckpt.tables.cut import HeldTable
 from asyncckpt.tables.ids import IdsLike, flat_ids
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
-from asyncckpt.tables.table_lock import FirstCaller, TableLock
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
+from asyncckpt.tables.table_arguments import check_name
+from asyncckpt.tables.table_lock import LockedTable, TableLock
+from asyncckpt.tables.touched_rows import TouchedRows, TracksMarks
 
 LiveColumns: TypeAlias = Callable[[], Mapping[str, torch.Tensor]]
+
+
+class FixedMarks(TouchedRows):
+    """The marks of rows_count rows, which are never removed.
+
+    Any thread may call the methods: autograd has threads of its own. before_cut is called before an epoch ends, without
+    the lock, to fetch marks that are collected elsewhere.
+    """
+
+    def __init__(self, rows_count: int, *, before_cut: Callable[[], None] = lambda: None) -> None:
+        super().__init__(rows_count)
+        self._lock = threading.Lock()
+        self._before_cut = before_cut
+        self.begin_rows(np.arange(rows_count, dtype=np.int64), rows_end=rows_count)
+
+    def mark(self, rows: I64) -> None:
+        with self._lock:
+            super().mark(rows)
+
+    def lose_all(self) -> None:
+        with self._lock:
+            super().lose_all()
+
+    def end_epoch(self) -> CutVersion:
+        self._before_cut()
+        with self._lock:
+            return super().end_epoch()
+
+    def touched_since(self, version: CutVersion) -> I64 | None:
+        with self._lock:
+            return super().touched_since(version)
+
+
 LiveMarks: TypeAlias = Callable[[], FixedMarks | None]
 
 
-class FixedTable:
+class FixedCut(HeldTable):
+    """A TableCut of a FixedTable."""
+
+    def __init__(self, table: FixedTable, columns: Mapping[str, torch.Tensor], lock: TableLock) -> None:
+        super().__init__(table.name, lock, columns=columns, ids=table.ids)
+        self.rows_count = len(table)
+        self.runs = one_run(self.rows_count)
+
+    def fence(self) -> None:
+        """Release the table. Idempotent."""
+        self._release()
+
+    def end(self, ok: bool) -> None:
+        """Note that the save has committed or failed, and make up for a fence that was never called."""
+        self.fence()
+
+
+class TrackedFixedCut(FixedCut, TracksMarks):
+    """A FixedCut that is a TracksRows too."""
+
+
+class FixedLoad(HeldTable):
+    """A TableLoad of a FixedTable."""
+
+    use, released_by = "load", "end"
+
+    def __init__(self, table: FixedTable, columns: Mapping[str, torch.Tensor], lock: TableLock) -> None:
+        super().__init__(table.name, lock, columns=columns, ids=table.ids)
+        self._rows_of = table.rows_of
+
+    def insert(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""
+        self._check_held("insert")
+        return torch.from_numpy(self._rows_of(ids))
+
+    def end(self, ok: bool) -> None:
+        """Release the table, as far as it was filled. Idempotent."""
+        self._release()
+
+
+class FixedTable(LockedTable):
     """Rows [first_id, first_id + n) of a module. Implements `asyncckpt.model.table.Table`, `OwnsIds` and `ChecksLoad`.
 
     live returns the current columns, `[n, *row_shape]` each: `embedding`, then optimizer states. It is called at every
@@ -50,6 +127,10 @@ class FixedTable:
     arguments, UnsupportedError for tensors that cannot be read by row.
     """
 
+    _cut: type[FixedCut] = FixedCut
+    _tracked_cut: type[TrackedFixedCut] = TrackedFixedCut
+    _load: type[FixedLoad] = FixedLoad
+
     def __init__(
         self,
         name: str,
@@ -57,34 +138,20 @@ class FixedTable:
         *,
         first_id: int = 0,
         ids_end: int | None = None,
-        marks: LiveMarks | None = None,
+        marks: LiveMarks = lambda: None,
     ) -> None:
         columns = _checked_columns(name, live)
-        self._name = name
+        schema = TableSchema(columns=(ID, *(_column(column, tensor) for column, tensor in columns.items())))
+        # Ids belong to the table by range: see `owned`.
+        super().__init__(name, schema, shard=(0, 1))
         self._live = live
         self._first_id = first_id
         self._rows_count = len(columns[EMBEDDING_COLUMN])
         self._ids_end = first_id + self._rows_count if ids_end is None else ids_end
-        self._schema = TableSchema(
-            columns=(
-                Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
-                *(_column(column, tensor) for column, tensor in columns.items()),
-            )
-        )
-        self._lock = TableLock(name)
         self._ids: torch.Tensor | None = None
         self._marks = marks
         self._own_marks: FixedMarks | None = None
         self._checked_live()
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Always (0, 1): ids belong to the table by range, see `owned`."""
-        return (0, 1)
 
     @property
     def first_id(self) -> int:
@@ -95,10 +162,6 @@ class FixedTable:
 
     def __repr__(self) -> str:
         return f"FixedTable({self._name!r}, ids [{self._first_id}, {self._first_id + self._rows_count}))"
-
-    def schema(self) -> TableSchema:
-        """Return the columns in their order: id, embedding, optimizer states."""
-        return self._schema
 
     def id_range(self) -> tuple[int, int, int]:
         """Return (first, end) of the ids here, and the end of those of the whole table."""
@@ -122,19 +185,18 @@ class FixedTable:
 
         Raises UsageError for ids outside of the range.
         """
-        flat = flat_ids(ids, table=self._name)
-        self._check_owned(flat)
+        rows = self.rows_of(ids)
         for marks in self._all_marks():
-            marks.mark(flat - self._first_id)
+            marks.mark(rows)
 
     def begin_cut(self) -> FixedCut:
         """Cut the live columns. Raises UsageError if rows, shapes or dtypes have changed."""
         with self._lock.hold_for_result("cut"):
-            columns, marks = self._checked_live(), self._live_marks()
-            if marks is None:
-                return FixedCut(self, columns=columns, lock=self._lock)
-            cut = TrackedFixedCut(self, columns=columns, lock=self._lock)
-            cut.start_tracking(marks)
+            columns, marks = self._checked_live(), self._all_marks()
+            if not marks:
+                return self._cut(self, columns, self._lock)
+            cut = self._tracked_cut(self, columns, self._lock)
+            cut.start_tracking(marks[0])
             return cut
 
     def check_load(self, ids: I64, *, clear: bool) -> None:
@@ -162,8 +224,18 @@ class FixedTable:
         """
         with self._lock.hold_for_result("load"):
             columns = self._checked_live()
-            self._lose_marks()
-            return FixedLoad(self, columns=columns, lock=self._lock)
+            for marks in self._all_marks():
+                marks.lose_all()
+            return self._load(self, columns, self._lock)
+
+    def rows_of(self, ids: IdsLike) -> I64:
+        """Return the rows, int64 [n], of ids (int64, any shape). Raises UsageError for ids outside of the range."""
+        flat = flat_ids(ids, table=self._name)
+        owned = self.owned(flat)
+        if not owned.all():
+            what = f"id {int(flat[int(np.argmin(owned))])} does not belong to table {self._name!r}"
+            raise UsageError(what, expected=f"an id of {self!r}")
+        return flat - self._first_id
 
     def ids(self) -> torch.Tensor:
         """Return the ids, int64 [n] on the CPU, ordered by row. Made when first needed: eight bytes a row."""
@@ -171,23 +243,9 @@ class FixedTable:
             self._ids = torch.arange(self._first_id, self._first_id + self._rows_count, dtype=torch.int64)
         return self._ids
 
-    def _live_marks(self) -> FixedMarks | None:
-        """Return the current marks for cuts: those kept for the module, else the table's own."""
-        return next(iter(self._all_marks()), None)
-
     def _all_marks(self) -> list[FixedMarks]:
-        given = None if self._marks is None else self._marks()
-        return [marks for marks in (given, self._own_marks) if marks is not None]
-
-    def _lose_marks(self) -> None:
-        for marks in self._all_marks():
-            marks.lose_all()
-
-    def _check_owned(self, ids: I64) -> None:
-        owned = self.owned(ids)
-        if not owned.all():
-            what = f"id {int(ids[int(np.argmin(owned))])} does not belong to table {self._name!r}"
-            raise UsageError(what, expected=f"an id of {self!r}")
+        """Return the current marks: those kept for the module, by which cuts go if there are any, and the table's."""
+        return [marks for marks in (self._marks(), self._own_marks) if marks is not None]
 
     def _checked_live(self) -> dict[str, torch.Tensor]:
         live = {name: tensor.detach() for name, tensor in self._live().items()}
@@ -201,81 +259,8 @@ class FixedTable:
         return live
 
 
-class _Held:
-    """The live columns of a FixedTable, held for a cut or a load. The caller took the lock; any thread releases it."""
-
-    what = ""
-
-    def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
-        self._table = table
-        self._columns = columns
-        self._lock = lock
-        self._released = FirstCaller()
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the live memory of a column, on the module's device. Raises UsageError."""
-        self._check_open(f"column {name!r}")
-        if name == ID_COLUMN:
-            return self._table.ids()
-        if name not in self._columns:
-            what = f"table {self._table.name!r} has no such column"
-            raise UsageError(what, found=name, expected=[ID_COLUMN, *self._columns])
-        return self._columns[name]
-
-    def _release(self) -> None:
-        if self._released.first():
-            self._columns = {}
-            self._lock.release()
-
-    def _check_open(self, use: str) -> None:
-        if self._released.done:
-            ends = "fence" if self.what == "cut" else "end"
-            raise UsageError(f"{use} of a {self.what} of table {self._table.name!r} was asked for after its {ends}")
-
-
-class FixedCut(_Held):
-    """A TableCut of a FixedTable."""
-
-    what = "cut"
-
-    def __init__(self, table: FixedTable, *, columns: dict[str, torch.Tensor], lock: TableLock) -> None:
-        super().__init__(table, columns=columns, lock=lock)
-        self.rows_count = len(table)
-        self.runs = one_run(self.rows_count)
-
-    def fence(self) -> None:
-        """Release the table. Idempotent."""
-        self._release()
-
-    def end(self, ok: bool) -> None:
-        """Note that the save has committed or failed, and make up for a fence that was never called."""
-        self.fence()
-
-
-class TrackedFixedCut(FixedCut, TracksFixedRows):
-    """A FixedCut that is a TracksRows too."""
-
-
-class FixedLoad(_Held):
-    """A TableLoad of a FixedTable."""
-
-    what = "load"
-
-    def insert(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows (int64 [n], CPU) of ids (int64 [n]). Raises UsageError for an id outside of the range."""
-        self._check_open("insert")
-        flat = flat_ids(ids, table=self._table.name)
-        self._table._check_owned(flat)
-        return torch.from_numpy(flat - self._table.first_id)
-
-    def end(self, ok: bool) -> None:
-        """Release the table, as far as it was filled. Idempotent."""
-        self._release()
-
-
 def _checked_columns(name: str, live: LiveColumns) -> Mapping[str, torch.Tensor]:
-    if not isinstance(name, str) or not name:
-        raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
+    check_name(name)
     columns = live()
     if EMBEDDING_COLUMN not in columns or ID_COLUMN in columns:
         what = f"columns of table {name!r} are wrong"

@@ -26,7 +26,7 @@ from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.errors import ConflictError, IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 from asyncckpt.native import I64
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
+from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 
 SCORE_COLUMN = "score"
 MODULE_KIND = "merlin_kv.torch.HashTable"
@@ -204,21 +204,12 @@ def hkv_tables(module: Any, name: str) -> Mapping[str, HkvTable]:
 
 
 def _schema(widths: Mapping[str, int], dtype: torch.dtype) -> TableSchema:
-    return TableSchema(
-        columns=(
-            Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
-            *(
-                Column(
-                    name=name,
-                    dtype=dtype,
-                    row_shape=(width,),
-                    role=Role.WEIGHT if name == EMBEDDING_COLUMN else Role.OPTIMIZER,
-                )
-                for name, width in widths.items()
-            ),
-            Column(name=SCORE_COLUMN, dtype=torch.int64, row_shape=(), role=Role.METADATA),
-        )
-    )
+    columns = [ID]
+    for name, width in widths.items():
+        role = Role.WEIGHT if name == EMBEDDING_COLUMN else Role.OPTIMIZER
+        columns.append(Column(name=name, dtype=dtype, row_shape=(width,), role=role))
+    columns.append(Column(name=SCORE_COLUMN, dtype=torch.int64, row_shape=(), role=Role.METADATA))
+    return TableSchema(columns=tuple(columns))
 
 
 def _reserved_ids(start_bit: int) -> tuple[int, int]:

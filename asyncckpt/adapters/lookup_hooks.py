@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.adapters.fixed_marks import FixedMarks
+from asyncckpt.adapters.fixed_table import FixedMarks
 from asyncckpt.adapters.row_mask import RowMask, row_mask
 from asyncckpt.tables.row_device import sent
 
@@ -62,7 +62,7 @@ class TbeMarks:
         ).reshape(-1, 2)
         self._by_feature_on: dict[torch.device, torch.Tensor] = {}
         self.tables = {table: FixedMarks(rows_counts[table], before_cut=self.settle) for table in tables}
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._mask: RowMask | None = None
         self._settled_count = 0
         self._handles: list[Any] = []
@@ -100,38 +100,30 @@ class TbeMarks:
 
     def mark(self, rows: torch.Tensor) -> int:
         """Collect rows of `rows_of` for the next `settle`; return how many calls of it there were so far."""
-        with self._guard:
-            self._mark(rows)
+        with self._guard, torch.no_grad():
+            if self._mask is None or self._mask.device != rows.device:
+                self.settle()
+                self._mask = row_mask(int(self._begins[-1]), rows.device)
+            self._mask.mark(rows)
             return self._settled_count
 
     def mark_again(self, rows: torch.Tensor, *, settled_count: int) -> None:
         """Mark rows again if their first mark, which returned settled_count, has been settled since."""
         with self._guard:
             if settled_count != self._settled_count:
-                self._mark(rows)
+                self.mark(rows)
 
     def settle(self) -> None:
         """Move what was collected to the marks of the tables; waits for the device, see RowMask.take."""
-        with self._guard:
-            self._settle()
-
-    def _mark(self, rows: torch.Tensor) -> None:
-        if self._mask is None or self._mask.device != rows.device:
-            self._settle()
-            self._mask = row_mask(int(self._begins[-1]), rows.device)
-        with torch.no_grad():
-            self._mask.mark(rows)
-
-    def _settle(self) -> None:
-        self._settled_count += 1
-        if self._mask is None:
-            return
-        with torch.no_grad():
+        with self._guard, torch.no_grad():
+            self._settled_count += 1
+            if self._mask is None:
+                return
             rows = self._mask.take()
-        self._mask = None
-        for table, marks in self.tables.items():
-            begin, end = np.searchsorted(rows, self._begins[table : table + 2])
-            marks.mark(rows[begin:end] - self._begins[table])
+            self._mask = None
+            for table, marks in self.tables.items():
+                begin, end = np.searchsorted(rows, self._begins[table : table + 2])
+                marks.mark(rows[begin:end] - self._begins[table])
 
     def _first_places(self, offsets: torch.Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> torch.Tensor:
         """Return where each feature begins among the indices, on the device of offsets."""

@@ -24,14 +24,12 @@ from typing import Any
 
 import torch
 
-from asyncckpt.adapters.embeddings import has_own_weight, own_weight, rest_besides
+from asyncckpt.adapters.embeddings import has_own_weight, own_weight, rest_besides, weight_table
 from asyncckpt.adapters.fbgemm import TablePlace, tbe_counters, tbe_tables
-from asyncckpt.adapters.fixed_table import FixedTable
 from asyncckpt.adapters.registry import register_adapter
 from asyncckpt.adapters.walk import joined, unwrapped
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Table
-from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 PLAIN_COLLECTIONS = {
     "torchrec.modules.embedding_modules.EmbeddingBagCollection": "embedding_bags",
@@ -73,7 +71,7 @@ class PlainCollection:
     def tables(self, collection: torch.nn.Module, name: str) -> Mapping[str, Table]:
         """Return one table for every embedding, its weight."""
         return {
-            joined(name, table): _weight_table(joined(name, table), module)
+            joined(name, table): weight_table(joined(name, table), module)
             for table, module in self._embeddings(collection)
         }
 
@@ -84,10 +82,6 @@ class PlainCollection:
     def _embeddings(self, collection: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         children = getattr(collection, self._holder).named_children()
         return ((name, module) for name, module in children if has_own_weight(module))
-
-
-def _weight_table(name: str, module: torch.nn.Module) -> FixedTable:
-    return FixedTable(name, lambda: {EMBEDDING_COLUMN: own_weight(module)})
 
 
 def kernels_of(collection: Any) -> Iterator[Any]:

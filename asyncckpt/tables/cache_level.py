@@ -2,7 +2,7 @@
 
 Callers hold the table's lock and have called `follow` of its place. The invariants:
 1. The rows of the id map are the cache rows. It assigns the row that was freed last, else the next one, and callers
-   make room first. So a used row is always below `rows_count`.
+   make room first. So a used row is always below `capacity`.
 2. A cache row holds the host row `host_rows[row]`, or nothing if that is -1; no host row is in two cache rows.
 3. Map and rows change in one call, so a reader that holds the lock sees both of the same step.
 """
@@ -14,63 +14,39 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from asyncckpt.model.table import ID_COLUMN, TableSchema
-from asyncckpt.native import I64, core
+from asyncckpt.model.table import TableSchema
+from asyncckpt.native import I64
 from asyncckpt.tables.cache_use import CacheUse
-from asyncckpt.tables.row_device import Landing, RowDevice, move_rows
+from asyncckpt.tables.row_device import Landing, RowDevice
+from asyncckpt.tables.row_store import Level
 
 
-class CacheLevel:
-    """`rows` rows of every column but `id`, at one place; fully associative."""
+class CacheLevel(Level):
+    """`rows` rows of every column but `id`; fully associative."""
 
     def __init__(self, schema: TableSchema, *, rows: int, place: RowDevice, policy: str) -> None:
-        self.place = place
-        self._ids = core.id_map(rows)
-        self._tensors = {
-            column.name: place.new_column((rows, *column.row_shape), dtype=column.dtype)
-            for column in schema.columns
-            if column.name != ID_COLUMN
-        }
+        super().__init__(schema, rows=rows, place=place)
         self.host_rows: I64 = np.full(rows, -1, dtype=np.int64)
         self.use = CacheUse(rows, policy=policy)
 
     @property
-    def rows_count(self) -> int:
-        """How many rows there are room for."""
-        return len(self.host_rows)
-
-    @property
     def free_count(self) -> int:
         """How many of the rows are free."""
-        return len(self.host_rows) - len(self._ids)
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the live tensor of a column, `[rows_count, *row_shape]`."""
-        return self._tensors[name]
-
-    def columns(self) -> Mapping[str, torch.Tensor]:
-        """Return the live tensors of all columns."""
-        return self._tensors
-
-    def ids_by_row(self) -> I64:
-        """Return the id of every cache row that was ever used, undefined for free rows; invalid after the next put."""
-        return self._ids.ids_by_row()
+        return self.capacity - len(self._ids)
 
     def used_rows(self) -> I64:
         """Return the used rows, ascending."""
         return np.flatnonzero(self.host_rows >= 0)
 
-    def find(self, ids: I64) -> I64:
-        """Return the cache row of every id, -1 for one that is not cached."""
-        return self._ids.find(ids)
-
     def put(self, ids: I64, host_rows: I64, host: Mapping[str, torch.Tensor], *, awaited: bool) -> None:
         """Cache ids (distinct, not cached) with host_rows of the host's columns; there must be room."""
+        if not ids.size:
+            return
         assert ids.size <= self.free_count
         rows, new_rows = self._ids.insert(ids)
         assert new_rows.size == ids.size
         try:
-            move_rows(host, host_rows, self._tensors, rows, place=self.place)
+            self.take_rows(rows, host, host_rows)
         except BaseException:  # For example, a device without memory.
             self._ids.remove(ids)
             raise
@@ -79,17 +55,7 @@ class CacheLevel:
 
     def begin_to_host(self, rows: I64, *, only: str | None = None) -> Landing:
         """Begin to copy rows of every column, or of one only, to the host; the rows may change when this returns."""
-        index = self.place.index(rows)
-        names = self._tensors if only is None else [only]
-        with torch.no_grad():
-            return self.place.begin_to_host({name: self._tensors[name].index_select(0, index) for name in names})
-
-    def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
-        """Set used rows (distinct) of the named columns to their values, `[n, *row_shape]` on any device."""
-        index = self.place.index(rows)
-        with torch.no_grad():
-            for name, value in values.items():
-                self._tensors[name].index_copy_(0, index, self.place.to_device(value))
+        return self.place.begin_to_host(self.read(rows, only=only))
 
     def drop(self, rows: I64) -> None:
         """Free used rows (distinct)."""
@@ -106,14 +72,8 @@ class CacheLevel:
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows in all; used rows keep their numbers, the tensors move."""
-        old_count = self.rows_count
+        old_count = self.capacity
         assert rows > old_count
-        grown = {}
-        with torch.no_grad():
-            for name, old in self._tensors.items():
-                grown[name] = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
-                grown[name][:old_count].copy_(old)
-                self.place.let_go(old)
-        self._tensors = grown
+        self._grow_columns(rows, used_count=old_count)
         self.host_rows = np.concatenate([self.host_rows, np.full(rows - old_count, -1, dtype=np.int64)])
         self.use.grow(rows)

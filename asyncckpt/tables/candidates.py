@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import torch
 
-from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.model.table import Column, Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.slots import Layout
+from asyncckpt.tables.slots import ID, Layout
 from asyncckpt.tables.stored_table import StoredTable
 
 COUNT_COLUMN = "count"
 FIRST_ROWS = 1024
 _SCHEMA = TableSchema(
     columns=(
-        Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
+        ID,
         Column(name=COUNT_COLUMN, dtype=torch.int64, row_shape=(), role=Role.METADATA),
     )
 )
@@ -34,7 +34,7 @@ class CandidateTable(StoredTable):
     def __init__(self, name: str, *, shard: tuple[int, int]) -> None:
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
         store = RowStore(layout, capacity=FIRST_ROWS, initializer=None)
-        super().__init__(name, schema=_SCHEMA, store=store, shard=shard)
+        super().__init__(name, _SCHEMA, shard=shard, store=store)
 
     def __repr__(self) -> str:
         return f"CandidateTable({self._name!r}, rows={len(self)}, shard={self._shard})"

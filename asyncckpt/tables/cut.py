@@ -1,4 +1,4 @@
-"""A hash table frozen for a save, and a hash table being filled by a load.
+"""A table frozen for a save, and a table being filled by a load: HeldTable for any, the others for a hash table.
 
     from   to     done by                the table
     free   cut    HashTable.begin_cut    does not change; columns may be read
@@ -11,89 +11,102 @@ The table's lock is held in the states cut and load.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import CutVersion
-from asyncckpt.native import I64
+from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.table_lock import FirstCaller, TableLock
+from asyncckpt.tables.table_lock import TableLock
+from asyncckpt.tables.touched_rows import TracksMarks
 
 
-class HashTableCut:
-    """A TableCut and TracksRows of a HashTable. The caller holds the lock, which `fence` releases from any thread.
+class HeldTable:
+    """A cut or a load of any table: it holds the table's lock, which its caller has acquired, until it is released.
 
-    It ends an epoch of the table's marks, whether the save succeeds or not. `rows_count`, `runs` (ascending ranges
-    `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
+    columns: the live storage without `id`; ids: returns the column `id`. Both are dropped at the release, which may be
+    on any thread.
+    """
+
+    use, released_by = "cut", "fence"
+
+    def __init__(
+        self, table: str, lock: TableLock, *, columns: Mapping[str, torch.Tensor], ids: Callable[[], torch.Tensor]
+    ) -> None:
+        self._table = table
+        self._lock = lock
+        self._columns = columns
+        self._ids = ids
+        self._guard = threading.Lock()
+        self._is_released = False
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live storage of a column; in a load, fetch it again after an insert. Raises UsageError."""
+        self._check_held(f"column {name!r}")
+        return self._ids() if name == ID_COLUMN else self._one_of(self._columns, name)
+
+    def _one_of(self, columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        if name not in columns:
+            what = f"table {self._table!r} has no such column"
+            raise UsageError(what, found=name, expected=[ID_COLUMN, *columns])
+        return columns[name]
+
+    def _release(self, last: Callable[[], object] | None = None) -> None:
+        """Call `last` and release the table, the first time; later calls do nothing."""
+        with self._guard:
+            is_first, self._is_released = not self._is_released, True
+        if not is_first:
+            return
+        try:
+            if last is not None:
+                last()
+        finally:
+            del self._columns, self._ids
+            self._lock.release()
+
+    def _check_held(self, what: str) -> None:
+        if self._is_released:
+            where = f"{what} of a {self.use} of table {self._table!r}"
+            raise UsageError(f"{where} was asked for after its {self.released_by}")
+
+
+class HashTableCut(HeldTable, TracksMarks):
+    """A TableCut of a HashTable, which knows touched rows. Its column `id` is a view of the id map on the CPU.
+
+    `rows_count`, `runs` (ascending ranges `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
     """
 
     def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
-        self._table = table
+        super().__init__(table, lock, columns=store.columns(), ids=lambda: torch.from_numpy(store.ids_by_row()))
         self._store = store
-        self._lock = lock
-        self._fenced = FirstCaller()
         self.rows_count = len(store)
         self.runs = store.runs()
-        self.version: CutVersion = store.marks.end_epoch()
-
-    def touched_since(self, version: CutVersion) -> I64 | None:
-        """Return the rows of `runs` written since a cut, ascending int64 [n]; None if unknown.
-
-        Costs one pass over the marks, a byte per row. Raises UsageError.
-        """
-        self._check_held("touched rows")
-        return self._store.marks.touched_since(version)
-
-    def removed_since(self, version: CutVersion) -> I64 | None:
-        """Return the distinct ids removed since a cut, ascending int64 [n], even if inserted again; None if unknown.
-
-        Raises UsageError.
-        """
-        self._check_held("removed ids")
-        return self._store.marks.removed_since(version)
-
-    def begun_since(self, version: CutVersion) -> I64 | None:
-        """Return the rows assigned to an id since a cut, ascending int64 [n]; None if unknown. Raises UsageError."""
-        self._check_held("begun rows")
-        return self._store.marks.begun_since(version)
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the live storage of a column; `id` is a view of the id map on the CPU. Raises UsageError."""
-        self._check_held(f"column {name!r}")
-        return self._store.column(name)
+        self.start_tracking(store.marks)
 
     def fence(self) -> None:
         """Let the table change again. Idempotent."""
-        if self._fenced.first():
-            self._lock.release()
+        self._release()
 
     def end(self, ok: bool) -> None:
         """Note that the save has committed or failed, and make up for a fence that was never called."""
         self.fence()
 
-    def _check_held(self, use: str) -> None:
-        if self._fenced.done:
-            raise UsageError(f"{use} of a cut of table {self._table!r} was asked for after its fence")
 
+class HashTableLoad(HeldTable):
+    """A TableLoad of a HashTable. It writes to any column, so earlier cuts cannot be asked about after it."""
 
-class HashTableLoad:
-    """A TableLoad of a HashTable. The caller holds the lock, which `end` releases from any thread.
-
-    It writes to any column, so earlier cuts cannot be asked about after it.
-    """
+    use, released_by = "load", "end"
 
     def __init__(
         self, table: str, *, store: RowStore, lock: TableLock, shard: tuple[int, int], filled: Collection[str]
     ) -> None:
-        self._table = table
+        super().__init__(table, lock, columns=store.columns(), ids=lambda: torch.from_numpy(store.ids_by_row()))
         self._store = store
-        self._lock = lock
         self._shard = shard
         self._filled = frozenset(filled)
-        self._ended = FirstCaller()
         store.marks.lose_all()
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
@@ -102,31 +115,16 @@ class HashTableLoad:
         In columns that the load does not fill, because the checkpoint lacks them, new rows get initial values. Raises
         UsageError for an id of another shard.
         """
-        self._check_open("insert")
+        self._check_held("insert")
         flat = flat_ids(ids, table=self._table)
         check_owned(flat, shard=self._shard, table=self._table)
         return torch.from_numpy(self._store.insert(flat, filled=self._filled))
 
     def first_row(self) -> int | None:
         """Return the first row if the next distinct ids get consecutive rows, else None."""
-        self._check_open("rows")
+        self._check_held("rows")
         return self._store.first_row()
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the live storage of a column; fetch it again after an insert. Raises UsageError."""
-        self._check_open(f"column {name!r}")
-        return self._store.column(name)
 
     def end(self, ok: bool) -> None:
         """Release the table, filled if ok, else empty. Idempotent."""
-        if not self._ended.first():
-            return
-        try:
-            if not ok:
-                self._store.clear()
-        finally:
-            self._lock.release()
-
-    def _check_open(self, use: str) -> None:
-        if self._ended.done:
-            raise UsageError(f"{use} of a load of table {self._table!r} was asked for after its end")
+        self._release(None if ok else self._store.clear)

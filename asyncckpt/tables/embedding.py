@@ -8,7 +8,8 @@ unseen ids read as zero rows and nothing gets a gradient. The table is not a par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,19 +17,53 @@ from torch import nn
 from torch.nn import functional
 
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import Role
+from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
-from asyncckpt.tables.ids import flat_ids
+from asyncckpt.tables.ids import IdsLike, RowsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import sent
 from asyncckpt.tables.slots import SlotSpec
-from asyncckpt.tables.trainable import TrainableTable, rows_on_host
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"
 BAG_MODES = ("sum", "mean", "max")
+
+
+@runtime_checkable
+class TrainableTable(Protocol):
+    """A table whose rows training reads and updates in place.
+
+    The rows that `lookup` returns index `embedding` and `slot(name)` until the next lookup, which may move rows.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The live rows, `[n, dim]`; fetch them again after a lookup."""
+        ...
+
+    def slot(self, name: str) -> torch.Tensor:
+        """Return the live tensor, `[n, *row_shape]`, of an optimizer slot or metadata column. Raises UsageError."""
+        ...
+
+    def schema(self) -> TableSchema: ...
+    def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
+        """Return the rows of ids, int64 in the shape of ids; -1 for an id that is absent and gets no row."""
+        ...
+
+    def touch(self, rows: RowsLike) -> None:
+        """Mark rows that are about to be written, or were written; a lookup with insert marks its rows itself.
+
+        rows are what `lookup` returned; -1 is skipped. A table without marks may do nothing.
+        """
+        ...
 
 
 class HashEmbedding(nn.Module):
@@ -199,3 +234,12 @@ def _scalar_column(table: TrainableTable, name: str) -> str | None:
     if column is None or column.role is not Role.METADATA or column.dtype is not torch.int64:
         return None
     return name if column.row_shape == () else None
+
+
+def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> I64:
+    """Look ids up and return the rows on the host, int64 [n]: by `lookup_rows`, or else after a wait for the device."""
+    find: Callable[[IdsLike, bool], I64] | None = getattr(table, "lookup_rows", None)
+    if find is not None:
+        return find(ids, insert)
+    found: I64 = table.lookup(ids, insert=insert).cpu().numpy()
+    return found

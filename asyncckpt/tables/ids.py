@@ -21,14 +21,11 @@ RowsLike: TypeAlias = torch.Tensor | I64
 
 def flat_ids(ids: IdsLike, *, table: str) -> I64:
     """Return ids as a contiguous int64 [n] array on the CPU; a view if possible. Raises UsageError."""
-    if isinstance(ids, torch.Tensor):
-        if ids.dtype is not torch.int64:
-            raise _wrong_dtype(table, found=ids.dtype, view="view(torch.int64)", convert="long()")
-        return ids.detach().cpu().contiguous().view(-1).numpy()
-    if isinstance(ids, np.ndarray):
-        if ids.dtype != np.int64:
-            raise _wrong_dtype(table, found=ids.dtype, view="view(np.int64)", convert="astype(np.int64)")
-        return np.ascontiguousarray(ids).reshape(-1)
+    flat = _flat(ids)
+    if flat is not None:
+        return flat
+    if isinstance(ids, (torch.Tensor, np.ndarray)):
+        raise _wrong_dtype(table, ids)
     expected = "an int64 torch.Tensor or numpy.ndarray"
     raise UsageError(f"ids for table {table!r} are wrong", found=type(ids), expected=expected)
 
@@ -36,11 +33,8 @@ def flat_ids(ids: IdsLike, *, table: str) -> I64:
 def flat_rows(rows: RowsLike, *, end: int, table: str) -> I64:
     """Return rows of [-1, end) as a contiguous int64 [n] array on the CPU, a view if possible. Raises UsageError."""
     what = f"rows of table {table!r}"
-    if isinstance(rows, torch.Tensor) and rows.dtype is torch.int64:
-        flat: I64 = rows.detach().cpu().contiguous().view(-1).numpy()
-    elif isinstance(rows, np.ndarray) and rows.dtype == np.int64:
-        flat = np.ascontiguousarray(rows).reshape(-1)
-    else:
+    flat = _flat(rows)
+    if flat is None:
         found = rows.dtype if isinstance(rows, (torch.Tensor, np.ndarray)) else type(rows)
         raise UsageError(f"{what} are wrong", found=found, expected="an int64 torch.Tensor or numpy.ndarray")
     if flat.size and (int(flat.min()) < -1 or int(flat.max()) >= end):
@@ -86,12 +80,24 @@ def check_owned(ids: I64, *, shard: tuple[int, int], table: str) -> None:
     raise UsageError(what, expected=shard[0], found=owner, hint="select ids with table.owns(ids) first")
 
 
-def _wrong_dtype(table: str, *, found: object, view: str, convert: str) -> UsageError:
-    name = str(found).removeprefix("torch.")
+def _flat(values: object) -> I64 | None:
+    """Return int64 values as a contiguous array on the CPU; None for anything else."""
+    if isinstance(values, torch.Tensor) and values.dtype is torch.int64:
+        flat: I64 = values.detach().cpu().contiguous().view(-1).numpy()
+        return flat
+    if isinstance(values, np.ndarray) and values.dtype == np.int64:
+        return np.ascontiguousarray(values).reshape(-1)
+    return None
+
+
+def _wrong_dtype(table: str, ids: IdsLike) -> UsageError:
+    name = str(ids.dtype).removeprefix("torch.") if isinstance(ids, torch.Tensor) else ids.dtype.name
+    module = "torch" if isinstance(ids, torch.Tensor) else "np"
     if name == "uint64":
-        hint = f"use ids.{view}: an id is a bit pattern"
-    elif getattr(found, "kind", name[:1]) in ("i", "u"):  # NumPy's dtypes have a kind, torch's a name.
-        hint = f"use ids.{convert}"
-    else:
+        hint = f"use ids.view({module}.int64): an id is a bit pattern"
+    elif not name.startswith(("int", "uint")):
         hint = "ids are integers; a float has lost bits of large ids already"
-    return UsageError(f"ids for table {table!r} have the wrong dtype", found=found, expected=torch.int64, hint=hint)
+    else:
+        hint = "use ids.long()" if module == "torch" else "use ids.astype(np.int64)"
+    what = f"ids for table {table!r} have the wrong dtype"
+    return UsageError(what, found=ids.dtype, expected=torch.int64, hint=hint)

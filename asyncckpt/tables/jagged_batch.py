@@ -84,12 +84,8 @@ def _checked_offsets(offsets: object, values: torch.Tensor, name: str) -> torch.
 
 def joined_offsets(parts: list[Feature]) -> torch.Tensor:
     """Return the offsets of several features one after the other, int64 [all samples + 1]."""
-    joined = [torch.zeros(1, dtype=torch.int64)]
-    begin = 0
-    for part in parts:
-        joined.append(part.offsets[1:] + begin)
-        begin += len(part.values)
-    return torch.cat(joined)
+    lengths = [part.offsets.diff() for part in parts]
+    return torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
 
 
 def joined_weights(parts: list[Feature]) -> torch.Tensor:

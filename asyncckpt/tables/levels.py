@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.expiry import is_below
-from asyncckpt.tables.row_device import Landing, sent
+from asyncckpt.tables.row_device import Landing, selected
 from asyncckpt.tables.row_store import RowStore
 
 Mask = NDArray[np.bool_]
@@ -67,7 +67,6 @@ class Levels:
 
         insert: absent ids get a row; if `admitted` (distinct ids) is given, only these. Marks all returned rows.
         """
-        self.begin()
         cache = self.cache
         cache.use.begin_lookup()
         rows = cache.find(ids)
@@ -94,7 +93,6 @@ class Levels:
 
     def prefetch(self, ids: I64) -> int:
         """Bring known ids into the cache while there is room, and return how many came."""
-        self.begin()
         rows = self.cache.find(ids)
         cached = rows >= 0
         self.cache.use.awaited[rows[cached]] = True
@@ -102,25 +100,23 @@ class Levels:
         host_rows = self.store.find(missing)
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
         room = self._make_room(missing.size, awaited_too=False)
-        self._bring(missing[:room], host_rows[:room], awaited=True)
+        self.cache.put(missing[:room], host_rows[:room], self.store.columns(), awaited=True)
         brought_count = min(room, missing.size)
         self.counts.prefetched_count += brought_count
         return brought_count
 
     def insert(self, ids: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set columns of ids (distinct) in the level where each of them is; absent ids get a host row."""
-        self.begin()
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
         if outside.size:
-            self.store.write(self._new_rows(ids[outside]), _part(values, outside))
+            self.store.write(self._new_rows(ids[outside]), selected(values, outside))
         if inside.size:
             self.touch(rows[inside])
-            self.cache.write(rows[inside], _part(values, inside))
+            self.cache.write(rows[inside], selected(values, inside))
 
     def remove(self, ids: I64) -> int:
         """Remove ids and return how many of them were there."""
-        self.begin()
         rows = self.cache.find(ids)
         removed_count = self.store.remove(ids)
         self.cache.drop(np.unique(rows[rows >= 0]))
@@ -128,7 +124,6 @@ class Levels:
 
     def read(self, ids: I64) -> dict[str, torch.Tensor]:
         """Return the newest rows, on the CPU, of known ids; nothing moves."""
-        self.begin()
         values = self.store.read(self.store.find(ids))
         rows = self.cache.find(ids)
         inside = np.flatnonzero(rows >= 0)
@@ -146,9 +141,8 @@ class Levels:
 
     def expired(self, column: str, below: float) -> I64:
         """Return the ids whose newest number in a column is below a bound."""
-        self.begin()
         rows = self.store.rows()
-        values = self.store.column(column)[torch.from_numpy(rows)]
+        values = self.store.read(rows, only=column)[column]
         cached = self.cache.used_rows()
         if cached.size:
             newest = self.cache.begin_to_host(cached, only=column).wait()[column]
@@ -158,7 +152,6 @@ class Levels:
 
     def empty_cache(self, *, write_back: bool) -> None:
         """Free all cache rows, with or without writing them back to their host rows."""
-        self.begin()
         if write_back:
             self._write_back(self.cache.used_rows())
             self._land()
@@ -174,23 +167,19 @@ class Levels:
                 host_rows[absent] = self._new_rows(missing[absent])
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
         # A hit may be mentioned several times; count distinct ones only if it matters.
-        if missing.size + hits.size > self.cache.rows_count:
+        if missing.size + hits.size > self.cache.capacity:
             needed = missing.size + np.unique(hits).size
-            if needed > self.cache.rows_count:
+            if needed > self.cache.capacity:
                 self.cache.grow(needed + needed // GROWTH_SHARE)
         room = self._make_room(missing.size, awaited_too=True)
         assert room >= missing.size
-        self._bring(missing, host_rows, awaited=False)
+        self.cache.put(missing, host_rows, self.store.columns(), awaited=False)
 
     def _new_rows(self, ids: I64) -> I64:
         rows_before = len(self.store)
         rows = self.store.insert(ids)
         self.counts.inserted_count += len(self.store) - rows_before
         return rows
-
-    def _bring(self, ids: I64, host_rows: I64, *, awaited: bool) -> None:
-        if ids.size:
-            self.cache.put(ids, host_rows, self.store.columns(), awaited=awaited)
 
     def _make_room(self, count: int, *, awaited_too: bool) -> int:
         """Evict until `count` rows are free or no other row may be evicted; return how many are free."""
@@ -210,7 +199,7 @@ class Levels:
         """Write rows back to their host rows: now, or at the next `begin` if the cache is on a device."""
         host_rows = self.cache.host_rows[rows]
         if self.cache.place.is_host:
-            self.store.take_over(host_rows, self.cache.columns(), rows)
+            self.store.take_rows(host_rows, self.cache.columns(), rows)
         elif rows.size:
             self._landings.append((host_rows, self.cache.begin_to_host(rows)))
         self.counts.written_back_count += rows.size
@@ -218,11 +207,6 @@ class Levels:
     def _land(self) -> None:
         while self._landings:
             host_rows, landing = self._landings[0]
-            self.store.take_over(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
+            self.store.take_rows(host_rows, landing.wait(), np.arange(host_rows.size, dtype=np.int64))
             # Only now: if the write-back fails, the rows must not be lost.
             del self._landings[0]
-
-
-def _part(values: Mapping[str, torch.Tensor], positions: I64) -> dict[str, torch.Tensor]:
-    index = torch.from_numpy(positions)
-    return {name: value.index_select(0, sent(index, value.device)) for name, value in values.items()}

@@ -13,7 +13,7 @@ level, `clear` and loads wait until its rows are exported.
 
 With the cache on a CUDA device, calls queue their work on the current stream, after the work of the previous call on
 whatever stream that used: a prefetch may have a stream of its own. Rows go through pinned memory, and evicted rows
-reach the host level at the beginning of the next call. So a call waits for ids that are on a device, and, if the
+reach the host level at the beginning of the next call. So a call or cut waits for ids that are on a device, and, if the
 previous call evicted rows, until the device has reached that call.
 
 Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admission), HierarchicalKV (policies).
@@ -29,31 +29,22 @@ from typing import Literal
 import numpy as np
 import torch
 
+from asyncckpt.arguments import check_choice, check_int
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
-from asyncckpt.tables.initializer import Initializer, check_initializer
+from asyncckpt.tables.ids import IdsLike, flat_ids
+from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from asyncckpt.tables.pinned_host import pinned_levels
-from asyncckpt.tables.row_device import row_device, sent
-from asyncckpt.tables.row_store import RowStore
-from asyncckpt.tables.slots import EMBEDDING_COLUMN, SlotSpec, table_layout
-from asyncckpt.tables.stored_table import StoredTable
-from asyncckpt.tables.table_arguments import (
-    check_eviction,
-    check_slot,
-    checked_count,
-    checked_device,
-    checked_name,
-    checked_shard,
-    checked_values,
-    last_mentions,
-)
+from asyncckpt.tables.row_device import row_device, selected
+from asyncckpt.tables.slots import SlotSpec, table_layout
+from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 CANDIDATES = "candidates"
 
@@ -72,7 +63,7 @@ class CacheStatistics:
     paused_seconds: float
 
 
-class MultiLevelTable(StoredTable):
+class MultiLevelTable(TrainedTable):
     """A table that need not fit its device, and that a Saver can save while training goes on. Implements `Table`.
 
     cache_rows      rows of the cache level, on `device`. A batch with more distinct ids makes it grow, with one warning
@@ -106,22 +97,17 @@ class MultiLevelTable(StoredTable):
         undo_bytes_max: int = 256 << 20,
         pin_host_memory: bool = False,
     ) -> None:
-        checked_name(name)
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
-        checked_count("cache_rows", cache_rows, table=name)
-        checked_count("capacity", capacity, table=name)
-        if policy not in POLICIES:
-            raise UsageError(f"policy of table {name!r} is wrong", found=policy, expected=POLICIES)
-        check_initializer(initializer, table=name)
-        self._admit_after = checked_count("admit_after", admit_after, table=name)
-        self._undo_bytes_max = checked_count("undo_bytes_max", undo_bytes_max, table=name)
-        checked_shard(name, shard)
-        self._device = checked_device(name, device)
-        place, host = pinned_levels(name, self._device) if pin_host_memory else (row_device(self._device), None)
-        self._dim, self._dtype = dim, dtype
-        store = RowStore(layout, capacity=capacity, initializer=initializer, place=host)
-        super().__init__(name, schema=layout.schema, store=store, shard=shard)
-        self._cache = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
+        counts = {"cache_rows": cache_rows, "admit_after": admit_after, "undo_bytes_max": undo_bytes_max}
+        for what, count in counts.items():
+            check_int(f"{what} of table {name!r}", count, at_least=1)
+        check_choice(f"policy of table {name!r}", policy, POLICIES)
+        self._admit_after = admit_after
+        self._undo_bytes_max = undo_bytes_max
+        cache_device = checked_device(name, device)
+        place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
+        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=host)
+        self._cache = self._level = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
         self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
         self._cache_rows_wished = cache_rows
@@ -129,35 +115,9 @@ class MultiLevelTable(StoredTable):
         self._paused_seconds = 0.0
 
     @property
-    def dim(self) -> int:
-        return self._dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the cache level; the host level is on the CPU."""
-        return self._device
-
-    @property
     def cache_rows(self) -> int:
         """How many rows the cache level has room for now; the rows that a lookup returns are below it."""
-        return self._cache.rows_count
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        """The live cache level of the embedding, `[cache_rows, dim]`; fetch it again after a lookup."""
-        return self._cache.column(EMBEDDING_COLUMN)
-
-    def slot(self, name: str) -> torch.Tensor:
-        """Return the live cache level, `[cache_rows, *row_shape]`, of an optimizer slot or metadata column.
-
-        Raises UsageError.
-        """
-        check_slot(self._schema, name, table=self._name)
-        return self._cache.column(name)
+        return self._cache.capacity
 
     def companions(self) -> Mapping[str, Table]:
         """Return the tables that belong to this one and are saved beside it, by suffix.
@@ -167,40 +127,8 @@ class MultiLevelTable(StoredTable):
         return {} if self._candidates is None else {CANDIDATES: self._candidates}
 
     def __repr__(self) -> str:
-        where = f"cache_rows={self.cache_rows}, device={str(self._device)!r}"
+        where = f"cache_rows={self.cache_rows}, device={str(self.device)!r}"
         return f"MultiLevelTable({self._name!r}, dim={self.dim}, rows={len(self)}, {where}, shard={self._shard})"
-
-    def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
-        """Bring the rows of ids (int64, any shape) into the cache; return their cache rows in the shape of ids.
-
-        An absent id gets a new row at its admit_after-th lookup with insert, and -1 before that; one call counts an id
-        once. With insert, all of the rows count as written from now on. Raises UsageError, before any change, if ids
-        are not int64 or one that would be inserted belongs to another shard. Warns once per table if the cache had to
-        grow.
-        """
-        return sent(torch.from_numpy(self.lookup_rows(ids, insert)).view(ids.shape), self._device)
-
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
-        """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the cache's device."""
-        flat = flat_ids(ids, table=self._name)
-        if insert:
-            check_owned(flat, shard=self._shard, table=self._name)
-        admitted = self._admitted(flat) if insert and self._candidates is not None else None
-        with self._lock.hold("lookup"):
-            rows = self._levels.lookup(flat, insert=insert, admitted=admitted)
-        self._warn_of_growth()
-        return rows
-
-    def touch(self, rows: RowsLike) -> None:
-        """Mark cache rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they
-        are.
-
-        For code that changes rows in place that it got from a lookup without insert, or before the last cut. Skips -1.
-        Raises UsageError for rows out of range or of another dtype.
-        """
-        flat = flat_rows(rows, end=self.cache_rows, table=self._name)
-        with self._lock.hold("touch"):
-            self._levels.touch(flat)
 
     def prefetch(self, ids: IdsLike) -> int:
         """Bring rows of known ids (int64, any shape) into the cache for a coming batch; return how many came.
@@ -211,44 +139,13 @@ class MultiLevelTable(StoredTable):
         """
         flat = flat_ids(ids, table=self._name)
         with self._lock.hold("prefetch"):
+            self._begin()
             return self._levels.prefetch(flat)
-
-    def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
-        """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
-
-        Like HashTable.insert. Each id is set where its newest row is, and absent ids get a row, admitted or not. Raises
-        UsageError before any change.
-        """
-        flat = flat_ids(ids, table=self._name)
-        check_owned(flat, shard=self._shard, table=self._name)
-        values = checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name)
-        order = last_mentions(flat)
-        source = torch.from_numpy(order)
-        distinct = {name: value[sent(source, value.device)] for name, value in values.items()}
-        with self._lock.hold("insert"):
-            self._levels.insert(flat[order], distinct)
-        if self._candidates is not None:
-            self._candidates.remove(flat[order])
-
-    def remove(self, ids: IdsLike) -> int:
-        """Remove ids (int64, any shape) and return how many of them were there; other ids may get their rows."""
-        flat = flat_ids(ids, table=self._name)
-        with self._lock.hold("removal"):
-            return self._levels.remove(flat)
-
-    def evict(self, column: str, *, below: float) -> int:
-        """Remove the ids whose number in a metadata column (row shape ()) is below a bound; return how many.
-
-        Like HashTable.evict, by the newest number of every id, cached or not. Raises UsageError.
-        """
-        check_eviction(self._schema, column, below, table=self._name)
-        with self._lock.hold("eviction"):
-            return self._levels.remove(self._levels.expired(column, below))
 
     def clear(self) -> None:
         """Remove all ids, candidates for admission too; both levels keep their size."""
         with self._lock.hold("clear"):
-            self._levels.begin()
+            self._begin()
             self._store.clear()
             self._levels.empty_cache(write_back=False)
         if self._candidates is not None:
@@ -256,9 +153,9 @@ class MultiLevelTable(StoredTable):
 
     def reserve(self, rows: int) -> None:
         """Make room in the host level for `rows` rows in all, so that it need not grow. Raises UsageError."""
-        checked_count("rows of a reservation", rows, table=self._name, at_least=0)
+        check_int(f"rows of a reservation of table {self._name!r}", rows, at_least=0)
         with self._lock.hold("reservation"):
-            self._levels.begin()
+            self._begin()
             self._store.reserve(rows)
 
     def read(self, ids: IdsLike) -> dict[str, torch.Tensor]:
@@ -273,35 +170,57 @@ class MultiLevelTable(StoredTable):
                 first = int(flat[int(np.argmin(known))])
                 what = f"id to read from table {self._name!r} has no row"
                 raise UsageError(what, found=first, hint="lookup(ids, insert=False) gives -1 for such ids")
+            self._begin()
             values = self._levels.read(flat)
         return {name: value.reshape((*ids.shape, *value.shape[1:])) for name, value in values.items()}
 
     def statistics(self) -> CacheStatistics:
         """Return the counts so far."""
         with self._lock.hold("listing"):
-            cached_count = self._cache.rows_count - self._cache.free_count
+            cached_count = self._cache.capacity - self._cache.free_count
             counts = asdict(self._levels.counts)
             return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
 
-    def begin_cut(self) -> MultiLevelCut:
-        """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end.
+    def _begin(self) -> None:
+        self._levels.begin()
 
-        With the cache on a device, waits for the rows that were evicted last. Work that a lookup or prefetch queued on
-        another stream comes before what this thread's current stream does next, such as copies of the cache.
-        """
-        with self._lock.hold_for_result("cut"):
-            self._levels.begin()
-            return MultiLevelCut(
-                self._name,
-                store=self._store,
-                cache=self._cache,
-                lock=self._lock,
-                undo_bytes_max=self._undo_bytes_max,
-                on_pause=self._add_pause,
-            )
+    def _lookup(self, ids: I64, *, insert: bool) -> I64:
+        admitted = self._admitted(ids) if insert and self._candidates is not None else None
+        with self._lock.hold("lookup"):
+            self._begin()
+            rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+        self._warn_of_growth()
+        return rows
+
+    def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
+        order = last_mentions(ids)
+        distinct = selected(values, order)
+        with self._lock.hold("insert"):
+            self._begin()
+            self._levels.insert(ids[order], distinct)
+        if self._candidates is not None:
+            self._candidates.remove(ids[order])
+
+    def _touch(self, rows: I64) -> None:
+        self._levels.touch(rows)
+
+    def _remove(self, ids: I64) -> int:
+        return self._levels.remove(ids)
+
+    def _expired(self, column: str, below: float) -> I64:
+        return self._levels.expired(column, below)
+
+    def _new_cut(self) -> MultiLevelCut:
+        return MultiLevelCut(
+            self._name,
+            store=self._store,
+            cache=self._cache,
+            lock=self._lock,
+            undo_bytes_max=self._undo_bytes_max,
+            on_pause=self._add_pause,
+        )
 
     def _prepare_load(self, *, clear: bool) -> None:
-        self._levels.begin()
         # The load writes host rows without notifying watchers.
         self._store.watchers.storage_moves()
         self._levels.empty_cache(write_back=not clear)
@@ -318,11 +237,11 @@ class MultiLevelTable(StoredTable):
 
     def _warn_of_growth(self) -> None:
         # Outside the lock, after the work is done: a program may turn warnings into errors.
-        if self._growth_warned or self._cache.rows_count == self._cache_rows_wished:
+        if self._growth_warned or self._cache.capacity == self._cache_rows_wished:
             return
         self._growth_warned = True
-        what = f"cache of table {self._name!r} grew from {self._cache_rows_wished} to {self._cache.rows_count} rows"
-        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=4)
+        what = f"cache of table {self._name!r} grew from {self._cache_rows_wished} to {self._cache.capacity} rows"
+        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=5)
 
     def _add_pause(self, seconds: float) -> None:
         self._paused_seconds += seconds

@@ -24,11 +24,10 @@ from asyncckpt.model.table import ID_COLUMN, CacheCopy
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cut import HashTableCut
-from asyncckpt.tables.cut_places import CutPlaces
 from asyncckpt.tables.row_copy import RowMemory, copy_rows, copy_runs
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.table_lock import TableLock
-from asyncckpt.tables.undo_log import UndoLog
+from asyncckpt.tables.undo_log import CutPlaces, UndoLog
 
 
 class CacheOverlay:
@@ -100,12 +99,7 @@ class MultiLevelCut(HashTableCut):
     def cached_column(self, name: str) -> torch.Tensor | None:
         """Return the live cache level of a column; None for `id`. Raises UsageError."""
         self._check_held(f"the cache level of column {name!r}")
-        if name == ID_COLUMN:
-            return None
-        columns = self._cache.columns()
-        if name not in columns:
-            raise UsageError("there is no such column", found=name, expected=[ID_COLUMN, *columns])
-        return columns[name]
+        return None if name == ID_COLUMN else self._one_of(self._cache.columns(), name)
 
     def be_deferred(self, copy: CacheCopy, *, window_rows: int) -> None:
         """Keep old values of host rows from now on, so that windows of them can be exported behind the fence.
@@ -121,8 +115,7 @@ class MultiLevelCut(HashTableCut):
         assert len(copy.map) == len(self._cache.host_rows)
         assert copy.columns.keys() == self._cache.columns().keys()
         places = CutPlaces(self.runs, rows_count=self.rows_count, window_rows=window_rows)
-        names = [ID_COLUMN, *copy.columns]
-        columns = {name: RowMemory.of(self._store.column(name)) for name in names}
+        columns = {name: RowMemory.of(self.column(name)) for name in (ID_COLUMN, *copy.columns)}
         log = UndoLog(
             self._table,
             places=places,

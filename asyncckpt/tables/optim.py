@@ -16,10 +16,9 @@ from torch import nn
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
-from asyncckpt.tables.embedding import HashEmbedding
+from asyncckpt.tables.embedding import HashEmbedding, TrainableTable, rows_on_host
 from asyncckpt.tables.gradients import sum_per_id
 from asyncckpt.tables.row_device import sent
-from asyncckpt.tables.trainable import TrainableTable, rows_on_host
 
 
 class _SparseOptimizer:

@@ -51,11 +51,8 @@ class RowDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the host reads and writes the columns directly."""
-        return self.device.type == "cpu"
+        # Whether the host reads and writes the columns directly.
+        self.is_host = device.type == "cpu"
 
     def follow(self) -> None:
         """Order what this thread queues from now on after the calls before."""
@@ -82,7 +79,10 @@ class RowDevice:
         return values.to(self.device)
 
     def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> None:
-        """Copy rows of columns of the host to columns of this place, like move_rows."""
+        """Copy source_rows (int64 [n]) of columns of the host to target_rows (distinct) of those of the same names.
+
+        Columns are contiguous `[rows, *row_shape]`; the targets are at this place.
+        """
         if self.is_host:
             for name, source in sources.items():
                 target = RowMemory.of(targets[name]).address
@@ -157,15 +157,10 @@ def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def move_rows(sources: Values, source_rows: I64, targets: Values, target_rows: I64, *, place: RowDevice) -> None:
-    """Copy source_rows (int64 [n]) of columns of the host to target_rows (distinct) of those of the same names.
-
-    Columns are contiguous `[rows, *row_shape]`; the targets are at `place`. The host waits for no device. Source rows
-    may change when this has returned, except those that a device reads itself (pinned_host.py).
-    """
-    if source_rows.size:
-        with torch.no_grad():
-            place.take_rows(sources, source_rows, targets, target_rows)
+def selected(values: Values, positions: I64) -> dict[str, torch.Tensor]:
+    """Return the values at some positions, int64 [n], each on its device, without a wait of the host."""
+    index = torch.from_numpy(positions)
+    return {name: value.index_select(0, sent(index, value.device)) for name, value in values.items()}
 
 
 def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The rows of a hash table: the id -> row map and one tensor per column, kept in step.
 
-Callers hold the table's lock. The invariants:
+Callers hold the table's lock, and `follow` of the place has ordered their work after that of earlier calls. The
+invariants:
 1. Every row below the map's rows_end is inside every column tensor.
 2. A row that `insert` assigns to an id holds initial values in every column, whatever an earlier id left there.
 3. An insert that fails (no memory, a faulty initializer) adds no id.
@@ -20,10 +21,11 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.row_runs import rows_of
-from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.model.table import ID_COLUMN, TableSchema
 from asyncckpt.native import I64, core
+from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.initializer import Initializer, Uniform
-from asyncckpt.tables.row_device import RowDevice, move_rows
+from asyncckpt.tables.row_device import RowDevice
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.touched_rows import TouchedRows
 
@@ -74,59 +76,95 @@ class RowWatchers:
             watcher.storage_moves()
 
 
-class RowStore:
+class Level:
+    """Ids and the columns of their rows at one place: a host level, or a cache over it."""
+
+    def __init__(self, schema: TableSchema, *, rows: int, place: RowDevice) -> None:
+        self.place = place
+        self.capacity = rows  # Rows that there is room for.
+        self._ids = core.id_map(rows)
+        self._tensors = {
+            column.name: place.new_column((rows, *column.row_shape), dtype=column.dtype)
+            for column in schema.columns
+            if column.name != ID_COLUMN
+        }
+
+    def column(self, name: str) -> torch.Tensor:
+        """Return the live tensor of a column but `id`: at least as many rows as there is room for."""
+        return self._tensors[name]
+
+    def columns(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors of all columns but `id`, a view that follows growth."""
+        return self._tensors
+
+    def ids_by_row(self) -> I64:
+        """Return the id of every row up to the last used one, a view until the next insert; undefined if free."""
+        return self._ids.ids_by_row()
+
+    def find(self, ids: I64) -> I64:
+        """Return the row of every id, -1 for an absent one."""
+        return self._ids.find(ids)
+
+    def read(self, rows: I64, *, only: str | None = None) -> dict[str, torch.Tensor]:
+        """Return rows of every column but `id`, or of one only, each a new tensor `[n, *row_shape]` at this place."""
+        index = self.place.index(rows)
+        names = self._tensors if only is None else [only]
+        with torch.no_grad():
+            return {name: self._tensors[name].index_select(0, index) for name in names}
+
+    def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
+        """Set rows (distinct) of the named columns to their values, `[n, *row_shape]` on any device."""
+        index = self.place.index(rows)
+        with torch.no_grad():
+            for name, value in values.items():
+                self._tensors[name].index_copy_(0, index, self.place.to_device(value))
+
+    def take_rows(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
+        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on the host.
+
+        The host waits for no device. Source rows may change when this has returned, except those that a device reads
+        itself (pinned_host.py).
+        """
+        if rows.size:
+            with torch.no_grad():
+                self.place.take_rows(columns, source_rows, self._tensors, rows)
+
+    def _grow_columns(self, rows: int, *, used_count: int) -> None:
+        """Move the columns to larger memory, with their first used_count rows."""
+        with torch.no_grad():
+            # One column at a time, so that only one of them exists twice at any moment. If memory runs out halfway,
+            # some columns are longer than there is room for, which breaks no invariant.
+            for name, old in self._tensors.items():
+                new = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
+                new[:used_count].copy_(old[:used_count])
+                self.place.let_go(old)
+                self._tensors[name] = new
+        self.capacity = rows
+
+
+class RowStore(Level):
     """Ids and columns of one table at one place, the host by default."""
 
     def __init__(
         self, layout: Layout, *, capacity: int, initializer: Initializer, place: RowDevice | None = None
     ) -> None:
+        super().__init__(layout.schema, rows=capacity, place=place or RowDevice(torch.device("cpu")))
         self.watchers = RowWatchers()
         self.marks = TouchedRows(capacity)
-        self._layout = layout
-        self.place = RowDevice(torch.device("cpu")) if place is None else place
+        self._fills = layout.fills
         self._initializer = initializer
-        self._ids = core.id_map(capacity)
         # A copy of the map's count: no second thread may ask the map while it works.
         self._rows_count = 0
-        self._capacity = capacity
-        self._tensors = {
-            column.name: self.place.new_column((capacity, *column.row_shape), dtype=column.dtype)
-            for column in layout.schema.columns
-            if column.name != ID_COLUMN
-        }
 
     def __len__(self) -> int:
         """How many ids there are; the only method that needs no lock."""
         return self._rows_count
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    def column(self, name: str) -> torch.Tensor:
-        """Return the live storage of a column; `id` is a view, `[rows_end]`, of the map, until the next insert."""
-        if name == ID_COLUMN:
-            return torch.from_numpy(self._ids.ids_by_row())
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise UsageError("there is no such column", found=name, expected=[ID_COLUMN, *self._tensors])
-        return tensor
-
-    def columns(self) -> Mapping[str, torch.Tensor]:
-        """Return the live storage of all columns but `id`."""
-        return self._tensors
-
-    def find(self, ids: I64) -> I64:
-        """Return the row of every id, -1 for an absent one."""
-        self.place.follow()
-        return self._ids.find(ids)
 
     def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
         """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`.
 
         touch: mark all of the rows, not only the new ones, for a caller that is about to write to them.
         """
-        self.place.follow()
         rows, new_rows = self._ids.insert(ids) if not self.watchers else self._insert_watched(ids)
         if new_rows.size:
             self._begin_rows(new_rows, filled)
@@ -136,30 +174,18 @@ class RowStore:
         return rows
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
-        """Set rows (distinct) of the named columns to their values, `[n, *row_shape]` on any device."""
-        self.place.follow()
+        """Set rows like Level.write, and mark them."""
         self.watchers.rows_change(rows)
         self.marks.mark(rows)
-        index = self.place.index(rows)
-        with torch.no_grad():
-            for name, value in values.items():
-                self._tensors[name].index_copy_(0, index, self.place.to_device(value))
+        super().write(rows, values)
 
-    def take_over(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
-        """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on the host.
+    def take_rows(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
+        """Set rows like Level.take_rows.
 
         Marks nothing: the table's values stay the same and only move. A row was marked when its newest values were set.
         """
-        self.place.follow()
         self.watchers.rows_change(rows)
-        move_rows(columns, source_rows, self._tensors, rows, place=self.place)
-
-    def read(self, rows: I64) -> dict[str, torch.Tensor]:
-        """Return rows of every column but `id`, each a new tensor `[n, *row_shape]`."""
-        self.place.follow()
-        index = self.place.index(rows)
-        with torch.no_grad():
-            return {name: column.index_select(0, index) for name, column in self._tensors.items()}
+        super().take_rows(rows, columns, source_rows)
 
     def remove(self, ids: I64) -> int:
         """Free the rows of ids and return how many of them were there."""
@@ -183,8 +209,7 @@ class RowStore:
 
     def reserve(self, rows_count: int) -> None:
         """Make room for rows_count rows in all, so that inserts up to there do not grow."""
-        if rows_count > self._capacity:
-            self.place.follow()
+        if rows_count > self.capacity:
             self.watchers.storage_moves()
             self._grow(rows_count)
 
@@ -211,6 +236,11 @@ class RowStore:
         """Return a copy of the ids of used rows."""
         return self._ids.ids_by_row()[rows]
 
+    def expired(self, column: str, below: float) -> I64:
+        """Return the ids whose number in a column is below a bound."""
+        rows = self.rows()
+        return self.ids_of(rows[is_below(self.read(rows, only=column)[column], below)])
+
     def _insert_watched(self, ids: I64) -> tuple[I64, I64]:
         """Do what the map's insert does, but notify watchers before the map moves its ids.
 
@@ -223,7 +253,7 @@ class RowStore:
         absent = distinct[np.argsort(first)]
         if not absent.size:
             return rows, absent
-        if max(self._ids.rows_end, len(self._ids) + absent.size) > self._capacity:
+        if max(self._ids.rows_end, len(self._ids) + absent.size) > self.capacity:
             self.watchers.storage_moves()
             return self._ids.insert(ids)
         _, new_rows = self._ids.insert(absent)
@@ -234,8 +264,8 @@ class RowStore:
         """Initialize rows that the map has just assigned, or take their ids out of the map again."""
         new_ids = self._ids.ids_by_row()[new_rows]
         try:
-            if self._ids.rows_end > self._capacity:
-                self._grow(max(self._ids.rows_end, self._capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
+            if self._ids.rows_end > self.capacity:
+                self._grow(max(self._ids.rows_end, self.capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
             self._initialize(new_rows, new_ids, filled)
         except BaseException:
             self._ids.remove(new_ids)
@@ -245,16 +275,14 @@ class RowStore:
     def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
         index = _fill_index(rows, place=self.place)
         with torch.no_grad():
-            for name, fill in self._layout.fills.items():
+            for name, fill in self._fills.items():
                 if name not in filled:
                     _fill_rows(self._tensors[name], index, fill)
             if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:
                 return
             match self._initializer:
-                case None:
-                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, 0.0)
-                case int() | float() as constant:
-                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant)
+                case None | int() | float() as constant:
+                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant or 0.0)
                 case _:
                     for begin in range(0, rows.size, INITIALIZER_ROWS_MAX):
                         part = slice(begin, begin + INITIALIZER_ROWS_MAX)
@@ -271,21 +299,13 @@ class RowStore:
         embedding.index_copy_(0, self.place.index(rows), self.place.to_device(values.to(embedding.dtype)))
 
     def _grow(self, capacity: int) -> None:
-        if capacity <= self._capacity:
+        if capacity <= self.capacity:
             return
-        rows_used_count = min(self._capacity, self._ids.rows_end)
+        rows_used_count = min(self.capacity, self._ids.rows_end)
         # So that inserts up to the capacity do not move the ids either.
         self._ids.reserve(capacity)
-        with torch.no_grad():
-            # One column at a time, so that only one of them exists twice at any moment. If memory runs out halfway,
-            # some columns are longer than the capacity, which breaks no invariant.
-            for name, old in self._tensors.items():
-                new = self.place.new_column((capacity, *old.shape[1:]), dtype=old.dtype)
-                new[:rows_used_count].copy_(old[:rows_used_count])
-                self.place.let_go(old)
-                self._tensors[name] = new
         self.marks.grow(capacity)
-        self._capacity = capacity
+        self._grow_columns(capacity, used_count=rows_used_count)
 
 
 def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:

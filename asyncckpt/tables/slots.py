@@ -22,6 +22,7 @@ from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
 
 EMBEDDING_COLUMN = "embedding"
+ID = Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID)
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SLOT_DTYPES = (*WEIGHT_DTYPES, *INTEGER_DTYPES, torch.bool)
@@ -58,7 +59,7 @@ def table_layout(
     check_int("dim of a table", dim, at_least=1)
     _check_dtype("dtype of a table", dtype, allowed=WEIGHT_DTYPES)
     columns = [
-        Column(name=ID_COLUMN, dtype=torch.int64, row_shape=(), role=Role.ID),
+        ID,
         Column(name=EMBEDDING_COLUMN, dtype=dtype, row_shape=(dim,), role=Role.WEIGHT),
     ]
     fills: dict[str, float] = {}

@@ -8,33 +8,25 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from asyncckpt.arguments import check_int
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 
-def checked_name(name: object) -> str:
-    """Return the name of a table."""
+def check_name(name: object) -> None:
+    """Check the name of a table."""
     if not isinstance(name, str) or not name:
         raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
-    return name
 
 
-def checked_count(what: str, value: int, *, table: str, at_least: int = 1) -> int:
-    """Return a number of rows, bytes or times; `what` names it."""
-    check_int(f"{what} of table {table!r}", value, at_least=at_least)
-    return value
-
-
-def checked_shard(name: str, shard: object) -> tuple[int, int]:
-    """Return (index, count) of a table."""
-    if isinstance(shard, tuple) and len(shard) == 2 and all(type(part) is int for part in shard):
-        index, count = shard
-        if 0 <= index < count:
-            return index, count
-    raise UsageError(f"shard of table {name!r} is wrong", found=shard, expected="(index, count), 0 <= index < count")
+def check_shard(name: str, shard: object) -> None:
+    """Check the (index, count) of a table."""
+    is_pair = isinstance(shard, tuple) and len(shard) == 2 and all(type(part) is int for part in shard)
+    if not is_pair or not 0 <= shard[0] < shard[1]:  # type: ignore[index]
+        raise UsageError(
+            f"shard of table {name!r} is wrong", found=shard, expected="(index, count), 0 <= index < count"
+        )
 
 
 def checked_device(name: str, device: torch.device | str) -> torch.device:

@@ -1,4 +1,4 @@
-"""The one lock of a table.
+"""Tables with a lock: the one lock of a table, and what every table of this package has besides.
 
 Lookup, insert, removal and growth hold it briefly, a cut from begin to fence, a load from begin to end. A wait of more
 than TABLE_WAIT_S_MAX raises a DeadlineError that names the holder: a cut without a fence or a load without an end is a
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from asyncckpt.errors import DeadlineError
+from asyncckpt.model.table import TableSchema
 
 TABLE_WAIT_S_MAX = 600.0
 
@@ -57,15 +58,23 @@ class TableLock:
             raise
 
 
-class FirstCaller:
-    """Says which of several calls, from any thread, is the first: a cut or load releases its table at one of them."""
+class LockedTable:
+    """A table with a name, a shard, a schema and a lock: what tables of all kinds have. Arguments have been checked."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.done = False
+    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int]) -> None:
+        self._name = name
+        self._schema = schema
+        self._shard = shard
+        self._lock = TableLock(name)
 
-    def first(self) -> bool:
-        """Return whether this is the first call; `done` says whether there was one."""
-        with self._lock:
-            is_first, self.done = not self.done, True
-            return is_first
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self._shard
+
+    def schema(self) -> TableSchema:
+        """Return the columns in their order: id, embedding, optimizer slots, metadata."""
+        return self._schema

@@ -145,6 +145,41 @@ class TouchedRows:
         self._known_from = max(self._known_from, offset + OLD)
 
 
+class TracksMarks:
+    """Makes a cut a TracksRows and a TracksIds by the marks of its table, from `start_tracking` to its fence.
+
+    The cut ends an epoch of the marks, whether its save succeeds or not. The methods raise UsageError after the fence.
+    """
+
+    _marks: TouchedRows
+    version: CutVersion
+
+    def touched_since(self, version: CutVersion) -> I64 | None:
+        """Return the rows of `runs` written since a cut, ascending int64 [n]; None if unknown.
+
+        Costs one pass over the marks, a byte per row.
+        """
+        self._check_held("touched rows")
+        return self._marks.touched_since(version)
+
+    def removed_since(self, version: CutVersion) -> I64 | None:
+        """Return the distinct ids removed since a cut, ascending int64 [n], even if inserted again; None if unknown."""
+        self._check_held("removed ids")
+        return self._marks.removed_since(version)
+
+    def begun_since(self, version: CutVersion) -> I64 | None:
+        """Return the rows assigned to an id since a cut, ascending int64 [n]; None if unknown."""
+        self._check_held("begun rows")
+        return self._marks.begun_since(version)
+
+    def start_tracking(self, marks: TouchedRows) -> None:
+        self._marks = marks
+        self.version = marks.end_epoch()
+
+    def _check_held(self, what: str) -> None:
+        raise NotImplementedError
+
+
 class EpochLog:
     """A log of int64 numbers by epoch: ids that were removed, rows that were assigned to an id.
 

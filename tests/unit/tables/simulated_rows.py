@@ -26,14 +26,11 @@ class SimulatedRows(RowDevice):
 
     def __init__(self, runtime: SimulatedRuntime, *, device: int = 0, reads_host: bool = False) -> None:
         super().__init__(torch.device("cpu"))
+        self.is_host = False
         self.runtime, self.number, self.waits_count = runtime, device, 0
         self._reads_host = reads_host
         self._last: Any = None
         self._kept: list[Any] = []
-
-    @property
-    def is_host(self) -> bool:
-        return False
 
     @property
     def stream(self) -> Any:

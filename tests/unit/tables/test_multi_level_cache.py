@@ -12,11 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.tables import (
-    MultiLevelTable,
-    cache_level,
-    multi_level,
-)
+from asyncckpt.tables import MultiLevelTable, multi_level
+from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.row_device import RowDevice
 from tests.unit.tables.multi_level_world import (
     BATCHES,
@@ -61,7 +58,9 @@ def test_a_cache_without_addresses_does_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 class _Elsewhere(RowDevice):
-    is_host = False
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.is_host = False
 
 
 def test_a_device_without_memory_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,7 @@ def test_a_device_without_memory_leaves_the_table_as_it_was(monkeypatch: pytest.
     for ids in ([1, 2], [3, 4]):
         world.train(ids)
     with monkeypatch.context() as patch:
-        patch.setattr(cache_level, "move_rows", no_memory)
+        patch.setattr(CacheLevel, "take_rows", no_memory)
         with pytest.raises(MemoryError):
             world.table.lookup(batch([1]))
     world.check()

@@ -209,7 +209,8 @@ def state_of(table: MultiLevelTable) -> dict[str, Any]:
     """Every bit of a table: both levels, both maps, use of the cache."""
     cache, store = table._cache, table._store
     state: dict[str, Any] = {f"cache {name}": column.numpy().tobytes() for name, column in cache.columns().items()}
-    state |= {f"host {name}": store.column(name).numpy().tobytes() for name in ("id", *cache.columns())}
+    state |= {f"host {name}": store.column(name).numpy().tobytes() for name in cache.columns()}
+    state["host id"] = store.ids_by_row().tobytes()
     state |= {name: getattr(cache.use, name).tobytes() for name in ("ticks", "hits", "awaited")}
     state |= {"map": cache.host_rows.tobytes(), "tick": cache.use.tick, "cached ids": cache.ids_by_row().tobytes()}
     return state | {"runs": store.runs().tolist(), "capacity": table.capacity}
@@ -462,7 +463,7 @@ def test_cut_that_does_not_stay_open() -> None:
     assert cut.cached_column("id") is None
     assert cut.cached_column("embedding") is world.table.embedding
     for column in (cut.column, cut.cached_column):
-        with pytest.raises(UsageError, match="there is no such column, found 'age', expected"):
+        with pytest.raises(UsageError, match="table 'user' has no such column, found 'age', expected"):
             column("age")
     for window_rows in (0, -1):
         with pytest.raises(UsageError, match="window_rows of table 'user' is wrong"):

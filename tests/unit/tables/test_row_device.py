@@ -14,7 +14,8 @@ from asyncckpt.tables import row_device as row_device_module
 from asyncckpt.tables.embedding import HashEmbedding
 from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.pinned_host import HostReadingDevice, PinnedHost, pinned_levels
-from asyncckpt.tables.row_device import CudaRowDevice, RowDevice, move_rows
+from asyncckpt.tables.row_device import CudaRowDevice, RowDevice
+from asyncckpt.tables.row_store import RowStore
 from tests.simulated_device.library import PlainLibrary
 from tests.unit.tables.multi_level_world import World, batch, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
@@ -135,7 +136,7 @@ def test_a_failure_to_land_keeps_the_rows(monkeypatch: pytest.MonkeyPatch) -> No
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr("asyncckpt.tables.row_store.move_rows", no_memory)
+            patch.setattr(RowStore, "take_rows", no_memory)
             with pytest.raises(MemoryError):
                 world.table.lookup(batch([3]))
         world.check()
@@ -245,7 +246,7 @@ def test_a_device_takes_rows_of_all_columns_from_the_host_in_one_launch() -> Non
     place._cuda = FakeCuda()
     sources = {"wide": torch.arange(40.0).view(8, 5), "narrow": torch.arange(8, dtype=torch.int8)}
     targets = {name: torch.zeros_like(source) for name, source in sources.items()}
-    move_rows(sources, np.array([7, 0, 3]), targets, np.array([1, 2, 6]), place=place)
+    place.take_rows(sources, np.array([7, 0, 3]), targets, np.array([1, 2, 6]))
     assert launches == [1]
     for name, target in targets.items():
         assert torch.equal(target[[1, 2, 6]], sources[name][[7, 0, 3]])
@@ -293,7 +294,6 @@ def test_other_devices_get_their_values_by_torch() -> None:
     """The way of devices that are not CUDA's: as with the host, but by torch's own copies."""
     place = RowDevice(torch.device("cpu"))
     source, target = torch.arange(12.0).view(4, 3), torch.zeros(4, 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowDevice, "is_host", False)
-        place.take_rows({"x": source}, np.array([3, 1]), {"x": target}, np.array([0, 2]))
+    place.is_host = False
+    place.take_rows({"x": source}, np.array([3, 1]), {"x": target}, np.array([0, 2]))
     assert target.tolist() == [[9, 10, 11], [0, 0, 0], [3, 4, 5], [0, 0, 0]]
