@@ -104,7 +104,7 @@ def make_load_plan(
     by_name = {item.name: item for item in targets.in_place}
     known = frozenset(info)
     answer = info if filter_func is None else _filtered(filter_func, info)
-    builders = {item.path: ObjectLeaves(item, contents.values) for item in targets.rebuilt if item.module_state is None}
+    builders = {item.path: ObjectLeaves(item, contents.values) for item in targets.rebuilt if not item.is_module}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
     problems: list[str] = []
@@ -178,7 +178,7 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
     for item in targets.rebuilt:
         if not contents.has(item.path):
             missing.append(path_name(item.path))
-        elif item.module_state is None:
+        elif not item.is_module:
             found = contents.below(item.path)
             names = unique_names((stored.name for stored in found), taken={*tables, *taken, *info})
             info |= {name: {stored.name: []} for name, stored in zip(names, found, strict=True)}
@@ -195,8 +195,8 @@ def _objects(
     for item in targets.rebuilt:
         if not contents.has(item.path):
             continue
-        wanted = {path for path in contents.leaf_paths if path[: len(item.path)] == item.path}
-        if item.module_state is not None or wanted <= loaded:
+        wanted = {path for path in contents.leaf_paths if item.holds(path)}
+        if item.is_module or wanted <= loaded:
             chosen.append(item)
         elif wanted & loaded:
             name = path_name(next(iter(wanted - loaded)))
@@ -209,13 +209,13 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
-    modules = [item.path for item in targets.rebuilt if item.module_state is not None]
+    modules = [item for item in targets.rebuilt if item.is_module]
     return [
         name
         for name in unexpected
         if name in contents.dense
         and contents.dense[name].path in contents.sure_paths
-        and any(contents.dense[name].path[: len(path)] == path for path in modules)
+        and any(item.holds(contents.dense[name].path) for item in modules)
     ]
 
 

@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.tree import Path
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
@@ -61,8 +63,8 @@ class OpenLoads:
             raise failed
 
 
-def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> list[torch.Tensor]:
-    """Fill everything; returns one new tensor per dense load without target, in order. The caller ends `opened`.
+def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> dict[Path, Any]:
+    """Fill everything; return, by path, the tensors for the state dicts of objects. The caller ends `opened`.
 
     Targets on devices are filled behind what this thread has queued there. DeviceError. Whatever is raised, nothing is
     on its way to a device any more.
@@ -73,8 +75,8 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
 
 def _restore(
     plan: LoadPlan, reader: BlockReader, uploads: Uploads, *, clear: bool, opened: OpenLoads
-) -> list[torch.Tensor]:
-    rebuilt: list[torch.Tensor] = []
+) -> dict[Path, Any]:
+    rebuilt: dict[Path, Any] = {}
     scatters: list[Scatter] = []
     with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
         for number in (number for item in plan.tables for shard in item.passed_over for number in shard.blocks()):
@@ -202,15 +204,17 @@ def _queue_column(
     return scatters
 
 
-def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: list[torch.Tensor]) -> list[Scatter]:
+def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: dict[Path, Any]) -> list[Scatter]:
     stored = dense.source
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
         whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
-        rebuilt.append(whole)
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
+        rebuilt[stored.path] = whole
     else:
         pieces = dense.target.pieces
+        if dense.is_for_object:
+            rebuilt[stored.path] = dense.given
     scatters: list[Scatter] = []
     for number in stored.blocks:
         copies = list(_copies(reader.block(number).placed.spec, pieces))
