@@ -35,12 +35,10 @@ class RowPlaces:
         assert len(holes) == len(tails)
         if previous is None or not len(holes) or not len(previous.holes):
             return RowPlaces(rows_count, holes, tails)
-        stays = _among(previous.holes, holes) & _among(previous.tails, tails)
+        stays = np.isin(previous.holes, holes) & np.isin(previous.tails, tails)
         kept_holes, kept_tails = previous.holes[stays], previous.tails[stays]
-        free = ~_among(holes, kept_holes)
-        left = ~_among(tails, np.sort(kept_tails))
-        all_holes = np.concatenate([kept_holes, holes[free]])
-        all_tails = np.concatenate([kept_tails, tails[left]])
+        all_holes = np.concatenate([kept_holes, np.setdiff1d(holes, kept_holes, assume_unique=True)])
+        all_tails = np.concatenate([kept_tails, np.setdiff1d(tails, kept_tails, assume_unique=True)])
         order = np.argsort(all_holes)
         return RowPlaces(rows_count, all_holes[order], all_tails[order])
 
@@ -66,19 +64,10 @@ class RowPlaces:
         if len(previous.holes):
             is_fresh = (previous.holes[at] != self.holes) | (previous.tails[at] != self.tails)
         back = previous.tails[previous.tails < self.rows_count]
-        moved: I64 = np.concatenate([self.tails[is_fresh], back[~_among(back, self.holes)]])
+        moved: I64 = np.concatenate([self.tails[is_fresh], np.setdiff1d(back, self.holes, assume_unique=True)])
         return moved
 
     @cached_property
     def _by_tail(self) -> tuple[I64, I64]:
         order = np.argsort(self.tails)
         return self.tails[order], self.holes[order]
-
-
-def _among(values: I64, ascending: I64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which of values are in an ascending array: bool [n]."""
-    if not len(ascending):
-        return np.zeros(len(values), dtype=np.bool_)
-    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
-    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = ascending[at] == values
-    return found

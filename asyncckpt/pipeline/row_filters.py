@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 from asyncckpt.errors import FilterError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import ENCODED_BYTES_MAX, Encoded, StoredAs, Unfit, encode, stored_as
-from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, TableFacts
+from asyncckpt.model.block import BlockSpec, EncodingStep, TableFacts
 from asyncckpt.model.source import RowsSource, SpanSource, as_bytes
-from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import U8
 from asyncckpt.options import BLOCK_BYTES_MAX
 from asyncckpt.pipeline.filter_rules import KeepRows, RowFilter, check_filters, check_named, row_rules, steps_for
 from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, Rows, StagedBlock, StagedColumn, StagedTable
 from asyncckpt.plan.image import split_rows
+from asyncckpt.plan.regions import removed_spec
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
 
@@ -99,8 +100,7 @@ class _Run:
         """The ids that a delta takes out, where there are any."""
         if not len(table.removed):
             return iter(())
-        ids = table.columns[0].spec.with_rows(len(table.removed))
-        spec = replace(ids, name=f"{ids.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
+        spec = removed_spec(table.columns[0].spec, len(table.removed))
         removed = torch.from_numpy(table.removed)
         rows = _FilteredRows(spec, torch.int64, (), lambda begin, end: removed[begin:end], str)
         return rows.blocks(self.enter_state)

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.header import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
 from asyncckpt.format.tree import unique_names
@@ -190,12 +192,18 @@ def _lengths(specs: Sequence[BlockSpec]) -> I64:
 
 
 def _pad(number: int, size: int) -> BlockSpec:
+    return array_spec(f"{PAD_NAME}.{number}", torch.uint8, (size,), Role.PAD)
+
+
+def array_spec(name: str, dtype: torch.dtype, shape: tuple[int, ...], role: Role) -> BlockSpec:
+    """Return a block of a whole array, stored as it is. UnsupportedError for the dtype."""
+    stored = stored_dtype(dtype, owner=name)
     return BlockSpec(
-        name=f"{PAD_NAME}.{number}",
-        role=Role.PAD,
-        dtype="uint8",
-        stored_dtype="U8",
-        stored_itemsize=1,
-        shape=(size,),
-        stored_shape=(size,),
+        name=name,
+        role=role,
+        dtype=stored.name,
+        stored_dtype=stored.stored,
+        stored_itemsize=stored.stored_itemsize,
+        shape=shape,
+        stored_shape=stored.stored_shape(shape),
     )

@@ -1,16 +1,15 @@
 """What must stay the same for a plan to be reused, read from thousands of tensors in a few milliseconds.
 
-`same_facts` holds everything that shape the image depends on and everything that makes a raw copy safe: type, dtype,
-shape, strides, device, conjugate and negative bits, storage size. Addresses may change from save to save and are read
-each time.
+`LeafFacts` holds everything that the image depends on and everything that makes a raw copy safe: type, dtype,
+shape, strides, device, conjugate and negative bits. Addresses and sizes of storages may change from save to save and
+are read each time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -25,65 +24,36 @@ from asyncckpt.format.dtypes import stored_dtype
 BLOW_UP_BYTES_MAX = 16 << 20
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _kind = attrgetter("dtype", "is_cpu", "layout")
+_Reader = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
 class LeafFacts:
-    """Facts of all leaves."""
+    """Facts of all leaves: their types, and with the function that reads it each other fact."""
 
     types: list[type]
-    shapes: list[torch.Size]
-    kinds: list[Any]
-    strides: list[Any]
-    negated: list[bool]
-    conjugated: list[bool]
-    devices: list[int]
-
-    @cached_property
-    def has_devices(self) -> bool:
-        """Whether any is elsewhere than on the CPU."""
-        return any(not is_cpu for _, is_cpu, _ in self.kinds)
-
-    @cached_property
-    def has_complex(self) -> bool:
-        """Whether any can be conjugated at all."""
-        return any(dtype.is_complex for dtype, _, _ in self.kinds)
+    facts: tuple[tuple[_Reader, list[Any]], ...]
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> LeafFacts:
-        types = list(map(type, tensors))
-        try:
-            return LeafFacts(
-                types=types,
-                shapes=list(map(torch.Tensor.size, tensors)),
-                kinds=list(map(_kind, tensors)),
-                strides=list(map(torch.Tensor.stride, tensors)),
-                negated=list(map(torch.Tensor.is_neg, tensors)),
-                conjugated=list(map(torch.Tensor.is_conj, tensors)),
-                devices=list(map(torch.Tensor.get_device, tensors)),
-            )
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # Sparse, nested and uninitialised ones have no strides; check_leaf names them.
-            return LeafFacts(types=types, shapes=[], kinds=[], strides=[], negated=[], conjugated=[], devices=[])
+        """Read the facts of tensors that passed check_leaf."""
+        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg]
+        if not all(tensor.is_cpu for tensor in tensors):
+            read.append(torch.Tensor.get_device)
+        if any(tensor.dtype.is_complex for tensor in tensors):
+            read.append(torch.Tensor.is_conj)
+        facts = tuple((read_fact, list(map(read_fact, tensors))) for read_fact in read)
+        return LeafFacts(types=list(map(type, tensors)), facts=facts)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the facts of tensors, which have the types already known to have them.
+        """Return whether these are the facts of tensors.
 
         Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
         """
-        if len(tensors) != len(self.shapes) or not all(map(is_, map(type, tensors), self.types)):
+        if len(tensors) != len(self.types) or not all(map(is_, map(type, tensors), self.types)):
             return False
         try:
-            return (
-                all(map(eq, map(torch.Tensor.size, tensors), self.shapes))
-                and all(map(eq, map(_kind, tensors), self.kinds))
-                and all(map(eq, map(torch.Tensor.stride, tensors), self.strides))
-                and all(map(eq, map(torch.Tensor.is_neg, tensors), self.negated))
-                and (not self.has_devices or all(map(eq, map(torch.Tensor.get_device, tensors), self.devices)))
-                and (not self.has_complex or all(map(eq, map(torch.Tensor.is_conj, tensors), self.conjugated)))
-            )
+            return all(all(map(eq, map(read_fact, tensors), known)) for read_fact, known in self.facts)
         except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.
             return False
 

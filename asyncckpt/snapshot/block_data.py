@@ -22,7 +22,7 @@ from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.leaf_facts import is_plain
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
-from asyncckpt.snapshot.capture import as_tensor, check_storages, dense_rows
+from asyncckpt.snapshot.capture import as_tensor, live_tensors
 from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
 
 
@@ -66,14 +66,14 @@ class LiveState:
     """
 
     def __init__(self, plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> None:
-        check_storages(plan, flat)
+        live_tensors(plan, flat)
         self._plan, self._flat, self._cuts = plan, flat, cuts
         self._overlays = [Overlay.of(item.cut) for item in cuts]
 
     def rows(self, number: int, begin: int, end: int) -> torch.Tensor:
         """Rows of a block of the plan; of a tensor on the CPU it may be the live memory."""
         if number not in self._plan.columns:
-            tensor = dense_rows(self._plan, self._flat, number)
+            tensor = self._plan.dense_rows(number, self._flat)
             return to_host(tensor[begin:end] if tensor.shape else tensor)
         table, column = self._plan.columns[number]
         first = self._plan.image.blocks[number].spec.row_begin
@@ -81,7 +81,7 @@ class LiveState:
 
     def source(self, number: int) -> ByteSource:
         if number not in self._plan.columns:
-            return tensor_source(dense_rows(self._plan, self._flat, number))
+            return tensor_source(self._plan.dense_rows(number, self._flat))
         table, column = self._plan.columns[number]
         spec = self._plan.image.blocks[number].spec
         begin, end = spec.row_begin, spec.row_begin + spec.shape[0]

@@ -27,12 +27,13 @@ from asyncckpt.model.row_runs import spans, window
 from asyncckpt.model.table import CacheCopy, TableCut
 from asyncckpt.native import U8, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
-from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
+from asyncckpt.plan.dense_blocks import BY_TORCH
+from asyncckpt.plan.leaf_facts import check_extent
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay
 from asyncckpt.snapshot.table_capture import TableCapture
-from asyncckpt.snapshot.tensor_copies import piece_segments
+from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
@@ -43,27 +44,18 @@ def capture(
     flat: FlatState,
     cuts: Sequence[CutTable],
     *,
-    address: int,
     image: U8,
     copies: HostCopies,
     tables: Sequence[TableCapture] = (),
 ) -> None:
-    """Fill the arena from `address` on (its bytes are `image`) with all blocks, and the regions of `tables`.
+    """Fill `image`, the bytes of the arena that the plan has, with all blocks, and the regions of `tables`.
 
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
-    begins = check_storages(plan, flat)
-    segments = [piece_segments(plan.raw, begins, address), *(table.segments(copies) for table in tables)]
-    held = flat.held
-    sizes = np.zeros(len(held), dtype=np.int64)
-    sizes[list(plan.raw_tensors)] = plan.raw_bytes
-    for device, blocks in plan.on_devices.items():
-        found = piece_segments(blocks, begins, address)
-        stepped = copies.is_stepped(begins[blocks.tensor], sizes[blocks.tensor])
-        copies.on(device).add(found[~stepped], held)
-        copies.on(device).add_later(found[stepped], held)
+    segments = [list_pieces(plan.pieces, live_tensors(plan, flat), copies, torch.from_numpy(image))]
+    segments += [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
-        segments.append(_column_segments(plan, cuts[index], column, number, copies, address=address, image=image))
+        segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
     caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.deferred.tables]
     for item, cache in zip(plan.deferred.tables, caches, strict=True):
         segments.append(_cache_segments(cuts[item.table].cut, cache, copies))
@@ -71,33 +63,24 @@ def capture(
     for table in tables:
         table.gather(copies)
     _lay_over(plan, cuts, image, copies)
-    for number in plan.foreign:
-        source = dense_rows(plan, flat, number).detach()
-        copies.put(block_tensor(plan, number, image), source)
     for item, cache in zip(plan.deferred.tables, caches, strict=True):
         cut = cuts[item.table].cut
         assert can_be_deferred(cut)
         cut.be_deferred(cache, window_rows=item.window_rows)
 
 
-def check_storages(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
-    """The addresses of all tensors that are copied by address, 0 for others: uint64, as FlatState.held.
-
-    UsageError naming a tensor whose storage was freed or shrunk since the plan was made.
+def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
+    """Return the tensors of a state, to be copied now. UsageError for a storage that was freed or shrunk since the plan
+    was made.
     """
-    held = flat.held
-    numbers = np.array(plan.raw_tensors, dtype=np.int64)
-    tensors = held if len(numbers) == len(held) else [held[number] for number in plan.raw_tensors]
-    shrunk = shrunk_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
-    suspects = {plan.raw_tensors[index] for index in shrunk}
-    named = list(plan.foreign)
-    if suspects:
-        named += [number for number, source in plan.sources.items() if source.tensor in suspects]
-    for number in named:
-        check_extent(held[plan.sources[number].tensor], plan.image.blocks[number].spec.name)
-    begins = np.zeros(len(held), dtype=np.uint64)
-    begins[numbers] = addresses(tensors)
-    return begins
+    held, pieces = flat.held, plan.pieces
+
+    def name(piece: int) -> str:
+        return plan.image.blocks[plan.block_of_piece(piece)].spec.name
+
+    for piece in np.flatnonzero(plan.ways.way[pieces.tensor] == BY_TORCH).tolist():
+        check_extent(held[pieces.tensor[piece]], name(piece))
+    return LiveTensors.of(held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)))
 
 
 def block_bytes(plan: SavePlan, number: int, image: U8) -> U8:
@@ -120,7 +103,7 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
 
 
 def _column_segments(
-    plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, *, address: int, image: U8
+    plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, image: U8
 ) -> Segments:
     """What the host copies of a column of a table; the segments of a device are added to its copies."""
     spec = plan.image.blocks[number].spec
@@ -136,7 +119,7 @@ def _column_segments(
     ends = np.cumsum(found[:, 1])
     segments = np.empty((len(found), 3), dtype=np.uint64)
     segments[:, 0] = found[:, 0]
-    segments[:, 1] = ends - found[:, 1] + np.uint64(address + int(plan.image.offsets[number]))
+    segments[:, 1] = ends - found[:, 1] + np.uint64(image.ctypes.data + int(plan.image.offsets[number]))
     segments[:, 2] = found[:, 1]
     if device is None:
         return segments
@@ -190,13 +173,6 @@ def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tens
     for begin, end in runs.tolist():
         copies.put(target[at : at + end - begin], tensor[begin:end])
         at += end - begin
-
-
-def dense_rows(plan: SavePlan, flat: FlatState, number: int) -> torch.Tensor:
-    """The live rows of a dense block."""
-    source, spec = plan.sources[number], plan.image.blocks[number].spec
-    tensor = flat.held[source.tensor]
-    return tensor[source.first_row : source.first_row + spec.shape[0]] if spec.is_part and spec.shape else tensor
 
 
 def _row_bytes(spec: BlockSpec) -> int:

@@ -32,8 +32,7 @@ from asyncckpt.model.block import TableFacts
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
 from asyncckpt.native import I64, U8, U64
-from asyncckpt.plan.captured_tables import CapturedTable, TableRows
-from asyncckpt.plan.regions import TableRegion
+from asyncckpt.plan.regions import CapturedTable, TableRegion, TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.snapshot.overlay import lay_rows
 
@@ -64,7 +63,7 @@ def device_share_max(row_bytes: int) -> float:
 
 
 class TableCapture:
-    """One table on its way into its region of the arena at `address`; its bytes are `image`."""
+    """One table on its way into its region of the arena, whose bytes are `image`."""
 
     def __init__(
         self,
@@ -73,12 +72,11 @@ class TableCapture:
         chosen: TableRows,
         *,
         held: TableContents | None,
-        address: int,
         image: U8,
         compare: bool = False,
     ) -> None:
         self._item, self._region, self._chosen = item, region, chosen
-        self._address, self._image = address, image
+        self._address, self._image = int(image.ctypes.data), image
         cut = item.cut
         self.version: CutVersion | None = cut.version if tracks_rows(cut) else None
         # Asked for once, and held until all is copied or listed.

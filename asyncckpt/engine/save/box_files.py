@@ -11,7 +11,7 @@ A plan is good for every save of boxes of the same names, dtypes and places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +31,14 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U64
 from asyncckpt.options import CHUNK_BYTES
-from asyncckpt.plan.dense_blocks import TensorPieces
+from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import addresses, check_leaf
-from asyncckpt.shard.drain import ArenaImage, drain_image
+from asyncckpt.plan.leaf_facts import check_leaf
+from asyncckpt.shard.drain import drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.snapshot.block_data import tensor_source
-from asyncckpt.snapshot.tensor_copies import copied_by_address
+from asyncckpt.snapshot.tensor_copies import LiveTensors
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
@@ -102,16 +102,14 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
     UsageError, UnsupportedError before a file is made; IOFailedError, DeviceError.
     """
     check_not_capturing("a save")
-    raw = _check(plan, tensors)
-    begins = np.zeros(len(tensors), dtype=np.uint64)
-    begins[raw] = addresses([tensors[number] for number in np.flatnonzero(raw).tolist()])
-    pieces = plan.pieces
+    live = _check(plan, tensors)
+    begins, pieces = live.begins, plan.pieces
 
     def copy(wanted: TensorPieces, arena: Arena) -> Pending:
         # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
         threads = 0 if threading.current_thread() is threading.main_thread() else 1
         memory = torch.from_numpy(arena.view())
-        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=target.options, threads=threads)
+        return copy_pieces(wanted, live, memory=memory, arena=arena, options=target.options, threads=threads)
 
     lent, is_left = _staged_in_place(plan, tensors, begins)
     if lent is not None:
@@ -122,7 +120,7 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
     arena = free_arena(plan.image.bytes, limit_bytes=target.options.host_memory_limit)
     if arena is None:
         wait_for(tensors)
-        sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
+        sources = [tensor_source(pieces.rows(number, tensors)) for number in range(len(pieces.tensor))]
         return stream_boxes(plan, sources, target)
     try:
         copy(pieces, arena).settle()
@@ -159,13 +157,12 @@ def _staged_in_place(
 
 def _drain(plan: BoxPlan, arena: Arena, target: ShardTarget) -> WrittenBoxes:
     """Write an arena that holds the image. The caller releases it."""
-    image = ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view())
-    files, digests = drain_image(image, target)
+    files, digests = drain_images([(plan.image, 0)], arena.view(), target)
     return WrittenBoxes(files=files, digests=digests)
 
 
-def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
-    """Which tensors can be copied by their addresses; errors for those that are not what was planned."""
+def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> LiveTensors:
+    """Return the tensors, to be copied now; errors for those that are not what was planned."""
     for tensor, box in zip(tensors, plan.boxes, strict=True):
         if type(tensor) not in _PLAIN_TENSORS:
             check_leaf(tensor, box.name)
@@ -177,18 +174,10 @@ def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
     for tensor, box in zip(tensors, plan.boxes, strict=True):
         if tensor.layout is not torch.strided or tensor.is_meta:
             check_leaf(tensor, box.name)
-    raw = copied_by_address(tensors, bytes=plan.bytes, name=lambda number: plan.boxes[number].name)
-    for number in np.flatnonzero(~raw).tolist():
+    live = LiveTensors.of(tensors, CopyWays.of(tensors, device_of), name=lambda number: plan.boxes[number].name)
+    for number in np.flatnonzero(live.ways.way == BY_TORCH).tolist():
         check_leaf(tensors[number], plan.boxes[number].name)
-    return raw
-
-
-def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The rows of every block."""
-    for placed, number in zip(plan.image.blocks, plan.pieces.tensor.tolist(), strict=True):
-        tensor, box, spec = tensors[number].detach(), plan.boxes[number], placed.spec
-        first = spec.row_begin - box.row_begin
-        yield tensor if spec.shape == box.shape else tensor[first : first + spec.shape[0]]
+    return live
 
 
 def stream_boxes(plan: BoxPlan, sources: Sequence[ByteSource], target: ShardTarget) -> WrittenBoxes:

@@ -17,8 +17,8 @@ from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.native import U8
 from asyncckpt.pipeline.filter_types import StagedBlock, StagedColumn, StagedTable
 from asyncckpt.pipeline.filters import run_filter
-from asyncckpt.plan.captured_tables import NO_IDS, CapturedTable, captured_specs
 from asyncckpt.plan.image import split_rows
+from asyncckpt.plan.regions import NO_IDS, CapturedTable, captured_specs
 from asyncckpt.snapshot.block_data import ArenaData, LiveData, LiveState, TensorData
 from asyncckpt.snapshot.capture import block_bytes
 

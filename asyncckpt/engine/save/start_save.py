@@ -195,16 +195,14 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
                 region,
                 choice.tables[region.table],
                 held=held.get(region.name),
-                address=arena.address,
                 image=image,
                 compare=options.device.fingerprints and layout is not None,
             )
             for region in stage.regions.tables
         ]
         base = stage.regions.bytes
-        address = arena.address + base
         copies = host_copies(options, target.step_fences)
-        capture(stage.plan, cut.flat, cut.tables, address=address, image=image[base:], copies=copies, tables=tables)
+        capture(stage.plan, cut.flat, cut.tables, image=image[base:], copies=copies, tables=tables)
         pending = launch(copies, arena, options)
         target.step_fences.expect(pending)
         if layout is not None:
