@@ -3,16 +3,20 @@
 The image of n rows has places 0 to n - 1 without holes; the storage has a hole for every removed id. Place p holds row
 p. If row p is unused, p is a hole, and holds one of the rows from n on, a tail. So an insert or a removal changes the
 places of a few rows, whereas a densely packed image would shift all rows after it.
+
+An arena remembers what it holds of tables after a snapshot, so that the next one copies only what was written since.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from asyncckpt.model.row_runs import I64, gaps, rows_of
+from asyncckpt.model.table import CutVersion
 
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
@@ -71,3 +75,23 @@ class RowPlaces:
     def _by_tail(self) -> tuple[I64, I64]:
         order = np.argsort(self.tails)
         return self.tails[order], self.holes[order]
+
+
+@dataclass(frozen=True)
+class TableContents:
+    """All rows of a table as they were at the cut `version` (None: it has no marks), each at its place.
+
+    fingerprints: by device, the fingerprints of all rows there, if they were computed.
+    """
+
+    version: CutVersion | None
+    places: RowPlaces
+    fingerprints: Mapping[int, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ArenaContents:
+    """The tables by name. `layout` says where they are; contents of another layout cannot be used."""
+
+    layout: object
+    tables: Mapping[str, TableContents]

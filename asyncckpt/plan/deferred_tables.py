@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, PlacedBlock
-from asyncckpt.model.table import DeferredCut, TableCut
+from asyncckpt.model.table import DeferredCut, TableCut, can_be_deferred
 from asyncckpt.native import paged
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import FilePlan, parts_of, place_files, rows_on_pages

@@ -30,6 +30,16 @@ class TensorPieces:
     place: I64
     bytes: I64
 
+    @staticmethod
+    def of(parts: Sequence[tuple[BlockSpec, BlockSpec, int]], *, place: I64, bytes: I64) -> TensorPieces:
+        """Return the pieces that parts of boxes are: (part, box, number of the tensor that the box is)."""
+        offsets = [
+            0 if part is box else (part.row_begin - box.row_begin) * (box.bytes // box.shape[0])
+            for part, box, _ in parts
+        ]
+        tensors = np.array([tensor for _, _, tensor in parts], dtype=np.int64)
+        return TensorPieces(tensors, source_offset=np.array(offsets, dtype=np.int64), place=place, bytes=bytes)
+
     def only(self, wanted: NDArray[np.bool_]) -> TensorPieces:
         """Some of the pieces: bool [n]."""
         return TensorPieces(self.tensor[wanted], self.source_offset[wanted], self.place[wanted], self.bytes[wanted])

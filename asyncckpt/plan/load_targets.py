@@ -192,18 +192,18 @@ class ObjectLeaves:
     """Answers for one object, whose state was stored with these values."""
 
     def __init__(self, item: Rebuilt, values: Mapping[Path, Any]) -> None:
-        self._item = item
+        self.item = item
         self._parameters = dict(_parameters(item, values))
 
     def find(self, stored: StoredDense) -> tuple[InPlace | None, Any]:
         """Return the boxes to fill of the spread tensor that a stored one becomes, and it; Nones: a new whole one."""
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        own = self._item.tensors.get(stored.path)
+        own = self.item.tensors.get(stored.path)
         if own is not None and _is_spread(own):
             target = writable(stored.name, stored.path, own)
             if (target.whole_shape, target.dtype) == (stored.shape, dtype):
                 return target, own
-        below = stored.path[len(self._item.path) :]
+        below = stored.path[len(self.item.path) :]
         parameter = self._parameters.get(below[1]) if len(below) == 3 and below[0] == "state" else None
         if parameter is None or tuple(parameter.shape) != stored.shape:
             return None, None

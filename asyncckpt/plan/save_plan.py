@@ -22,9 +22,8 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name, tensor_names
-from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, TableFacts
-from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema
+from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema, can_be_deferred
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
@@ -165,14 +164,8 @@ class PlanCache:
             for spec in [part for column in columns_of for part in split_rows(column)]:
                 columns[len(specs)] = (number, str(spec.column))
                 specs.append(spec)
-        tensors: list[int] = []
-        offsets: list[int] = []
-        for spec, number in _dense_specs(flat, names, by_peers):
-            for part in split_rows(spec):
-                first_row = part.row_begin - spec.row_begin
-                offsets.append(first_row * (spec.bytes // spec.shape[0]) if first_row else 0)
-                tensors.append(number)
-                specs.append(part)
+        parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, by_peers) for part in split_rows(box)]
+        specs += [part for part, _, _ in parts]
         image = plan_image(
             specs, parallel=self._parallel, rank=self._rank, first_file=len(to_export), needs_file=not in_regions
         )
@@ -182,12 +175,7 @@ class PlanCache:
             for t in cuts
             if t.name not in in_regions
         )
-        pieces = TensorPieces(
-            tensor=np.array(tensors, dtype=np.int64),
-            source_offset=np.array(offsets, dtype=np.int64),
-            place=image.offsets[len(columns) :],
-            bytes=image.lengths[len(columns) :],
-        )
+        pieces = TensorPieces.of(parts, place=image.offsets[len(columns) :], bytes=image.lengths[len(columns) :])
         ways = CopyWays.of(flat.held, self._device_of)
         is_copied = np.zeros(len(flat.held), dtype=np.bool_)
         is_copied[pieces.tensor] = True

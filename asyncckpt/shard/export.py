@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from asyncckpt.format.manifest import FileFacts
 from asyncckpt.model.table import DeferredCut
 from asyncckpt.native import DIGEST_BYTES, U8, core
 from asyncckpt.plan.deferred_tables import DeferredTables, Window
-from asyncckpt.shard.stream import FileChunks
-from asyncckpt.shard.target import ShardFiles, ShardTarget
+from asyncckpt.shard.stream import Chunk, write_chunks
+from asyncckpt.shard.target import ShardTarget
 
 
 def export_tables(
@@ -30,39 +31,30 @@ def export_tables(
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], U8]:
     """Write a file per table; returns their facts and the digests of their blocks in manifest order (uint8 [n, 16])."""
-    facts = []
     digests = np.zeros((len(opened.blocks), DIGEST_BYTES), dtype=np.uint8)
-    with ShardFiles(target, [table.file for table in opened.tables]) as shards:
-        for table, cut, shard in zip(opened.tables, cuts, shards, strict=True):
-            file = table.file
-            header = file.header.stamp(target.attempt)
-            facts.append(target.facts(file, header))
-            with FileChunks(shard, buffers, writer) as chunks:
-                _write_header(header, chunks)
-                left = list(range(len(table.windows)))
-                while left:
-                    target.check_not_cancelled()
-                    index = cut.most_urgent(left)
-                    left.remove(index)
-                    _write_window(table.windows[index], cut, index, digests, chunks)
-                    target.progress.advance(table.windows[index].bytes)
-            target.end_file(shard, bytes=file.bytes)
-            target.progress.advance(len(header))
-    return tuple(facts), digests
+
+    def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
+        yield Chunk(0, len(header), partial(_copy_header, header))
+        cut, windows = cuts[number], opened.tables[number].windows
+        left = list(range(len(windows)))
+        while left:
+            index = cut.most_urgent(left)
+            left.remove(index)
+            window = windows[index]
+            yield Chunk(window.offset, window.bytes, partial(_export_window, window, cut, index, digests))
+
+    files = [table.file for table in opened.tables]
+    return write_chunks(files, chunks_of, target, buffers=buffers, writer=writer), digests
 
 
-def _write_header(header: bytes, chunks: FileChunks) -> None:
-    address = chunks.next_buffer()
+def _copy_header(header: bytes, address: int) -> None:
     raw = np.frombuffer(header, dtype=np.uint8)
     core.copy(np.array([[raw.ctypes.data, address, len(header)]], dtype=np.uint64))
-    chunks.write(address, len(header), offset=0)
 
 
-def _write_window(window: Window, cut: DeferredCut, index: int, digests: U8, chunks: FileChunks) -> None:
-    """Export and write one window, and take the digests of its blocks."""
-    address = chunks.next_buffer()
+def _export_window(window: Window, cut: DeferredCut, index: int, digests: U8, address: int) -> None:
+    """Export one window, and take the digests of its blocks."""
     cut.export(index, {column: address + at for column, _, at in window.blocks})
     ends = [*(at for _, _, at in window.blocks[1:]), window.bytes]
     spans = [(address + at, end - at) for (_, _, at), end in zip(window.blocks, ends, strict=True)]
     digests[[number for _, number, _ in window.blocks]] = core.digest(np.array(spans, dtype=np.uint64))
-    chunks.write(address, window.bytes, offset=window.offset)

@@ -1,9 +1,8 @@
-"""Write shard files from sources, chunk by chunk through two buffers: a blocking save, or one whose filter changed
-blocks.
+"""Write shard files chunk by chunk through two buffers: what no arena holds as it is written.
 
-1. Fill a chunk with the next 64 MiB of the file (header, then blocks) by one native copy; update the blocks' digests
-   from it. What of it lies on devices is brought over before, all together.
-2. Hand it to the writer thread, which has ended the chunk before last by then.
+1. Fill a chunk. From sources (a blocking save, or one whose filter changed blocks) it is the next 64 MiB of the file,
+   header, then blocks, by one native copy; what of it lies on devices is brought over before, all together.
+2. Hand it to the writer thread, which has ended the chunk before by then.
 3. Cut the file to its length, sync it, close it.
 
 Digests are taken from the chunk, never from the source, so they always fit the bytes that were written.
@@ -12,21 +11,63 @@ Digests are taken from the chunk, never from the source, so they always fit the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host_all
 from asyncckpt.format.manifest import FileFacts
-from asyncckpt.model.abilities import is_on_device
-from asyncckpt.model.source import ByteSource
+from asyncckpt.model.source import ByteSource, DeviceRows, one_behind_the_other
 from asyncckpt.native import DIGEST_BYTES, core
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
+from asyncckpt.shard.target import ShardFiles, ShardTarget
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [offset, offset + bytes) of a file. `fill` puts them at an address."""
+
+    offset: int
+    bytes: int
+    fill: Callable[[int], None]
+
+
+def write_chunks(
+    files: Sequence[FilePlan],
+    chunks_of: Callable[[int, bytes], Iterable[Chunk]],
+    target: ShardTarget,
+    *,
+    buffers: Sequence[int],
+    writer: Executor,
+) -> tuple[FileFacts, ...]:
+    """Write every file from its chunks, in any order: one is filled while the one before is written.
+
+    chunks_of: the chunks of file number i of these, with this header. On the calling thread, but for the writes.
+    """
+    facts = []
+    with ShardFiles(target, files) as shards:
+        for number, (shard, file) in enumerate(zip(shards, files, strict=True)):
+            header = file.header.stamp(target.attempt)
+            facts.append(target.facts(file, header))
+            running: list[Future[None]] = []
+            try:
+                for chunk, address in zip(chunks_of(number, header), itertools.cycle(buffers), strict=False):
+                    target.check_not_cancelled()
+                    chunk.fill(address)
+                    if running:
+                        running.pop().result()
+                    running.append(writer.submit(shard.write, address, chunk.bytes, offset=chunk.offset))
+                    target.progress.advance(chunk.bytes)
+            finally:  # Nobody else may use the buffers while one is written.
+                if running:
+                    running.pop().result()
+            target.end_file(shard, bytes=file.bytes)
+    return tuple(facts)
 
 
 def stream_sources(
@@ -38,53 +79,16 @@ def stream_sources(
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
     """Write every file; `sources` and the returned digests (uint8 [blocks, 16]) are in the plan's block order."""
-    facts = []
     digests = np.zeros((len(plan.blocks), DIGEST_BYTES), dtype=np.uint8)
-    with ShardFiles(target, plan.files) as shards:
-        for shard, file in zip(shards, plan.files, strict=True):
-            header = file.header.stamp(target.attempt)
-            facts.append(target.facts(file, header))
-            stream = _FileStream(plan, file, header, sources, digests)
-            with FileChunks(shard, buffers, writer) as chunks:
-                for begin in range(0, file.bytes, CHUNK_BYTES):
-                    target.check_not_cancelled()
-                    end = min(begin + CHUNK_BYTES, file.bytes)
-                    address = chunks.next_buffer()
-                    stream.fill(begin, end, address)
-                    chunks.write(address, end - begin, offset=begin)
-                    target.progress.advance(end - begin)
-            target.end_file(shard, bytes=file.bytes)
-    return tuple(facts), digests
 
+    def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
+        file = plan.files[number]
+        stream = _FileStream(plan, file, header, sources, digests)
+        for begin in range(0, file.bytes, CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, file.bytes)
+            yield Chunk(begin, end - begin, partial(stream.fill, begin, end))
 
-class FileChunks:
-    """The chunk buffers of one file while it is written: one is filled while the one before is written."""
-
-    def __init__(self, shard: OpenShard, buffers: Sequence[int], writer: Executor) -> None:
-        self._shard = shard
-        self._buffers = itertools.cycle(buffers)
-        self._writer = writer
-        self._in_flight: Future[None] | None = None
-
-    def next_buffer(self) -> int:
-        """The address of a free buffer: the write before last, which was the last one from it, has ended."""
-        return next(self._buffers)
-
-    def write(self, address: int, size: int, *, offset: int) -> None:
-        """Begin to write a buffer, when the write before has ended; raises its error."""
-        self._wait()
-        self._in_flight = self._writer.submit(self._shard.write, address, size, offset=offset)
-
-    def _wait(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            in_flight.result()
-
-    def __enter__(self) -> FileChunks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait()
+    return write_chunks(plan.files, chunks_of, target, buffers=buffers, writer=writer), digests
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class _FileStream:
             stop = min(end, len(self._header))
             source = self._header.ctypes.data + begin
             segments.append(np.array([[source, address, stop - begin]], dtype=np.uint64))
-        segments += [_segments(part.source.pieces(part.begin, part.end), part.address) for part in parts]
+        segments += [one_behind_the_other(part.source.pieces(part.begin, part.end), part.address) for part in parts]
         core.copy(np.ascontiguousarray(np.concatenate(segments)))
         for part in parts:
             part.source.release()
@@ -161,17 +165,7 @@ class _FileStream:
 
 def _fetch(parts: Sequence[_Part]) -> None:
     """Bring what is on devices to the host in one go. DeviceError."""
-    sources = [(part.source, part) for part in parts if is_on_device(part.source)]
+    sources = [(part.source, part) for part in parts if isinstance(part.source, DeviceRows)]
     values = to_host_all([source.device_slice(part.begin, part.end) for source, part in sources])
     for (source, _), own in zip(sources, values, strict=True):
         source.supply(own)
-
-
-def _segments(pieces: NDArray[np.uint64], target: int) -> NDArray[np.uint64]:
-    """(source, target, bytes) of pieces that land one behind the other."""
-    ends = np.cumsum(pieces[:, 1])
-    result = np.empty((len(pieces), 3), dtype=np.uint64)
-    result[:, 0] = pieces[:, 0]
-    result[:, 1] = ends - pieces[:, 1] + np.uint64(target)
-    result[:, 2] = pieces[:, 1]
-    return result

@@ -16,7 +16,7 @@ from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
-from asyncckpt.model.source import ByteSource, RowsSource, SpanSource, as_bytes, byte_view
+from asyncckpt.model.source import ByteSource, DeviceRows, RowsSource, SpanSource, as_bytes, byte_view
 from asyncckpt.model.table import TableCut
 from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.leaf_facts import is_plain
@@ -128,25 +128,6 @@ class RunsSource:
 
     def release(self) -> None:
         """Nothing was made for the pieces."""
-
-
-class DeviceRows(RowsSource):
-    """A tensor on a device, of at least one dimension. Implements DeviceSource."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(self._supplied, row_bytes=tensor.numel() * tensor.element_size() // len(tensor))
-        self._tensor = tensor
-        self._values: torch.Tensor | None = None
-
-    def device_slice(self, begin: int, end: int) -> torch.Tensor:
-        return self._tensor[begin // self._row_bytes : -(-end // self._row_bytes)]
-
-    def supply(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def _supplied(self, first: int, last: int) -> U8:
-        values, self._values = self._values, None
-        return as_bytes(to_host(self._tensor[first:last]) if values is None else values)
 
 
 def tensor_source(tensor: torch.Tensor) -> ByteSource:

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
-from asyncckpt.model.table import CacheCopy, TableCut
+from asyncckpt.model.source import one_behind_the_other
+from asyncckpt.model.table import CacheCopy, TableCut, can_be_deferred
 from asyncckpt.native import U8, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.dense_blocks import BY_TORCH
@@ -56,14 +56,13 @@ def capture(
     segments += [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
-    caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.deferred.tables]
-    for item, cache in zip(plan.deferred.tables, caches, strict=True):
-        segments.append(_cache_segments(cuts[item.table].cut, cache, copies))
+    caches = [_cache_copy(item.cache, cuts[item.table].cut, copies, image) for item in plan.deferred.tables]
+    segments += [found for _, found in caches]
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
     for table in tables:
         table.gather(copies)
     _lay_over(plan, cuts, image, copies)
-    for item, cache in zip(plan.deferred.tables, caches, strict=True):
+    for item, (cache, _) in zip(plan.deferred.tables, caches, strict=True):
         cut = cuts[item.table].cut
         assert can_be_deferred(cut)
         cut.be_deferred(cache, window_rows=item.window_rows)
@@ -113,14 +112,12 @@ def _column_segments(
         return NO_SEGMENTS
     device = copies.device_of(tensor)
     if not tensor.is_contiguous() or (device is None and not tensor.is_cpu):
-        _copy_rows(tensor, runs, block_tensor(plan, number, image), copies)
+        targets = torch.split(block_tensor(plan, number, image), (runs[:, 1] - runs[:, 0]).tolist())
+        for target, (begin, end) in zip(targets, runs.tolist(), strict=True):
+            copies.put(target, tensor[begin:end])
         return NO_SEGMENTS
-    found = spans(runs, address=tensor.data_ptr(), row_bytes=_row_bytes(spec))
-    ends = np.cumsum(found[:, 1])
-    segments = np.empty((len(found), 3), dtype=np.uint64)
-    segments[:, 0] = found[:, 0]
-    segments[:, 1] = ends - found[:, 1] + np.uint64(image.ctypes.data + int(plan.image.offsets[number]))
-    segments[:, 2] = found[:, 1]
+    found = spans(runs, address=tensor.data_ptr(), row_bytes=spec.bytes // spec.shape[0])
+    segments = one_behind_the_other(found, image.ctypes.data + int(plan.image.offsets[number]))
     if device is None:
         return segments
     copies.on(device).add(segments, tensor)
@@ -138,25 +135,20 @@ def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: HostC
             overlay.lay_over(column, block_tensor(plan, number, image), copies, begin=begin)
 
 
-def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
-    """The places of a cache level's arrays in the arena, as arrays."""
-    assert can_be_deferred(item.cut)
+def _cache_copy(area: CacheArea, cut: TableCut, copies: HostCopies, image: U8) -> tuple[CacheCopy, Segments]:
+    """Return the places of a cache level's arrays in the arena, and what one native copy brings there.
+
+    What is on a device is added to its copies.
+    """
+    assert can_be_deferred(cut)
+    end = area.map_offset + area.map_rows * MAP_ITEM_BYTES
+    cache_map = image[area.map_offset : end].view(np.int64)
+    segments = [(cut.cache_map.data_ptr(), cache_map.ctypes.data, cache_map.nbytes)]
     columns = {}
     for name, (begin, length) in area.columns.items():
-        cached = item.cut.cached_column(name)
-        assert cached is not None
-        columns[name] = torch.from_numpy(image[begin : begin + length]).view(cached.dtype).reshape(cached.shape)
-    end = area.map_offset + area.map_rows * MAP_ITEM_BYTES
-    return CacheCopy(map=image[area.map_offset : end].view(np.int64), columns=columns)
-
-
-def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segments:
-    """What one native copy brings over of a cache level; what is on a device is added to its copies."""
-    assert can_be_deferred(cut)
-    segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
-    for name, target in copy.columns.items():
         cached = cut.cached_column(name)
         assert cached is not None
+        target = torch.from_numpy(image[begin : begin + length]).view(cached.dtype).reshape(cached.shape)
         segment = (cached.data_ptr(), target.data_ptr(), target.nbytes)
         device = copies.device_of(cached)
         if not cached.is_contiguous() or (device is None and not cached.is_cpu):
@@ -165,15 +157,6 @@ def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segme
             segments.append(segment)
         else:
             copies.on(device).add(np.array([segment], dtype=np.uint64), cached)
-    return np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
-
-
-def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tensor, copies: HostCopies) -> None:
-    at = 0
-    for begin, end in runs.tolist():
-        copies.put(target[at : at + end - begin], tensor[begin:end])
-        at += end - begin
-
-
-def _row_bytes(spec: BlockSpec) -> int:
-    return max(1, spec.bytes // max(1, spec.shape[0]))
+        columns[name] = target
+    found = np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
+    return CacheCopy(map=cache_map, columns=columns), found

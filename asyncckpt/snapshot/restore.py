@@ -206,6 +206,8 @@ def _queue_column(
 
 def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: dict[Path, Any]) -> list[Scatter]:
     stored = dense.source
+    if dense.target is None and stored.path in rebuilt:
+        return []  # A filter gives it to two destinations.
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
         whole = torch.empty(stored.shape, dtype=dtype, device="cpu")

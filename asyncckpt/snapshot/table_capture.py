@@ -26,15 +26,13 @@ from numpy.typing import NDArray
 from asyncckpt.devices.copies import DeviceFingerprints
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.model.abilities import is_overlaid, tracks_ids, tracks_rows
-from asyncckpt.model.arena_contents import TableContents
 from asyncckpt.model.block import TableFacts
-from asyncckpt.model.row_places import RowPlaces
-from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
+from asyncckpt.model.row_places import RowPlaces, TableContents
+from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut, is_overlaid, tracks_ids, tracks_rows
 from asyncckpt.native import I64, U8, U64
 from asyncckpt.plan.regions import CapturedTable, TableRegion, TableRows
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.snapshot.overlay import lay_rows
+from asyncckpt.snapshot.tensor_copies import lay_rows
 
 # Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as
 # long by index and less in a plain copy. Measured: bench/results/2026-11-21-rows.txt, by `python -m bench.rows`.

@@ -243,7 +243,7 @@ def test_a_failed_export_fails_the_save_alone(tmp_path: Path, pace: Pace, monkey
             def fail(*_: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(export, "_write_window", fail)
+            patch.setattr(export, "_export_window", fail)
             future = saver.save_async(1)
             run.step(4)
             with pytest.raises(asyncckpt.IOFailedError, match="No space left"):

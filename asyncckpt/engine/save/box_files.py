@@ -29,7 +29,7 @@ from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64, U64
+from asyncckpt.native import U64
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
@@ -56,7 +56,6 @@ class BoxPlan:
     boxes: tuple[BlockSpec, ...]
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
-    bytes: I64
     pieces: TensorPieces
     image: ImagePlan
     body: BodyTemplate
@@ -72,24 +71,13 @@ class WrittenBoxes:
 
 def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: int) -> BoxPlan:
     """Place the boxes of one rank; `leaf` of a box counts within the tree."""
-    specs, tensor, offset = [], [], []
-    for number, box in enumerate(boxes):
-        for spec in split_rows(box):
-            specs.append(spec)
-            tensor.append(number)
-            offset.append((spec.row_begin - box.row_begin) * (box.bytes // box.shape[0]) if spec is not box else 0)
-    image = plan_image(specs, parallel=parallel, rank=rank)
+    parts = [(part, box, number) for number, box in enumerate(boxes) for part in split_rows(box)]
+    image = plan_image([part for part, _, _ in parts], parallel=parallel, rank=rank)
     return BoxPlan(
         boxes=tuple(boxes),
         dtypes=[dtype_by_name(box.dtype, owner=box.name).dtype for box in boxes],
         shapes=[torch.Size(box.shape) for box in boxes],
-        bytes=np.array([box.bytes for box in boxes], dtype=np.int64),
-        pieces=TensorPieces(
-            tensor=np.array(tensor, dtype=np.int64),
-            source_offset=np.array(offset, dtype=np.int64),
-            place=image.offsets,
-            bytes=image.lengths,
-        ),
+        pieces=TensorPieces.of(parts, place=image.offsets, bytes=image.lengths),
         image=image,
         body=render_body((), tree, image.blocks),
     )
@@ -116,7 +104,7 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
         if is_left.any():
             copy(pieces.only(is_left), lent.arena).settle()
         return _drain(plan, lent.arena, target)
-    remember_places(plan.image, pieces, begins, plan.bytes)
+    remember_places(plan.image, pieces, begins, live.ways.bytes)
     arena = free_arena(plan.image.bytes, limit_bytes=target.options.host_memory_limit)
     if arena is None:
         wait_for(tensors)

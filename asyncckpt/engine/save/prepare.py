@@ -16,7 +16,7 @@ from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeadlineError
-from asyncckpt.model.abilities import is_overlaid
+from asyncckpt.model.table import is_overlaid
 from asyncckpt.plan.regions import Regions
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState

@@ -26,7 +26,7 @@ from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.arena_contents import ArenaContents, TableContents
+from asyncckpt.model.row_places import ArenaContents, TableContents
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.snapshot.capture import capture
 from asyncckpt.snapshot.table_capture import TableCapture
