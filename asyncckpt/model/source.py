@@ -18,11 +18,11 @@ class ByteSource(Protocol):
     """The bytes of one block, in pieces that can be read by address. Ranges are asked for in ascending order."""
 
     def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
-        """(address, bytes) of the byte range [begin, end), uint64 [k, 2]; valid until `release`."""
+        """Return (address, bytes) of the byte range [begin, end), uint64 [k, 2]; valid until `release`."""
         ...
 
     def release(self) -> None:
-        """All pieces that were given have been copied: what holds them may go."""
+        """Free what holds the pieces that were given: all have been copied."""
         ...
 
 
@@ -92,7 +92,7 @@ def one_behind_the_other(pieces: NDArray[np.uint64], target: int) -> NDArray[np.
 
 
 def byte_view(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [n]; shares its memory."""
+    """Return the bytes of a contiguous tensor, uint8 [n]; shares its memory."""
     # A contiguous tensor of one number, or of none, may have any strides, with which torch cannot view it as bytes.
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 

@@ -13,7 +13,7 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
 from asyncckpt.native import I64
 from asyncckpt.plan.image import array_spec
-from asyncckpt.plan.leaf_facts import is_plain
+from asyncckpt.plan.leaf_checks import is_plain
 
 BY_HOST, BY_TORCH = -1, -2
 
@@ -41,7 +41,7 @@ class TensorPieces:
         return TensorPieces(tensors, source_offset=np.array(offsets, dtype=np.int64), place=place, bytes=bytes)
 
     def only(self, wanted: NDArray[np.bool_]) -> TensorPieces:
-        """Some of the pieces: bool [n]."""
+        """Return some of the pieces: bool [n]."""
         return TensorPieces(self.tensor[wanted], self.source_offset[wanted], self.place[wanted], self.bytes[wanted])
 
     def rows(self, number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -92,7 +92,7 @@ def box_spec(
     leaf: int | None,
     is_part: bool | None = None,
 ) -> BlockSpec:
-    """The block of one box of a dense tensor. UnsupportedError for the dtype.
+    """Return the block of one box of a dense tensor. UnsupportedError for the dtype.
 
     is_part: None: it is unless it has the shape of the whole.
     """

@@ -88,7 +88,7 @@ def plan_image(
 def plan_apart(
     specs: Sequence[BlockSpec], places: Sequence[int], *, parallel: int, rank: int, first_file: int = 0
 ) -> ImagePlan:
-    """The same for blocks that have their places in the arena, each on a page."""
+    """Do the same for blocks that have their places in the arena, each on a page."""
     pads: list[BlockSpec] = []
     pad_places: list[tuple[int, int]] = []
     members_of_files, extents_of_files = [], []
@@ -149,18 +149,18 @@ def split_rows(spec: BlockSpec, *, bytes_max: int | None = None, unit: int = 1) 
 
 
 def parts_of(spec: BlockSpec, rows: int) -> list[BlockSpec]:
-    """A block in parts of so many rows, the last one of fewer."""
+    """Return a block in parts of so many rows, the last one of fewer."""
     count = spec.shape[0]
     return [spec.part(begin, min(begin + rows, count)) for begin in range(0, count, rows)]
 
 
 def rows_on_pages(row_bytes: int) -> int:
-    """The least number of rows that are whole pages."""
+    """Return the least number of rows that are whole pages."""
     return PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
 
 
 def key_of(spec: BlockSpec) -> str:
-    """The safetensors name of a block: its own, with the range of rows, or all ranges of a box, when it is a part."""
+    """Return the safetensors name of a block: its own, with its range of rows, or the ranges of its box, if a part."""
     if not spec.is_part:
         return spec.name
     ranges = [f"{begin}:{begin + size}" for begin, size in zip(spec.begin, spec.shape, strict=True)]
@@ -168,7 +168,7 @@ def key_of(spec: BlockSpec) -> str:
 
 
 def _members(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
-    """Numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
+    """Return the numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
 
     The largest block goes first, into the emptiest file.
     """

@@ -220,7 +220,7 @@ class _Match:
             self.problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
 
     def check_encodings(self, plan: LoadPlan) -> None:
-        """UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
+        """Raise UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
         numbers = [number for load in plan.dense for number in load.source.blocks]
         for shard, columns in (source for item in plan.tables for source in item.sources):
             numbers += [number for layer in shard.layers for column in columns for number in layer.columns[column]]
@@ -270,7 +270,7 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
 
 
 def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
-    """Unexpected entries inside a module that is loaded; what the caller did not ask for is only reported.
+    """Return unexpected entries inside modules that are loaded; what the caller did not ask for is only reported.
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
@@ -299,8 +299,10 @@ def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
 
 
 def _may_share_ids(stored: tuple[int, int], table: Table) -> bool:
-    """Whether a stored shard may hold ids of a table: ids i modulo n, and j modulo m, are the same only where i = j
-    modulo what divides both."""
+    """Return whether a stored shard may hold ids of a table.
+
+    Ids i modulo n, and j modulo m, are the same only where i = j modulo what divides both.
+    """
     index, count = table.shard
     return isinstance(table, OwnsIds) or (stored[0] - index) % math.gcd(stored[1], count) == 0
 

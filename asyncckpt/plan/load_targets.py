@@ -27,7 +27,7 @@ from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, leaves, path_name, tensor_names
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
-from asyncckpt.plan.leaf_facts import check_leaf
+from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 
@@ -142,7 +142,7 @@ def _rebuilt(flat: FlatState) -> list[Rebuilt]:
 
 
 def writable(name: str, path: Path, leaf: Any) -> InPlace:
-    """A leaf as a target; UsageError, UnsupportedError when it cannot be written."""
+    """Return a leaf as a target; UsageError, UnsupportedError when it cannot be written."""
     sharded = None if type(leaf) in (torch.Tensor, torch.nn.Parameter) else as_sharded(leaf, name)
     if sharded is None:
         tensor = _writable_tensor(name, leaf)

@@ -80,7 +80,7 @@ class RegionWish:
 
 @lru_cache(maxsize=SCHEMAS_MAX)
 def column_row_bytes(schema: TableSchema) -> Mapping[str, int]:
-    """Bytes of one row of every column."""
+    """Return the bytes of one row of every column."""
     found = {}
     for column in schema.columns:
         stored = stored_dtype(column.dtype, owner=column.name)
@@ -89,7 +89,7 @@ def column_row_bytes(schema: TableSchema) -> Mapping[str, int]:
 
 
 def row_bytes_of(schema: TableSchema) -> int:
-    """Bytes of one row of all columns."""
+    """Return the bytes of one row of all columns."""
     return sum(column_row_bytes(schema).values())
 
 
@@ -100,7 +100,7 @@ class RegionCache:
         self._kept: dict[object, tuple[Regions, tuple[int, ...]]] = {}  # And how many rows there were then.
 
     def regions(self, wishes: Sequence[RegionWish]) -> Regions:
-        """Regions with room for all wishes, and some more."""
+        """Return regions with room for all wishes, and some more."""
         facts = tuple((wish.table, wish.name, wish.schema) for wish in wishes)
         rows = tuple(wish.rows_count for wish in wishes)
         kept, rows_then = self._kept.get(facts, (None, rows))
@@ -114,7 +114,7 @@ class RegionCache:
         return regions
 
     def layouts(self) -> list[Regions]:
-        """All that are kept."""
+        """Return all that are kept."""
         return [regions for regions, _ in self._kept.values()]
 
 
@@ -137,7 +137,7 @@ def plan_regions(wishes: Sequence[RegionWish], *, room: Sequence[int] | None = N
 
 
 def _headroom(wishes: Sequence[RegionWish], grown: Sequence[int]) -> list[int]:
-    """Rows of room for each table: an eighth of all bytes, at most HEADROOM_BYTES_MAX, by size and growth."""
+    """Return rows of room for each table: an eighth of all bytes, at most HEADROOM_BYTES_MAX, by size and growth."""
     sizes = [row_bytes_of(wish.schema) for wish in wishes]
     total = sum(wish.rows_count * size for wish, size in zip(wishes, sizes, strict=True))
     weights = [

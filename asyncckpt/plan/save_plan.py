@@ -4,15 +4,19 @@ Tables that have regions in the arena (regions.py) are left out: what a save wri
 is planned behind the fence.
 
 `PlanCache.plan` compares the state's facts with those of the plan it made last. For thousands of tensors that
-comparison is a few milliseconds; making a plan is a hundred.
+comparison is a few milliseconds; making a plan is a hundred. The facts are everything that the image depends on and
+everything that makes a raw copy safe: type, dtype, shape, strides, device, conjugate and negative bits. Addresses and
+sizes of storages may change from save to save and are read each time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter, eq, is_
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +31,12 @@ from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSc
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf
+from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.state import FlatState
+
+_kind = attrgetter("dtype", "is_cpu", "layout")
+_Reader = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class PlanCache:
         in_regions: Collection[str] = (),
         by_peers: frozenset[int] = frozenset(),
     ) -> SavePlan:
-        """The plan for this state; the last one while its facts are the same.
+        """Return the plan for this state: the last one while its facts are the same.
 
         deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
         leaves that other ranks write.
@@ -177,9 +184,9 @@ class PlanCache:
         )
         pieces = TensorPieces.of(parts, place=image.offsets[len(columns) :], bytes=image.lengths[len(columns) :])
         ways = CopyWays.of(flat.held, self._device_of)
-        is_copied = np.zeros(len(flat.held), dtype=np.bool_)
-        is_copied[pieces.tensor] = True
-        ways.way[~is_copied] = BY_TORCH  # So nobody asks for the addresses of what other ranks write.
+        is_copied = np.isin(np.arange(len(flat.held)), pieces.tensor)
+        # Nobody asks for the addresses of what other ranks write.
+        ways = replace(ways, way=np.where(is_copied, ways.way, BY_TORCH))
         return SavePlan(
             image=image,
             body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
@@ -190,6 +197,37 @@ class PlanCache:
             ways=ways,
             deferred=opened,
         )
+
+
+@dataclass(frozen=True)
+class LeafFacts:
+    """Facts of all leaves: their types, and with the function that reads it each other fact."""
+
+    types: list[type]
+    facts: tuple[tuple[_Reader, list[Any]], ...]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> LeafFacts:
+        """Read the facts of tensors that passed check_leaf."""
+        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg]
+        if not all(tensor.is_cpu for tensor in tensors):
+            read.append(torch.Tensor.get_device)
+        if any(tensor.dtype.is_complex for tensor in tensors):
+            read.append(torch.Tensor.is_conj)
+        facts = tuple((read_fact, list(map(read_fact, tensors))) for read_fact in read)
+        return LeafFacts(types=list(map(type, tensors)), facts=facts)
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether these are the facts of tensors.
+
+        Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
+        """
+        if len(tensors) != len(self.types) or not all(map(is_, map(type, tensors), self.types)):
+            return False
+        try:
+            return all(all(map(eq, map(read_fact, tensors), known)) for read_fact, known in self.facts)
+        except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.
+            return False
 
 
 @dataclass(frozen=True)
@@ -206,7 +244,7 @@ def _cache_facts(item: CutTable) -> object:
 
 
 def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
-    """What this rank writes of every leaf, and in which tensor of FlatState.held that is."""
+    """Return what this rank writes of every leaf, and in which tensor of FlatState.held that is."""
     more = len(flat.tensors)
     for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
         sharded = flat.sharded.get(leaf)
@@ -238,7 +276,7 @@ def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int
 
 
 def _check_all_here(flat: FlatState) -> None:
-    """UsageError when a leaf is spread over ranks, of which there is one, or its pieces do not make it up."""
+    """Raise UsageError when a leaf is spread over ranks, of which there is one, or its pieces do not make it up."""
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE] if flat.sharded else []
     for leaf, sharded in flat.sharded.items():
         name = path_name(paths[leaf])

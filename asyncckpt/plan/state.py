@@ -48,7 +48,7 @@ class FlatState:
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
-    """The `tensors` argument as a mapping: a mapping itself, or an iterable of (name, value) pairs; UsageError else."""
+    """Return the `tensors` argument, a mapping or (name, value) pairs, as a mapping; UsageError for anything else."""
     if tensors is None:
         return {}
     if isinstance(tensors, Mapping):

@@ -55,7 +55,7 @@ def drain_images(
 
 
 def _on_page(header: bytes) -> U8:
-    """The header in memory that begins on a page, as direct writes need."""
+    """Return the header in memory that begins on a page, as direct writes need."""
     room = np.empty(len(header) + PAGE_BYTES, dtype=np.uint8)
     begin = -int(room.ctypes.data) % PAGE_BYTES
     room[begin : begin + len(header)] = np.frombuffer(header, dtype=np.uint8)
@@ -63,6 +63,6 @@ def _on_page(header: bytes) -> U8:
 
 
 def drain_options(options: SaveOptions, files_count: int) -> DrainOptions:
-    """One writer reaches the limit of one disk; machines with more cores have more disks behind them."""
+    """Choose the threads. One writer reaches the limit of one disk; machines with more cores have more disks."""
     writers = max(1, min(options.parallel, files_count, core.cores_count // 4))
     return DrainOptions(writers=writers, digest_threads=writers, sync=options.durability == "fsync")

@@ -114,7 +114,7 @@ def _windows(reader: ChainReader, number: int, window_bytes: int) -> Iterator[U8
 
 
 def _chosen_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
-    """Some rows, in the form in which they are stored. The last ones are held back until the block has been checked."""
+    """Return some rows, as they are stored. The last ones are held back until the block has been checked."""
     spec = reader.block(number).placed.spec
     row_bytes = max(1, spec.bytes // max(1, spec.shape[0]))
     window_rows = max(1, WINDOW_BYTES // row_bytes)
@@ -129,7 +129,7 @@ def _chosen_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
 
 
 def _decoded_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
-    """Some rows of a block that has to be decoded as a whole; blocks that are encoded are small parts."""
+    """Return some rows of a block that has to be decoded as a whole; blocks that are encoded are small parts."""
     spec = reader.block(number).placed.spec
     for stored in _windows(reader, number, spec.bytes):
         raw = _undone(stored, spec, _rows_apart(spec))
@@ -137,7 +137,7 @@ def _decoded_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
 
 
 def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
-    """Rows of `row_bytes` bytes each, one behind the other."""
+    """Return rows of `row_bytes` bytes each, one behind the other."""
     chosen = np.empty(len(rows) * row_bytes, dtype=np.uint8)
     column = np.array([[raw.ctypes.data, chosen.ctypes.data, row_bytes]], dtype=np.uint64)
     core.copy_rows(column, rows, None)

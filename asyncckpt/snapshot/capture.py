@@ -28,7 +28,7 @@ from asyncckpt.model.table import CacheCopy, TableCut, can_be_deferred
 from asyncckpt.native import U8, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
 from asyncckpt.plan.dense_blocks import BY_TORCH
-from asyncckpt.plan.leaf_facts import check_extent
+from asyncckpt.plan.leaf_checks import check_extent
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay
@@ -83,18 +83,18 @@ def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
 
 
 def block_bytes(plan: SavePlan, number: int, image: U8) -> U8:
-    """A block's place in the arena; no copy."""
+    """Return a block's place in the arena; no copy."""
     begin, length = int(plan.image.offsets[number]), int(plan.image.lengths[number])
     return image[begin : begin + length]
 
 
 def block_tensor(plan: SavePlan, number: int, image: U8) -> torch.Tensor:
-    """The same as a tensor of its true dtype and shape."""
+    """Return the same as a tensor of its true dtype and shape."""
     return as_tensor(block_bytes(plan, number, image), plan.image.blocks[number].spec)
 
 
 def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
-    """Bytes as a tensor of the block's true dtype and shape; shares the memory."""
+    """Return bytes as a tensor of the block's true dtype and shape; shares the memory."""
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
     if raw.size == 0:
         return torch.empty(spec.shape, dtype=dtype)
@@ -104,7 +104,7 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
 def _column_segments(
     plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, image: U8
 ) -> Segments:
-    """What the host copies of a column of a table; the segments of a device are added to its copies."""
+    """Return what the host copies of a column of a table; the segments of a device are added to its copies."""
     spec = plan.image.blocks[number].spec
     tensor = item.cut.column(column)
     runs = window(item.cut.runs, spec.row_begin, spec.row_begin + spec.shape[0])

@@ -33,7 +33,7 @@ class Overlay:
 
     @staticmethod
     def of(cut: TableCut) -> Overlay | None:
-        """The overlay of a cut before its fence; None for a table of one level, or with an empty cache."""
+        """Return the overlay of a cut before its fence; None for a table of one level, or with an empty cache."""
         if is_overlaid(cut):
             cache_map = cut.cache_map.numpy()
             cache_rows = np.flatnonzero(cache_map >= 0)
@@ -42,7 +42,7 @@ class Overlay:
         return None
 
     def within(self, begin: int, end: int) -> tuple[I64, I64]:
-        """(positions counted from begin, cache rows) of the rows [begin, end) of the cut."""
+        """Return (positions counted from begin, cache rows) of the rows [begin, end) of the cut."""
         inside = (self.positions >= begin) & (self.positions < end)
         return self.positions[inside] - begin, self.cache_rows[inside]
 
@@ -64,7 +64,7 @@ class Overlay:
 
 
 def rows_of_cut(cut: TableCut, overlay: Overlay | None, column: str, begin: int, end: int) -> torch.Tensor:
-    """Rows [begin, end) of a column of a cut before its fence, `[end - begin, *row_shape]` on the CPU: a copy."""
+    """Return a copy of rows [begin, end) of a column of a cut before its fence, on the CPU."""
     storage = cut.column(column)
     pieces = [to_host(storage[first:last]) for first, last in window(cut.runs, begin, end).tolist()]
     rows = torch.cat(pieces) if pieces else to_host(storage[:0]).clone()

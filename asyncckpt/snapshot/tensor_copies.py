@@ -15,7 +15,7 @@ from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.native import I64, U64, core
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
-from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
+from asyncckpt.plan.leaf_checks import check_extent
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
 
 
 def place_of(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
+    """Return the bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
     end = begin + like.numel() * like.element_size()
@@ -115,3 +115,17 @@ def _put(
         put()
     else:
         copies.on(below).add_work(put)
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> U64:
+    """Return the address of every tensor's first element, uint64 [n]."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=len(tensors))
+
+
+def shrunk_storages(tensors: Sequence[torch.Tensor], *, bytes: I64, itemsizes: I64) -> list[int]:
+    """Return which contiguous tensors have a freed or shrunk storage: a raw copy would read foreign memory."""
+    count = len(tensors)
+    storages = map(torch.Tensor.untyped_storage, tensors)
+    held = np.fromiter(map(torch.UntypedStorage.nbytes, storages), dtype=np.int64, count=count)
+    begins = np.fromiter(map(torch.Tensor.storage_offset, tensors), dtype=np.int64, count=count) * itemsizes
+    return [int(index) for index in np.flatnonzero((bytes > 0) & (begins + bytes > held))]

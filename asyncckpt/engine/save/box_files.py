@@ -33,7 +33,7 @@ from asyncckpt.native import U64
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import check_leaf
+from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.shard.drain import drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.shard.target import ShardTarget

@@ -19,7 +19,7 @@ from asyncckpt.pipeline.filter_types import StagedBlock, StagedColumn, StagedTab
 from asyncckpt.pipeline.filters import run_filter
 from asyncckpt.plan.image import split_rows
 from asyncckpt.plan.regions import NO_IDS, CapturedTable, captured_specs
-from asyncckpt.snapshot.block_data import ArenaData, LiveData, LiveState, TensorData
+from asyncckpt.snapshot.block_data import ArenaData, LiveData, TensorData, live_data
 from asyncckpt.snapshot.capture import block_bytes
 
 
@@ -72,16 +72,15 @@ def planned_sources(job: SaveJob, filtered: Filtered) -> list[ByteSource]:
     """The bytes of every block of the plan, of a save without an arena whose filter function changed nothing."""
     if filtered.blocks is not None:
         return [block.data.source() for block in filtered.blocks]
-    live = LiveState(job.plan, job.cut.flat, job.cut.tables)
-    return [live.source(number) for number in range(len(job.plan.image.blocks))]
+    return [data.source() for data in live_data(job.plan, job.cut.flat, job.cut.tables)]
 
 
 def _planned_data(job: SaveJob) -> Sequence[ArenaData | LiveData]:
     """The values of every block of the plan."""
     specs = [placed.spec for placed in job.plan.image.blocks]
     if job.staged is None:
-        live = LiveState(job.plan, job.cut.flat, job.cut.tables)
-        return [LiveData(live, number, spec) for number, spec in enumerate(specs)]
+        live = live_data(job.plan, job.cut.flat, job.cut.tables)
+        return [LiveData(data, spec) for data, spec in zip(live, specs, strict=True)]
     image = job.staged.arena.view()[job.staged.base :]
     return [ArenaData(block_bytes(job.plan, number, image), spec) for number, spec in enumerate(specs)]
 
