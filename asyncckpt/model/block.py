@@ -73,7 +73,7 @@ class BlockSpec:
         return (self.row_begin, *(self.column_begins or (0,) * (len(self.shape) - 1)))[: len(self.shape)]
 
     def with_rows(self, count: int) -> BlockSpec:
-        """A block like this one with another number of rows."""
+        """Return a block like this one with another number of rows."""
         return replace(self, shape=(count, *self.shape[1:]), stored_shape=(count, *self.stored_shape[1:]))
 
     def part(self, begin: int, end: int) -> BlockSpec:

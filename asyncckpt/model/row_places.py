@@ -3,16 +3,20 @@
 The image of n rows has places 0 to n - 1 without holes; the storage has a hole for every removed id. Place p holds row
 p. If row p is unused, p is a hole, and holds one of the rows from n on, a tail. So an insert or a removal changes the
 places of a few rows, whereas a densely packed image would shift all rows after it.
+
+An arena remembers what it holds of tables after a snapshot, so that the next one copies only what was written since.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from asyncckpt.model.row_runs import I64, gaps, rows_of
+from asyncckpt.model.table import CutVersion
 
 NO_ROWS: I64 = np.empty(0, dtype=np.int64)
 
@@ -35,12 +39,10 @@ class RowPlaces:
         assert len(holes) == len(tails)
         if previous is None or not len(holes) or not len(previous.holes):
             return RowPlaces(rows_count, holes, tails)
-        stays = _among(previous.holes, holes) & _among(previous.tails, tails)
+        stays = np.isin(previous.holes, holes) & np.isin(previous.tails, tails)
         kept_holes, kept_tails = previous.holes[stays], previous.tails[stays]
-        free = ~_among(holes, kept_holes)
-        left = ~_among(tails, np.sort(kept_tails))
-        all_holes = np.concatenate([kept_holes, holes[free]])
-        all_tails = np.concatenate([kept_tails, tails[left]])
+        all_holes = np.concatenate([kept_holes, np.setdiff1d(holes, kept_holes, assume_unique=True)])
+        all_tails = np.concatenate([kept_tails, np.setdiff1d(tails, kept_tails, assume_unique=True)])
         order = np.argsort(all_holes)
         return RowPlaces(rows_count, all_holes[order], all_tails[order])
 
@@ -66,7 +68,7 @@ class RowPlaces:
         if len(previous.holes):
             is_fresh = (previous.holes[at] != self.holes) | (previous.tails[at] != self.tails)
         back = previous.tails[previous.tails < self.rows_count]
-        moved: I64 = np.concatenate([self.tails[is_fresh], back[~_among(back, self.holes)]])
+        moved: I64 = np.concatenate([self.tails[is_fresh], np.setdiff1d(back, self.holes, assume_unique=True)])
         return moved
 
     @cached_property
@@ -75,10 +77,21 @@ class RowPlaces:
         return self.tails[order], self.holes[order]
 
 
-def _among(values: I64, ascending: I64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return which of values are in an ascending array: bool [n]."""
-    if not len(ascending):
-        return np.zeros(len(values), dtype=np.bool_)
-    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
-    found: np.ndarray[tuple[int], np.dtype[np.bool_]] = ascending[at] == values
-    return found
+@dataclass(frozen=True)
+class TableContents:
+    """All rows of a table as they were at the cut `version` (None: it has no marks), each at its place.
+
+    fingerprints: by device, the fingerprints of all rows there, if they were computed.
+    """
+
+    version: CutVersion | None
+    places: RowPlaces
+    fingerprints: Mapping[int, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ArenaContents:
+    """The tables by name. `layout` says where they are; contents of another layout cannot be used."""
+
+    layout: object
+    tables: Mapping[str, TableContents]

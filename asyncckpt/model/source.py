@@ -7,7 +7,7 @@ source. So memory that a source makes for a chunk lives as long as the copy take
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,24 +18,11 @@ class ByteSource(Protocol):
     """The bytes of one block, in pieces that can be read by address. Ranges are asked for in ascending order."""
 
     def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
-        """(address, bytes) of the byte range [begin, end), uint64 [k, 2]; valid until `release`."""
+        """Return (address, bytes) of the byte range [begin, end), uint64 [k, 2]; valid until `release`."""
         ...
 
     def release(self) -> None:
-        """All pieces that were given have been copied: what holds them may go."""
-        ...
-
-
-@runtime_checkable
-class DeviceSource(ByteSource, Protocol):
-    """A source over memory of a device. What several of them are asked for next is best fetched together."""
-
-    def device_slice(self, begin: int, end: int) -> torch.Tensor:
-        """Return the tensor on a device in which the bytes [begin, end) lie; it may hold a few more."""
-        ...
-
-    def supply(self, values: torch.Tensor) -> None:
-        """Take the values of `device_slice(begin, end)`, contiguous on the CPU; `pieces(begin, end)` comes next."""
+        """Free what holds the pieces that were given: all have been copied."""
         ...
 
 
@@ -70,8 +57,42 @@ class RowsSource:
         self._held = None
 
 
+class DeviceRows(RowsSource):
+    """Rows of a tensor on a device, of at least one dimension.
+
+    What several of these are asked for next is fetched together, and supplied before they are asked for `pieces`.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(self._supplied, row_bytes=tensor.numel() * tensor.element_size() // len(tensor))
+        self._tensor = tensor
+        self._values: torch.Tensor | None = None
+
+    def device_slice(self, begin: int, end: int) -> torch.Tensor:
+        """Return the rows on the device in which the bytes [begin, end) lie."""
+        return self._tensor[begin // self._row_bytes : -(-end // self._row_bytes)]
+
+    def supply(self, values: torch.Tensor) -> None:
+        """Take the values of `device_slice(begin, end)`, contiguous on the CPU; `pieces(begin, end)` comes next."""
+        self._values = values
+
+    def _supplied(self, first: int, last: int) -> NDArray[np.uint8]:
+        values, self._values = self._values, None
+        assert values is not None
+        return as_bytes(values)
+
+
+def one_behind_the_other(pieces: NDArray[np.uint64], target: int) -> NDArray[np.uint64]:
+    """Return (source, target, bytes) of pieces that land so from an address on, uint64 [n, 3]."""
+    segments = np.empty((len(pieces), 3), dtype=np.uint64)
+    segments[:, 0] = pieces[:, 0]
+    segments[:, 1] = np.cumsum(pieces[:, 1]) - pieces[:, 1] + np.uint64(target)
+    segments[:, 2] = pieces[:, 1]
+    return segments
+
+
 def byte_view(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [n]; shares its memory."""
+    """Return the bytes of a contiguous tensor, uint8 [n]; shares its memory."""
     # A contiguous tensor of one number, or of none, may have any strides, with which torch cannot view it as bytes.
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -266,3 +266,34 @@ class HasCompanions(Protocol):
     def companions(self) -> Mapping[str, Table]:
         """Return the other tables; the one with suffix s is saved as the table `<name>.<s>`."""
         ...
+
+
+# An isinstance with a Protocol takes 50 microseconds, and a save asks often while training waits: once for each class.
+_offers: dict[tuple[type, type], bool] = {}
+
+
+def tracks_rows(cut: TableCut) -> TypeGuard[TracksRows]:
+    """Return whether the table knows which rows were written since an earlier cut."""
+    return _offers_all(cut, TracksRows)
+
+
+def tracks_ids(cut: TableCut) -> TypeGuard[TracksIds]:
+    """Return whether the table also knows which rows were assigned to another id."""
+    return _offers_all(cut, TracksIds)
+
+
+def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:
+    """Return whether the table has a cache level over its storage."""
+    return _offers_all(cut, OverlaidCut)
+
+
+def can_be_deferred(cut: TableCut) -> TypeGuard[DeferredCut]:
+    """Return whether the export of the table can be deferred behind the fence."""
+    return _offers_all(cut, DeferredCut)
+
+
+def _offers_all(cut: TableCut, protocol: type) -> bool:
+    key = (type(cut), protocol)
+    if key not in _offers:
+        _offers[key] = isinstance(cut, protocol)
+    return _offers[key]

@@ -28,11 +28,11 @@ class WriteBlock:
     _origin: WriteBlock | None = field(default=None, repr=False)
 
     def tensor_name(self) -> str:
-        """`table@column`, or the name of a dense tensor."""
+        """Return `table@column`, or the name of a dense tensor."""
         return self._name if self._name is not None else self._spec.name
 
     def slice_info(self) -> str:
-        """`begin@end@size` of the ids in a table's block (unsigned id modulo size); one space for dense tensors."""
+        """Return `begin@end@size` of the ids in a table's block (unsigned id modulo size), or one space."""
         return self._spec.slice_info
 
     @property

@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 from asyncckpt.errors import FilterError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import ENCODED_BYTES_MAX, Encoded, StoredAs, Unfit, encode, stored_as
-from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, TableFacts
+from asyncckpt.model.block import BlockSpec, EncodingStep, TableFacts
 from asyncckpt.model.source import RowsSource, SpanSource, as_bytes
-from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import U8
 from asyncckpt.options import BLOCK_BYTES_MAX
 from asyncckpt.pipeline.filter_rules import KeepRows, RowFilter, check_filters, check_named, row_rules, steps_for
 from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, Rows, StagedBlock, StagedTable
 from asyncckpt.plan.image import split_rows
+from asyncckpt.plan.regions import removed_spec
 
 __all__ = ["RowFilter", "check_filters", "run_row_filters"]
 
@@ -82,8 +83,7 @@ def _rows_of_table(table: StagedTable) -> Iterator[_WrittenRows]:
         rows = partial(column.chosen_rows, kept)
         yield _WrittenRows(spec, rows, column.blocks, is_all=kept is None, row_name=row_name)
     if len(table.removed):
-        spec = ids.spec.with_rows(len(table.removed))
-        spec = replace(spec, name=f"{spec.table}@{REMOVED_COLUMN}", column=REMOVED_COLUMN, role=Role.REMOVED)
+        spec = removed_spec(ids.spec, len(table.removed))
         removed = torch.from_numpy(table.removed)
         yield _WrittenRows(spec, lambda begin, end: removed[begin:end], (), is_all=False)
 

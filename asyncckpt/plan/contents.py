@@ -96,7 +96,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
     dense, unreadable = _dense(newest)
     return Contents(
         dense=dense,
-        tables=stored_tables(chain),
+        tables=stored_tables(chain) if any(part.tables for part in newest.parts) else {},
         values=values,
         leaf_paths=leaf_paths,
         sure_paths=frozenset(leaf_paths).intersection(*paths_by_part(parts)),

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec, PlacedBlock
-from asyncckpt.model.table import DeferredCut, TableCut
+from asyncckpt.model.table import DeferredCut, TableCut, can_be_deferred
 from asyncckpt.native import paged
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.plan.image import FilePlan, parts_of, place_files, rows_on_pages
@@ -70,7 +69,7 @@ class DeferredTables:
 
 
 def can_be_exported(cut: TableCut, row_bytes: int) -> bool:
-    """Whether a table can be deferred: it offers it, it has rows, and a window of pages fits a chunk."""
+    """Return whether a table can be deferred: it offers it, it has rows, and a window of pages fits a chunk."""
     return can_be_deferred(cut) and cut.rows_count > 0 and _window_rows(row_bytes) > 0
 
 
@@ -102,7 +101,7 @@ def plan_deferred_tables(
 
 
 def _window_rows(row_bytes: int) -> int:
-    """How many rows a window has: as many as a chunk holds, such that its bytes are whole pages; 0 when none fit."""
+    """Return how many rows a window has: as many as fit a chunk and make whole pages; 0 when none do."""
     unit = rows_on_pages(row_bytes)
     return CHUNK_BYTES // (row_bytes * unit) * unit
 
@@ -112,7 +111,7 @@ def _bytes_of_row(spec: BlockSpec) -> int:
 
 
 def _window(numbers: Sequence[int], blocks: Sequence[PlacedBlock]) -> Window:
-    """The window that consists of these blocks, which lie one behind the other."""
+    """Return the window that consists of these blocks, which lie one behind the other."""
     begin = blocks[numbers[0]].offset
     return Window(
         offset=begin,
@@ -122,7 +121,7 @@ def _window(numbers: Sequence[int], blocks: Sequence[PlacedBlock]) -> Window:
 
 
 def _cache_area(cut: DeferredCut, specs: Sequence[BlockSpec], at: int) -> tuple[CacheArea, int]:
-    """Give the cache level its place from `at`, every array on a page; returns where the arena is free again."""
+    """Give the cache level its place from `at`, every array on a page; return where the arena is free again."""
     map_offset, map_rows = at, len(cut.cache_map)
     at += paged(map_rows * MAP_ITEM_BYTES)
     columns: dict[str, tuple[int, int]] = {}

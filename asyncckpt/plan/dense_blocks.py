@@ -1,18 +1,21 @@
-"""Blocks of dense tensors: what they are called, and which bytes of tensors they are."""
+"""Blocks of dense tensors: what they are called, which bytes of tensors they are, and how these are copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
 from asyncckpt.native import I64
+from asyncckpt.plan.image import array_spec
+from asyncckpt.plan.leaf_checks import is_plain
+
+BY_HOST, BY_TORCH = -1, -2
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,56 @@ class TensorPieces:
     place: I64
     bytes: I64
 
+    @staticmethod
+    def of(parts: Sequence[tuple[BlockSpec, BlockSpec, int]], *, place: I64, bytes: I64) -> TensorPieces:
+        """Return the pieces that parts of boxes are: (part, box, number of the tensor that the box is)."""
+        offsets = [
+            0 if part is box else (part.row_begin - box.row_begin) * (box.bytes // box.shape[0])
+            for part, box, _ in parts
+        ]
+        tensors = np.array([tensor for _, _, tensor in parts], dtype=np.int64)
+        return TensorPieces(tensors, source_offset=np.array(offsets, dtype=np.int64), place=place, bytes=bytes)
+
     def only(self, wanted: NDArray[np.bool_]) -> TensorPieces:
-        """Some of the pieces: bool [n]."""
+        """Return some of the pieces: bool [n]."""
         return TensorPieces(self.tensor[wanted], self.source_offset[wanted], self.place[wanted], self.bytes[wanted])
+
+    def rows(self, number: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows that a piece is; of the tensor's own memory."""
+        tensor, size = tensors[int(self.tensor[number])].detach(), int(self.bytes[number])
+        if size == tensor.nbytes:
+            return tensor
+        row_bytes = tensor.nbytes // len(tensor)
+        first = int(self.source_offset[number]) // row_bytes
+        return tensor[first : first + size // row_bytes]
+
+
+@dataclass(frozen=True)
+class CopyWays:
+    """How tensors are copied, by their numbers: int64 [n] each.
+
+    way: by address, from the device of this number or (BY_HOST) from memory of the host; or BY_TORCH, for strides and
+    other kinds of devices.
+    """
+
+    way: I64
+    bytes: I64
+    itemsizes: I64
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], int | None]) -> CopyWays:
+        itemsizes = np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
+        return CopyWays(
+            way=np.array([_way(tensor, device_of(tensor)) for tensor in tensors], dtype=np.int64),
+            bytes=np.array([tensor.numel() for tensor in tensors], dtype=np.int64) * itemsizes,
+            itemsizes=itemsizes,
+        )
+
+
+def _way(tensor: torch.Tensor, device: int | None) -> int:
+    if not is_plain(tensor) or (device is None and not tensor.is_cpu):
+        return BY_TORCH
+    return BY_HOST if device is None else device
 
 
 def box_spec(
@@ -42,22 +92,12 @@ def box_spec(
     leaf: int | None,
     is_part: bool | None = None,
 ) -> BlockSpec:
-    """The block of one box of a dense tensor. UnsupportedError for the dtype.
+    """Return the block of one box of a dense tensor. UnsupportedError for the dtype.
 
     is_part: None: it is unless it has the shape of the whole.
     """
-    stored = stored_dtype(dtype, owner=name)
     size, whole = tuple(shape), tuple(whole_shape)
-    spec = BlockSpec(
-        name=name,
-        role=Role.DENSE,
-        dtype=stored.name,
-        stored_dtype=stored.stored,
-        stored_itemsize=stored.stored_itemsize,
-        shape=size,
-        stored_shape=stored.stored_shape(size),
-        leaf=leaf,
-    )
+    spec = replace(array_spec(name, dtype, size, Role.DENSE), leaf=leaf)
     if size == whole if is_part is None else not is_part:
         return spec
     row, *columns = begin or (0,)

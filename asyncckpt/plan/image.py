@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
+from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.header import HeaderTemplate, render_header
 from asyncckpt.format.names import shard_name
 from asyncckpt.format.tree import unique_names
@@ -86,7 +88,7 @@ def plan_image(
 def plan_apart(
     specs: Sequence[BlockSpec], places: Sequence[int], *, parallel: int, rank: int, first_file: int = 0
 ) -> ImagePlan:
-    """The same for blocks that have their places in the arena, each on a page."""
+    """Do the same for blocks that have their places in the arena, each on a page."""
     pads: list[BlockSpec] = []
     pad_places: list[tuple[int, int]] = []
     members_of_files, extents_of_files = [], []
@@ -147,18 +149,18 @@ def split_rows(spec: BlockSpec, *, bytes_max: int | None = None, unit: int = 1) 
 
 
 def parts_of(spec: BlockSpec, rows: int) -> list[BlockSpec]:
-    """A block in parts of so many rows, the last one of fewer."""
+    """Return a block in parts of so many rows, the last one of fewer."""
     count = spec.shape[0]
     return [spec.part(begin, min(begin + rows, count)) for begin in range(0, count, rows)]
 
 
 def rows_on_pages(row_bytes: int) -> int:
-    """The least number of rows that are whole pages."""
+    """Return the least number of rows that are whole pages."""
     return PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
 
 
 def key_of(spec: BlockSpec) -> str:
-    """The safetensors name of a block: its own, with the range of rows, or all ranges of a box, when it is a part."""
+    """Return the safetensors name of a block: its own, with its range of rows, or the ranges of its box, if a part."""
     if not spec.is_part:
         return spec.name
     ranges = [f"{begin}:{begin + size}" for begin, size in zip(spec.begin, spec.shape, strict=True)]
@@ -166,7 +168,7 @@ def key_of(spec: BlockSpec) -> str:
 
 
 def _members(specs: Sequence[BlockSpec], parallel: int) -> list[list[int]]:
-    """Numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
+    """Return the numbers of the blocks of each file: at least one file, at most one per FILE_TARGET_BYTES.
 
     The largest block goes first, into the emptiest file.
     """
@@ -190,12 +192,18 @@ def _lengths(specs: Sequence[BlockSpec]) -> I64:
 
 
 def _pad(number: int, size: int) -> BlockSpec:
+    return array_spec(f"{PAD_NAME}.{number}", torch.uint8, (size,), Role.PAD)
+
+
+def array_spec(name: str, dtype: torch.dtype, shape: tuple[int, ...], role: Role) -> BlockSpec:
+    """Return a block of a whole array, stored as it is. UnsupportedError for the dtype."""
+    stored = stored_dtype(dtype, owner=name)
     return BlockSpec(
-        name=f"{PAD_NAME}.{number}",
-        role=Role.PAD,
-        dtype="uint8",
-        stored_dtype="U8",
-        stored_itemsize=1,
-        shape=(size,),
-        stored_shape=(size,),
+        name=name,
+        role=role,
+        dtype=stored.name,
+        stored_dtype=stored.stored,
+        stored_itemsize=stored.stored_itemsize,
+        shape=shape,
+        stored_shape=stored.stored_shape(shape),
     )

@@ -11,7 +11,7 @@ sources.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,9 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import Path, path_name, unique_names
+from asyncckpt.format.tree import path_name, unique_names
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
+from asyncckpt.model.table import ID_COLUMN, Column, OwnsIds, Table
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
@@ -101,32 +101,30 @@ def make_load_plan(
     if strict:
         _check_readable(contents, chain.step)
     info, missing = _default_info(contents, targets, tables)
-    by_name = {item.name: item for item in targets.in_place}
-    known = frozenset(info)
+    known = frozenset(info)  # A filter may change what it gets.
     answer = info if filter_func is None else _filtered(filter_func, info)
-    builders = {item.path: ObjectLeaves(item, contents.values) for item in targets.rebuilt if item.module_state is None}
+    match = _Match(chain, contents, targets, strict)
+    by_name = {item.name: item for item in targets.in_place}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
-    problems: list[str] = []
     for destination, sources in answer.items():
         if destination in tables:
-            planned.append(_table(destination, tables[destination], sources, contents, chain, problems, strict))
+            planned.append(match.table(destination, tables[destination], sources))
         elif destination in by_name or destination in known:
-            dense += _dense(destination, by_name.get(destination), sources, contents, builders, problems)
+            dense += match.dense(destination, by_name.get(destination), sources)
         else:
-            problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
-    objects = _objects(targets, contents, dense, problems)
+            match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
+    objects = match.objects(dense)
     missing = [name for name in missing if name not in answer]
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
-        problems += [f"{name!r} is missing in the checkpoint" for name in missing]
-        problems += [
+        match.problems += [f"{name!r} is missing in the checkpoint" for name in missing]
+        match.problems += [
             f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
         ]
-    _raise_problems(problems, chain.step)
-    _check_encodings(dense, planned, chain)
-    return LoadPlan(
+    _raise_problems(match.problems, chain.step)
+    plan = LoadPlan(
         dense=tuple(dense),
         tables=tuple(planned),
         objects=objects,
@@ -134,6 +132,102 @@ def make_load_plan(
         unexpected=tuple(unexpected),
         info=answer,
     )
+    match.check_encodings(plan)
+    return plan
+
+
+class _Match:
+    """The loads of destinations from sources of a checkpoint; `problems` lists what does not fit."""
+
+    def __init__(self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool) -> None:
+        self.problems: list[str] = []
+        self._chain, self._contents, self._targets, self._strict = chain, contents, targets, strict
+        self._builders = [ObjectLeaves(item, contents.values) for item in targets.rebuilt if not item.is_module]
+
+    def dense(self, name: str, target: InPlace | None, sources: dict[str, list[str]]) -> Iterator[DenseLoad]:
+        """Return the load of a tensor; target None: for the state dict of an object."""
+        if len(sources) != 1:
+            self.problems.append(f"dense destination {name!r} has {len(sources)} sources, it takes exactly one")
+            return
+        (source,) = sources
+        stored = self._contents.dense.get(source)
+        if stored is None:
+            self.problems.append(f"source {source!r} of {name!r} is not in the checkpoint")
+            return
+        if target is None:
+            builder = next((found for found in self._builders if found.item.holds(stored.path)), None)
+            target, given = (None, None) if builder is None else builder.find(stored)
+            yield DenseLoad(target=target, source=stored, given=given)
+            return
+        dtype = dtype_by_name(stored.dtype, owner=source).dtype
+        if target.dtype is not dtype:
+            self.problems.append(f"{name!r} has dtype {target.dtype}, the checkpoint {dtype}")
+        if target.whole_shape != stored.shape:
+            self.problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
+        yield DenseLoad(target=target, source=stored)
+
+    def objects(self, dense: Sequence[DenseLoad]) -> tuple[Rebuilt, ...]:
+        """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
+        loaded = {load.source.path for load in dense if load.is_for_object}
+        chosen = []
+        for item in self._targets.rebuilt:
+            if not self._contents.has(item.path):
+                continue
+            wanted = {path for path in self._contents.leaf_paths if item.holds(path)}
+            if item.is_module or wanted <= loaded:
+                chosen.append(item)
+            elif wanted & loaded:
+                name = path_name(next(iter(wanted - loaded)))
+                self.problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
+        return tuple(chosen)
+
+    def table(self, name: str, table: Table, sources: dict[str, list[str]]) -> TableLoadPlan:
+        schema = table.schema()
+        chosen: list[tuple[StoredShard, tuple[str, ...]]] = []
+        passed_over: list[StoredShard] = []
+        for source, columns in sources.items():
+            stored = self._contents.tables.get(source)
+            if stored is None:
+                self.problems.append(f"source {source!r} of table {name!r} is not in the checkpoint")
+                continue
+            if ID_COLUMN not in columns or len(columns) < 2 or len(set(columns)) != len(columns):
+                self.problems.append(f"table {name!r} needs {ID_COLUMN!r} and at least one more column of {source!r}")
+            for column in columns:
+                self._check_column(name, column, stored, schema.column(column))
+            for shard in stored.shards:
+                if _may_share_ids(shard.shard, table):
+                    chosen.append((shard, tuple(columns)))
+                else:
+                    passed_over.append(shard)
+            absent = [c.name for c in schema.columns if c.name not in stored.columns]
+            if self._strict and absent:
+                self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
+        return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
+
+    def _check_column(self, table: str, column: str, stored: StoredTable, wanted: Column | None) -> None:
+        what, numbers = f"column {column!r} of table {table!r}", stored.columns.get(column)
+        if numbers is None:
+            self.problems.append(f"{what} is not in the checkpoint")
+            return
+        if wanted is None:
+            self.problems.append(f"table {table!r} has no column {column!r}")
+            return
+        spec = self._chain.blocks[numbers[0]].placed.spec
+        dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+        if wanted.dtype is not dtype:
+            self.problems.append(f"{what} has dtype {wanted.dtype}, the checkpoint {dtype}")
+        if tuple(wanted.row_shape) != tuple(spec.shape[1:]):
+            self.problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
+
+    def check_encodings(self, plan: LoadPlan) -> None:
+        """Raise UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
+        numbers = [number for load in plan.dense for number in load.source.blocks]
+        for shard, columns in (source for item in plan.tables for source in item.sources):
+            numbers += [number for layer in shard.layers for column in columns for number in layer.columns[column]]
+        for number in numbers:
+            spec = self._chain.blocks[number].placed.spec
+            if spec.encoding:
+                check_encoding(spec)
 
 
 def _check_readable(contents: Contents, step: int) -> None:
@@ -144,17 +238,6 @@ def _check_readable(contents: Contents, step: int) -> None:
             expected="one of asyncckpt.checkpoints.supported_dtypes()",
             hint="strict=False loads the other ones",
         )
-
-
-def _check_encodings(dense: list[DenseLoad], tables: list[TableLoadPlan], chain: Chain) -> None:
-    """UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
-    numbers = [number for load in dense for number in load.source.blocks]
-    for shard, columns in (source for item in tables for source in item.sources):
-        numbers += [number for layer in shard.layers for column in columns for number in layer.columns[column]]
-    for number in numbers:
-        spec = chain.blocks[number].placed.spec
-        if spec.encoding:
-            check_encoding(spec)
 
 
 def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str, Table]) -> tuple[LoadInfo, list[str]]:
@@ -178,7 +261,7 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
     for item in targets.rebuilt:
         if not contents.has(item.path):
             missing.append(path_name(item.path))
-        elif item.module_state is None:
+        elif not item.is_module:
             found = contents.below(item.path)
             names = unique_names((stored.name for stored in found), taken={*tables, *taken, *info})
             info |= {name: {stored.name: []} for name, stored in zip(names, found, strict=True)}
@@ -186,36 +269,18 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
     return info, missing
 
 
-def _objects(
-    targets: DenseTargets, contents: Contents, dense: list[DenseLoad], problems: list[str]
-) -> tuple[Rebuilt, ...]:
-    """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
-    loaded = {load.source.path for load in dense if load.is_for_object}
-    chosen = []
-    for item in targets.rebuilt:
-        if not contents.has(item.path):
-            continue
-        wanted = {path for path in contents.leaf_paths if path[: len(item.path)] == item.path}
-        if item.module_state is not None or wanted <= loaded:
-            chosen.append(item)
-        elif wanted & loaded:
-            name = path_name(next(iter(wanted - loaded)))
-            problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
-    return tuple(chosen)
-
-
 def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
-    """Unexpected entries inside a module that is loaded; what the caller did not ask for is only reported.
+    """Return unexpected entries inside modules that are loaded; what the caller did not ask for is only reported.
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
-    modules = [item.path for item in targets.rebuilt if item.module_state is not None]
+    modules = [item for item in targets.rebuilt if item.is_module]
     return [
         name
         for name in unexpected
         if name in contents.dense
         and contents.dense[name].path in contents.sure_paths
-        and any(contents.dense[name].path[: len(path)] == path for path in modules)
+        and any(item.holds(contents.dense[name].path) for item in modules)
     ]
 
 
@@ -233,90 +298,13 @@ def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
         ) from error
 
 
-def _dense(
-    name: str,
-    target: InPlace | None,
-    sources: dict[str, list[str]],
-    contents: Contents,
-    builders: Mapping[Path, ObjectLeaves],
-    problems: list[str],
-) -> Iterator[DenseLoad]:
-    if len(sources) != 1:
-        problems.append(f"dense destination {name!r} has {len(sources)} sources, it takes exactly one")
-        return
-    (source,) = sources
-    stored = contents.dense.get(source)
-    if stored is None:
-        problems.append(f"source {source!r} of {name!r} is not in the checkpoint")
-        return
-    if target is None:
-        builder = next((found for path, found in builders.items() if stored.path[: len(path)] == path), None)
-        target, given = (None, None) if builder is None else builder.find(stored)
-        yield DenseLoad(target=target, source=stored, given=given)
-        return
-    dtype = dtype_by_name(stored.dtype, owner=source).dtype
-    if target.dtype is not dtype:
-        problems.append(f"{name!r} has dtype {target.dtype}, the checkpoint {dtype}")
-    if target.whole_shape != stored.shape:
-        problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
-    yield DenseLoad(target=target, source=stored)
-
-
-def _table(
-    name: str,
-    table: Table,
-    sources: dict[str, list[str]],
-    contents: Contents,
-    chain: Chain,
-    problems: list[str],
-    strict: bool,
-) -> TableLoadPlan:
-    schema = table.schema()
-    chosen: list[tuple[StoredShard, tuple[str, ...]]] = []
-    passed_over: list[StoredShard] = []
-    for source, columns in sources.items():
-        stored = contents.tables.get(source)
-        if stored is None:
-            problems.append(f"source {source!r} of table {name!r} is not in the checkpoint")
-            continue
-        if ID_COLUMN not in columns or len(columns) < 2 or len(set(columns)) != len(columns):
-            problems.append(f"table {name!r} needs {ID_COLUMN!r} and at least one more column of {source!r}")
-        for column in columns:
-            _check_column(name, column, stored, schema.column(column), chain, problems)
-        for shard in stored.shards:
-            if _may_share_ids(shard.shard, table):
-                chosen.append((shard, tuple(columns)))
-            else:
-                passed_over.append(shard)
-        absent = [c.name for c in schema.columns if c.name not in stored.columns]
-        if strict and absent:
-            problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
-    return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
-
-
 def _may_share_ids(stored: tuple[int, int], table: Table) -> bool:
-    """Whether a stored shard may hold ids of a table: ids i modulo n, and j modulo m, are the same only where i = j
-    modulo what divides both."""
+    """Return whether a stored shard may hold ids of a table.
+
+    Ids i modulo n, and j modulo m, are the same only where i = j modulo what divides both.
+    """
     index, count = table.shard
     return isinstance(table, OwnsIds) or (stored[0] - index) % math.gcd(stored[1], count) == 0
-
-
-def _check_column(table: str, column: str, stored: StoredTable, wanted: Any, chain: Chain, problems: list[str]) -> None:
-    numbers = stored.columns.get(column)
-    if numbers is None:
-        problems.append(f"column {column!r} of table {table!r} is not in the checkpoint")
-        return
-    if wanted is None:
-        problems.append(f"table {table!r} has no column {column!r}")
-        return
-    spec: BlockSpec = chain.blocks[numbers[0]].placed.spec
-    dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
-    if wanted.dtype is not dtype:
-        problems.append(f"column {column!r} of table {table!r} has dtype {wanted.dtype}, the checkpoint {dtype}")
-    if tuple(wanted.row_shape) != tuple(spec.shape[1:]):
-        problems.append(
-            f"column {column!r} of table {table!r} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}"
-        )
 
 
 def _raise_problems(problems: list[str], step: int) -> None:

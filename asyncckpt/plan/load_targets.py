@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,21 +24,10 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.tree import (
-    TENSOR,
-    VALUE,
-    Key,
-    Node,
-    Path,
-    key_value,
-    leaves,
-    path_name,
-    tensor_names,
-    tensor_paths,
-)
+from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, leaves, path_name, tensor_names
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
-from asyncckpt.plan.leaf_facts import check_leaf
+from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
 
@@ -80,25 +69,24 @@ class InPlace:
 
 
 @dataclass(frozen=True)
-class ModuleState:
-    """The state dict of a module: its tree, and what stands at the leaves, each in its order."""
-
-    tree: Node
-    tensors: tuple[Any, ...]
-    values: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Rebuilt:
-    """An object below `path` that gets a new state dict; a module gets its own, overwritten in place.
+    """An object at `path` that gets a new state dict; a module gets its own, overwritten in place.
 
-    spread: of another object, the leaves of its state that are spread over ranks now, by their paths.
+    tensors, values: what stands at the leaves of its state dict now, by their paths in `tree`, the whole state's.
     """
 
     path: Path
     owner: Any
-    module_state: ModuleState | None
-    spread: Mapping[Path, Any]
+    tree: Node
+    tensors: dict[Path, Any] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
+
+    @property
+    def is_module(self) -> bool:
+        return isinstance(self.owner, torch.nn.Module)
+
+    def holds(self, path: Path) -> bool:
+        return path[: len(self.path)] == self.path
 
 
 @dataclass(frozen=True)
@@ -113,41 +101,48 @@ class DenseTargets:
 def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTargets:
     """Take a target state apart; UsageError for a leaf that cannot be written."""
     flat = flatten(state)
-    names = dict(zip(tensor_paths(flat.tree), tensor_names(flat.tree, tables=tables), strict=True))
-    live = _live_leaves(state, flat)
+    rebuilt = _rebuilt(flat)
     in_place: list[InPlace] = []
-    rebuilt: list[Rebuilt] = []
-    stateful = iter(flat.stateful)
-    hidden: list[Path] = []
-    for path in _state_paths(flat.tree):
-        owner = next(stateful)
-        if any(path[: len(outer)] == outer for outer in hidden):
-            continue  # Inside another object, which loads it.
+    outside: list[Path] = []
+    names = tensor_names(flat.tree, tables=tables)
+    values = iter(flat.values)
+    number = -1
+    for path, node in leaves(flat.tree):
+        item = next((item for item in rebuilt if item.holds(path)), None)
+        if node is VALUE:
+            value = next(values)
+            if item is None:
+                outside.append(path)
+            else:
+                item.values[path] = value
+            continue
+        number += 1
+        leaf = flat.originals.get(number, flat.tensors[number])
+        if item is not None:
+            item.tensors[path] = leaf
+        if item is None or item.is_module:
+            in_place.append(writable(names[number], path, leaf))
+    return DenseTargets(in_place=tuple(in_place), rebuilt=tuple(rebuilt), values=tuple(outside))
+
+
+def _rebuilt(flat: FlatState) -> list[Rebuilt]:
+    """Return the objects with a state dict, but for those inside of others, which load them."""
+    found: list[Rebuilt] = []
+    for path, owner in flat.stateful:
+        if any(outer.holds(path) for outer in found):
+            continue
         if not callable(getattr(owner, "load_state_dict", None)):
             raise UsageError(
                 f"state {path_name(path)!r} has state_dict() but no load_state_dict()", found=type(owner).__name__
             )
-        rebuilt.append(_rebuilt(path, owner))
-        hidden.append(path)
-    values = []
-    for path, node in leaves(flat.tree):
-        inside = next((number for number, item in enumerate(rebuilt) if path[: len(item.path)] == item.path), None)
-        if node is VALUE:
-            if inside is None:
-                values.append(path)
-            continue
-        if inside is None:
-            in_place.append(writable(names[path], path, live[path]))
-        elif rebuilt[inside].module_state is None and _is_spread(live[path]):
-            item = rebuilt[inside]
-            rebuilt[inside] = replace(item, spread={**item.spread, path: live[path]})
-    for item in rebuilt:
-        in_place += _module_leaves(item, names)
-    return DenseTargets(in_place=tuple(in_place), rebuilt=tuple(rebuilt), values=tuple(values))
+        tree = descend(flat.tree, path)
+        assert tree is not None
+        found.append(Rebuilt(path=path, owner=owner, tree=tree))
+    return found
 
 
 def writable(name: str, path: Path, leaf: Any) -> InPlace:
-    """A leaf as a target; UsageError, UnsupportedError when it cannot be written."""
+    """Return a leaf as a target; UsageError, UnsupportedError when it cannot be written."""
     sharded = None if type(leaf) in (torch.Tensor, torch.nn.Parameter) else as_sharded(leaf, name)
     if sharded is None:
         tensor = writable_tensor(name, leaf)
@@ -157,61 +152,8 @@ def writable(name: str, path: Path, leaf: Any) -> InPlace:
     return InPlace(name=name, path=path, whole_shape=sharded.whole_shape, dtype=sharded.dtype, pieces=pieces)
 
 
-def _rebuilt(path: Path, owner: Any) -> Rebuilt:
-    if not isinstance(owner, torch.nn.Module):
-        return Rebuilt(path=path, owner=owner, module_state=None, spread={})
-    state = owner.state_dict()
-    flat = flatten(state)
-    live = _live_leaves(state, flat)
-    own = ModuleState(tree=flat.tree, tensors=tuple(live.values()), values=tuple(flat.values))
-    return Rebuilt(path=path, owner=owner, module_state=own, spread={})
-
-
-def _module_leaves(item: Rebuilt, names: Mapping[Path, str]) -> list[InPlace]:
-    if item.module_state is None:
-        return []
-    paths = [(*item.path, *path) for path in tensor_paths(item.module_state.tree)]
-    return [writable(names[path], path, leaf) for path, leaf in zip(paths, item.module_state.tensors, strict=True)]
-
-
 def _is_spread(leaf: Any) -> bool:
     return type(leaf) is not torch.Tensor and as_sharded(leaf, "") is not None
-
-
-def _state_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
-    """Paths of "state" nodes, in the order in which flatten met their objects."""
-    if node[0] == "state":
-        yield prefix
-        yield from _state_paths(node[1], prefix)
-    elif node[0] == "dict":
-        for key, child in zip(node[1], node[2], strict=True):
-            yield from _state_paths(child, (*prefix, key))
-    elif node[0] in ("list", "tuple"):
-        for index, child in enumerate(node[1]):
-            yield from _state_paths(child, (*prefix, ("int", index)))
-
-
-def _live_leaves(state: Any, flat: FlatState) -> dict[Path, Any]:
-    """Return the user's own object of every leaf: flatten copies some arrays, and takes other leaves apart."""
-    plain = not flat.sharded and all(node in (TENSOR, VALUE) for _, node in leaves(flat.tree))
-    found = flat.tensors if plain else _walk(state, flat.tree)
-    return dict(zip(tensor_paths(flat.tree), found, strict=True))
-
-
-def _walk(state: Any, node: Node) -> Iterator[Any]:
-    """Return what stands at the leaves of a tree that are no plain values."""
-    if node is VALUE:
-        return
-    if len(node) == 1:
-        yield state
-    elif node[0] == "state":
-        yield from _walk(state.state_dict(), node[1])
-    elif node[0] == "dict":
-        for key, child in zip(node[1], node[2], strict=True):
-            yield from _walk(state[key_value(key)], child)
-    else:
-        for item, child in zip(state, node[1], strict=True):
-            yield from _walk(item, child)
 
 
 def writable_tensor(name: str, leaf: Any) -> torch.Tensor:
@@ -251,18 +193,18 @@ class ObjectLeaves:
     """Answers for one object, whose state was stored with these values."""
 
     def __init__(self, item: Rebuilt, values: Mapping[Path, Any]) -> None:
-        self._item = item
+        self.item = item
         self._parameters = dict(_parameters(item, values))
 
     def find(self, stored: StoredDense) -> tuple[InPlace | None, Any]:
         """Return the boxes to fill of the spread tensor that a stored one becomes, and it; Nones: a new whole one."""
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
-        own = self._item.spread.get(stored.path)
-        if own is not None:
+        own = self.item.tensors.get(stored.path)
+        if own is not None and _is_spread(own):
             target = writable(stored.name, stored.path, own)
             if (target.whole_shape, target.dtype) == (stored.shape, dtype):
                 return target, own
-        below = stored.path[len(self._item.path) :]
+        below = stored.path[len(self.item.path) :]
         parameter = self._parameters.get(below[1]) if len(below) == 3 and below[0] == "state" else None
         if parameter is None or tuple(parameter.shape) != stored.shape:
             return None, None

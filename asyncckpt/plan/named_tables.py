@@ -10,7 +10,7 @@ from asyncckpt.model.table import HasCompanions, Table
 
 
 def named_tables(hashtables: Any) -> Mapping[str, Table]:
-    """The argument as a mapping name -> Table, companions behind their table, each once; UsageError else."""
+    """Return the argument as a mapping name -> Table, companions behind their table, each once; UsageError else."""
     if hashtables is None:
         return {}
     if not isinstance(hashtables, Mapping):

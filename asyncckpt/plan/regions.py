@@ -1,21 +1,29 @@
-"""Where the columns of tables lie in an arena: a region of whole pages for each, with room to grow.
+"""Tables in an arena: a region of whole pages for each column, with room to grow; what a save captures in them, and
+the shard files of that.
 
 In an arena that keeps its regions from save to save, a row stays at its place, so that a later snapshot copies only
-what was written since. The room behind the rows of a column goes to those tables that have grown most.
+what was written since. The room behind the rows of a column goes to those tables that have grown most. The files are
+planned behind the fence, when the rows are known (RegionFilesCache).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import numpy as np
+
+from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import stored_dtype
-from asyncckpt.model.block import REMOVED_COLUMN
-from asyncckpt.model.table import TableSchema
-from asyncckpt.native import paged
+from asyncckpt.format.tree import check_name
+from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
+from asyncckpt.model.row_places import RowPlaces
+from asyncckpt.model.table import CutVersion, Role, TableSchema
+from asyncckpt.native import I64, paged
 from asyncckpt.options import HEADROOM_BYTES_MAX
+from asyncckpt.plan.image import ImagePlan, array_spec, plan_apart, rows_on_pages, split_rows
 
 ID_BYTES = 8
 # What a table gets of the headroom: its bytes, and as much again for every 1/64 of them that it grew lately.
@@ -23,6 +31,7 @@ GROWTH_WEIGHT = 64
 # One Saver has one set of tables, or two, when some are deferred only where memory is short.
 LAYOUTS_MAX = 4
 SCHEMAS_MAX = 10_000
+NO_IDS: I64 = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class RegionWish:
 
 @lru_cache(maxsize=SCHEMAS_MAX)
 def column_row_bytes(schema: TableSchema) -> Mapping[str, int]:
-    """Bytes of one row of every column."""
+    """Return the bytes of one row of every column."""
     found = {}
     for column in schema.columns:
         stored = stored_dtype(column.dtype, owner=column.name)
@@ -80,7 +89,7 @@ def column_row_bytes(schema: TableSchema) -> Mapping[str, int]:
 
 
 def row_bytes_of(schema: TableSchema) -> int:
-    """Bytes of one row of all columns."""
+    """Return the bytes of one row of all columns."""
     return sum(column_row_bytes(schema).values())
 
 
@@ -91,7 +100,7 @@ class RegionCache:
         self._kept: dict[object, tuple[Regions, tuple[int, ...]]] = {}  # And how many rows there were then.
 
     def regions(self, wishes: Sequence[RegionWish]) -> Regions:
-        """Regions with room for all wishes, and some more."""
+        """Return regions with room for all wishes, and some more."""
         facts = tuple((wish.table, wish.name, wish.schema) for wish in wishes)
         rows = tuple(wish.rows_count for wish in wishes)
         kept, rows_then = self._kept.get(facts, (None, rows))
@@ -105,7 +114,7 @@ class RegionCache:
         return regions
 
     def layouts(self) -> list[Regions]:
-        """All that are kept."""
+        """Return all that are kept."""
         return [regions for regions, _ in self._kept.values()]
 
 
@@ -128,7 +137,7 @@ def plan_regions(wishes: Sequence[RegionWish], *, room: Sequence[int] | None = N
 
 
 def _headroom(wishes: Sequence[RegionWish], grown: Sequence[int]) -> list[int]:
-    """Rows of room for each table: an eighth of all bytes, at most HEADROOM_BYTES_MAX, by size and growth."""
+    """Return rows of room for each table: an eighth of all bytes, at most HEADROOM_BYTES_MAX, by size and growth."""
     sizes = [row_bytes_of(wish.schema) for wish in wishes]
     total = sum(wish.rows_count * size for wish, size in zip(wishes, sizes, strict=True))
     weights = [
@@ -136,3 +145,105 @@ def _headroom(wishes: Sequence[RegionWish], grown: Sequence[int]) -> list[int]:
     ]
     share = min(total // 8, HEADROOM_BYTES_MAX) / max(1, sum(weights))
     return [int(weight * share) // max(1, size) for size, weight in zip(sizes, weights, strict=True)]
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The part of a table, number `table` of the cuts, that a save writes.
+
+    rows:    storage rows, ascending; None: all, and the table is whole
+    removed: ids that are taken out of what the parents hold
+    marked:  in an audit, storage rows that have a mark since the last committed checkpoint; all rows are captured then
+    """
+
+    table: int
+    rows: I64 | None = None
+    removed: I64 = field(default_factory=lambda: NO_IDS)
+    marked: I64 | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.rows is None
+
+    def count(self, rows_count: int) -> int:
+        return rows_count if self.rows is None else len(self.rows)
+
+
+@dataclass(frozen=True)
+class CapturedTable:
+    """A table in an arena: the rows of its region are what `facts` says. `version` is that of its cut, if it has one.
+
+    places: where each storage row is, of a whole table. copied_count: rows that had to be copied; the other ones were
+    there from an earlier snapshot.
+    """
+
+    region: TableRegion
+    schema: TableSchema
+    facts: TableFacts
+    version: CutVersion | None
+    places: RowPlaces | None
+    copied_count: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of its rows and removed ids."""
+        row_bytes = sum(column.row_bytes for column in self.region.columns.values())
+        return self.facts.rows_count * row_bytes + self.facts.removed_count * ID_BYTES
+
+
+class RegionFilesCache:
+    """Plans the files of captured tables, and keeps the last plan as long as no table has got or lost rows."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._kept: ImagePlan | None = None
+
+    def plan(self, tables: Sequence[CapturedTable], *, parallel: int, rank: int, first_file: int) -> ImagePlan:
+        """Give every column its place in a file; numbers of files count on from first_file."""
+        key = ([(table.region, table.schema, table.facts) for table in tables], parallel, rank, first_file)
+        if self._kept is None or key != self._key:
+            specs: list[BlockSpec] = []
+            places: list[int] = []
+            for table in tables:
+                for whole in captured_specs(table):
+                    region = table.region.column(str(whole.column))
+                    for spec in split_rows(whole, unit=rows_on_pages(region.row_bytes)):
+                        specs.append(spec)
+                        places.append(region.offset + spec.row_begin * region.row_bytes)
+            self._kept = plan_apart(specs, places, parallel=parallel, rank=rank, first_file=first_file)
+            self._key = key
+        return self._kept
+
+
+def captured_specs(table: CapturedTable) -> list[BlockSpec]:
+    """Return the columns of a captured table, whole, and the ids that a delta removes if there are any."""
+    facts = table.facts
+    specs = column_specs(facts.name, table.schema, facts.shard, rows_count=facts.rows_count)
+    return [*specs, removed_spec(specs[0], facts.removed_count)] if facts.removed_count else specs
+
+
+def removed_spec(ids: BlockSpec, count: int) -> BlockSpec:
+    """Return the block of the ids that a delta removes from a table with this block of ids."""
+    name = f"{ids.table}@{REMOVED_COLUMN}"
+    return replace(ids.with_rows(count), name=name, column=REMOVED_COLUMN, role=Role.REMOVED)
+
+
+def column_specs(name: str, schema: TableSchema, shard: tuple[int, int], *, rows_count: int) -> list[BlockSpec]:
+    """Return one block per column of a table, whole. UsageError for names that cannot be stored."""
+    check_name(name)
+    if "@" in name:
+        raise UsageError("table name holds '@', which separates table and column", found=name)
+    specs: list[BlockSpec] = []
+    for column in schema.columns:
+        if column.name.startswith("#"):
+            raise UsageError(f"column name of table {name!r} begins with '#', which is reserved", found=column.name)
+        spec = array_spec(f"{name}@{column.name}", column.dtype, (rows_count, *column.row_shape), column.role)
+        specs.append(replace(spec, table=name, column=column.name, slice_info=_slice_info(shard)))
+    return specs
+
+
+def _slice_info(shard: tuple[int, int]) -> str:
+    """Return RecIS' `begin@end@size` of a shard (index, count)."""
+    index, count = shard
+    width = len(str(count))
+    return f"{index:0{width}d}@{index + 1:0{width}d}@{count}"

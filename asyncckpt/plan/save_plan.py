@@ -1,37 +1,42 @@
 """The plan of a save, cached: as long as nothing changes its shape, a save reads addresses and nothing else.
 
 Tables that have regions in the arena (regions.py) are left out: what a save writes of them changes with every row, and
-is planned behind the fence (captured_tables.py).
+is planned behind the fence.
 
 `PlanCache.plan` compares the state's facts with those of the plan it made last. For thousands of tensors that
-comparison is a few milliseconds; making a plan is a hundred.
+comparison is a few milliseconds; making a plan is a hundred. The facts are everything that the image depends on and
+everything that makes a raw copy safe: type, dtype, shape, strides, device, conjugate and negative bits. Addresses and
+sizes of storages may change from save to save and are read each time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter, eq, is_
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.coverage import covers
-from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.manifest import BodyTemplate, render_body
-from asyncckpt.format.tree import VALUE, Node, check_name, leaves, path_name, tensor_names
-from asyncckpt.model.abilities import can_be_deferred
+from asyncckpt.format.tree import VALUE, Node, leaves, path_name, tensor_names
 from asyncckpt.model.block import BlockSpec, TableFacts
-from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema
+from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema, can_be_deferred
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
-from asyncckpt.plan.dense_blocks import TensorPieces, box_spec
+from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import LeafFacts, check_leaf, is_plain
+from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.state import FlatState
+
+_kind = attrgetter("dtype", "is_cpu", "layout")
+_Reader = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -50,36 +55,21 @@ class CutTable:
 
 
 @dataclass(frozen=True)
-class DenseSource:
-    """Where the rows of a dense block are: in which tensor of FlatState.held, and from which row on."""
-
-    tensor: int
-    first_row: int = 0
-
-
-@dataclass(frozen=True)
 class SavePlan:
     """Blocks in manifest order with their image, and what of the live state fills each one.
 
-    `raw` are the blocks copied by address, `on_devices` those of each device; `foreign` the dense blocks that torch has
-    to copy (strides, other kinds of devices),
-    `sources` says of every dense block where it is;
-    `columns` maps the other blocks of the image to (table number, column name). The blocks of `open` tables come behind
-    those of the image: they are not captured but exported later.
+    columns: the first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as
+    pieces of FlatState.held; ways: how these are copied. deferred: the blocks of these tables come behind those of the
+    image; they are not captured but exported later.
     """
 
     image: ImagePlan
     body: BodyTemplate
     tree: Node
     tables: tuple[TableFacts, ...]
-    raw: TensorPieces
-    on_devices: Mapping[int, TensorPieces]
-    raw_tensors: tuple[int, ...]
-    raw_bytes: NDArray[np.int64]
-    raw_itemsizes: NDArray[np.int64]
-    foreign: tuple[int, ...]
-    sources: Mapping[int, DenseSource]
     columns: Mapping[int, tuple[int, str]]
+    pieces: TensorPieces
+    ways: CopyWays
     deferred: DeferredTables
 
     @cached_property
@@ -90,6 +80,13 @@ class SavePlan:
     @cached_property
     def logical_bytes(self) -> int:
         return int(self.image.lengths.sum()) + sum(placed.spec.bytes for placed in self.deferred.blocks)
+
+    def block_of_piece(self, number: int) -> int:
+        return len(self.columns) + number
+
+    def dense_rows(self, block: int, flat: FlatState) -> torch.Tensor:
+        """Return the live rows of a dense block."""
+        return self.pieces.rows(block - len(self.columns), flat.held)
 
     @property
     def arena_bytes(self) -> int:
@@ -127,7 +124,7 @@ class PlanCache:
         in_regions: Collection[str] = (),
         by_peers: frozenset[int] = frozenset(),
     ) -> SavePlan:
-        """The plan for this state; the last one while its facts are the same.
+        """Return the plan for this state: the last one while its facts are the same.
 
         deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
         leaves that other ranks write.
@@ -142,11 +139,10 @@ class PlanCache:
         key = (flat.tree, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
         if kept is None or key != kept.key or not kept.facts.hold(flat.held):
-            facts = LeafFacts.of(flat.held)
             if self._ranks_count == 1:
                 _check_all_here(flat)
             plan = self._make(flat, cuts, choice[0], choice[1], by_peers)
-            self._kept[choice] = kept = _KeptPlan(key=key, facts=facts, plan=plan)
+            self._kept[choice] = kept = _KeptPlan(key=key, facts=LeafFacts.of(flat.held), plan=plan)
             self.plans_made_count += 1
         return kept.plan
 
@@ -175,12 +171,8 @@ class PlanCache:
             for spec in [part for column in columns_of for part in split_rows(column)]:
                 columns[len(specs)] = (number, str(spec.column))
                 specs.append(spec)
-        sources: dict[int, DenseSource] = {}
-        held = flat.held
-        for spec, number in _dense_specs(flat, names, by_peers):
-            for part in split_rows(spec):
-                sources[len(specs)] = DenseSource(number, first_row=part.row_begin - spec.row_begin)
-                specs.append(part)
+        parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, by_peers) for part in split_rows(box)]
+        specs += [part for part, _, _ in parts]
         image = plan_image(
             specs, parallel=self._parallel, rank=self._rank, first_file=len(to_export), needs_file=not in_regions
         )
@@ -190,29 +182,52 @@ class PlanCache:
             for t in cuts
             if t.name not in in_regions
         )
-        numbers = sorted({item.tensor for item in sources.values()})
-        devices = {number: self._device_of(held[number]) for number in numbers if is_plain(held[number])}
-        raw_numbers = dict.fromkeys(number for number in devices if devices[number] is not None or held[number].is_cpu)
-        raw_tensors = [held[number] for number in raw_numbers]
-        by_device: dict[int | None, dict[int, DenseSource]] = {None: {}}
-        for block, source in sources.items():
-            if source.tensor in raw_numbers:
-                by_device.setdefault(devices[source.tensor], {})[block] = source
+        pieces = TensorPieces.of(parts, place=image.offsets[len(columns) :], bytes=image.lengths[len(columns) :])
+        ways = CopyWays.of(flat.held, self._device_of)
+        is_copied = np.isin(np.arange(len(flat.held)), pieces.tensor)
+        # Nobody asks for the addresses of what other ranks write.
+        ways = replace(ways, way=np.where(is_copied, ways.way, BY_TORCH))
         return SavePlan(
             image=image,
             body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
             tree=flat.tree,
             tables=facts,
-            raw=_pieces(image, by_device.pop(None)),
-            on_devices={device: _pieces(image, items) for device, items in by_device.items() if device is not None},
-            raw_tensors=tuple(raw_numbers),
-            raw_bytes=np.array([t.nbytes for t in raw_tensors], dtype=np.int64),
-            raw_itemsizes=np.array([t.element_size() for t in raw_tensors], dtype=np.int64),
-            foreign=tuple(block for block, source in sources.items() if source.tensor not in raw_numbers),
-            sources=sources,
             columns=columns,
+            pieces=pieces,
+            ways=ways,
             deferred=opened,
         )
+
+
+@dataclass(frozen=True)
+class LeafFacts:
+    """Facts of all leaves: their types, and with the function that reads it each other fact."""
+
+    types: list[type]
+    facts: tuple[tuple[_Reader, list[Any]], ...]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> LeafFacts:
+        """Read the facts of tensors that passed check_leaf."""
+        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg]
+        if not all(tensor.is_cpu for tensor in tensors):
+            read.append(torch.Tensor.get_device)
+        if any(tensor.dtype.is_complex for tensor in tensors):
+            read.append(torch.Tensor.is_conj)
+        facts = tuple((read_fact, list(map(read_fact, tensors))) for read_fact in read)
+        return LeafFacts(types=list(map(type, tensors)), facts=facts)
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether these are the facts of tensors.
+
+        Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
+        """
+        if len(tensors) != len(self.types) or not all(map(is_, map(type, tensors), self.types)):
+            return False
+        try:
+            return all(all(map(eq, map(read_fact, tensors), known)) for read_fact, known in self.facts)
+        except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.
+            return False
 
 
 @dataclass(frozen=True)
@@ -229,7 +244,7 @@ def _cache_facts(item: CutTable) -> object:
 
 
 def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
-    """What this rank writes of every leaf, and in which tensor of FlatState.held that is."""
+    """Return what this rank writes of every leaf, and in which tensor of FlatState.held that is."""
     more = len(flat.tensors)
     for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
         sharded = flat.sharded.get(leaf)
@@ -261,7 +276,7 @@ def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int
 
 
 def _check_all_here(flat: FlatState) -> None:
-    """UsageError when a leaf is spread over ranks, of which there is one, or its pieces do not make it up."""
+    """Raise UsageError when a leaf is spread over ranks, of which there is one, or its pieces do not make it up."""
     paths = [path for path, node in leaves(flat.tree) if node is not VALUE] if flat.sharded else []
     for leaf, sharded in flat.sharded.items():
         name = path_name(paths[leaf])
@@ -274,53 +289,3 @@ def _check_all_here(flat: FlatState) -> None:
                 expected=sharded.whole_shape,
                 hint="make the Saver on every rank, with its shard_index and shard_num, or with a process_group",
             )
-
-
-def _pieces(image: ImagePlan, sources: Mapping[int, DenseSource]) -> TensorPieces:
-    """The pieces of tensors that blocks are, by the numbers of the blocks."""
-    offsets = []
-    for number, source in sources.items():
-        spec = image.blocks[number].spec
-        offsets.append(source.first_row * (spec.bytes // spec.shape[0]) if source.first_row else 0)
-    blocks = np.fromiter(sources, dtype=np.int64, count=len(sources))
-    return TensorPieces(
-        tensor=np.array([source.tensor for source in sources.values()], dtype=np.int64),
-        source_offset=np.array(offsets, dtype=np.int64),
-        place=image.offsets[blocks],
-        bytes=image.lengths[blocks],
-    )
-
-
-def column_specs(name: str, schema: TableSchema, shard: tuple[int, int], *, rows_count: int) -> list[BlockSpec]:
-    """One block per column of a table, whole. UsageError for names that cannot be stored."""
-    check_name(name)
-    if "@" in name:
-        raise UsageError("table name holds '@', which separates table and column", found=name)
-    specs: list[BlockSpec] = []
-    for column in schema.columns:
-        full_name = f"{name}@{column.name}"
-        if column.name.startswith("#"):
-            raise UsageError(f"column name of table {name!r} begins with '#', which is reserved", found=column.name)
-        stored = stored_dtype(column.dtype, owner=full_name)
-        shape = (rows_count, *column.row_shape)
-        spec = BlockSpec(
-            name=full_name,
-            role=column.role,
-            dtype=stored.name,
-            stored_dtype=stored.stored,
-            stored_itemsize=stored.stored_itemsize,
-            shape=shape,
-            stored_shape=stored.stored_shape(shape),
-            table=name,
-            column=column.name,
-            slice_info=slice_info(shard),
-        )
-        specs.append(spec)
-    return specs
-
-
-def slice_info(shard: tuple[int, int]) -> str:
-    """RecIS' `begin@end@size` of a shard (index, count)."""
-    index, count = shard
-    width = len(str(count))
-    return f"{index:0{width}d}@{index + 1:0{width}d}@{count}"

@@ -50,7 +50,7 @@ class _Layout:
 
 
 def as_sharded(leaf: Any, salt: str) -> Sharded | None:
-    """A leaf that is spread over ranks as this rank's pieces of it; None for any other leaf.
+    """Return a leaf that is spread over ranks as this rank's pieces of it; None for any other leaf.
 
     The pieces share memory with the leaf. `salt` is the leaf's name (the same on all ranks, another for every leaf): it
     spreads the replicas' writers. A rank outside the mesh holds nothing. UnsupportedError for Partial placements, and
@@ -121,7 +121,7 @@ def _from_dtensor(leaf: Any, salt: str) -> Sharded:
 
 
 def _local_tensor(leaf: Any) -> Any:
-    """What the rank holds, without a copy and without autograd."""
+    """Return what the rank holds, without a copy and without autograd."""
     with torch.no_grad():
         local = leaf.to_local()
     wait = getattr(local, "wait", None)  # A collective that is under way (AsyncCollectiveTensor).
@@ -150,7 +150,7 @@ def _local_pieces(local: Any, layout: _Layout, whole: tuple[int, ...], salt: str
 
 
 def _with_offsets(runs: Runs) -> list[tuple[int, int, int]]:
-    """(offset in the local tensor, begin in the whole, size) of every run."""
+    """Return (offset in the local tensor, begin in the whole, size) of every run."""
     ends = itertools.accumulate((size for _, size in runs), initial=0)
     return [(offset, begin, size) for offset, (begin, size) in zip(ends, runs, strict=False)]
 
@@ -162,7 +162,7 @@ def _narrowed(local: torch.Tensor, box: Sequence[tuple[int, int, int]]) -> tuple
 
 
 def _pieces(found: Sequence[tuple[torch.Tensor, tuple[int, ...]]], whole: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Boxes that hold something; of an empty whole also those that do not, so that the tensor is known at all."""
+    """Return boxes that hold something; of an empty whole also those that do not, so that the tensor is known."""
     is_empty = 0 in whole
     return tuple(Piece(tensor=t.detach(), begin=begin) for t, begin in found if is_empty or t.numel())
 
@@ -172,7 +172,7 @@ def _pieces(found: Sequence[tuple[torch.Tensor, tuple[int, ...]]], whole: tuple[
 
 @lru_cache(maxsize=_LAYOUTS_MAX)
 def _cuts(placements: tuple[Any, ...]) -> Cuts | None:
-    """How every mesh dimension cuts; None where one does something else."""
+    """Return how every mesh dimension cuts; None where one does something else."""
     cuts: list[tuple[int, int] | None] = []
     for placement in placements:
         if placement.is_replicate():
@@ -186,7 +186,7 @@ def _cuts(placements: tuple[Any, ...]) -> Cuts | None:
 
 @lru_cache(maxsize=_LAYOUTS_MAX)
 def _announced_order(shard_order: tuple[Any, ...] | None) -> tuple[int, ...] | None:
-    """The mesh dimensions in the order in which they cut, as the spec records it (dimensions are independent)."""
+    """Return the mesh dimensions in the order in which they cut, as the spec records it; dimensions are independent."""
     if not shard_order:
         return None
     return tuple(int(mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims)
@@ -194,7 +194,7 @@ def _announced_order(shard_order: tuple[Any, ...] | None) -> tuple[int, ...] | N
 
 @lru_cache(maxsize=_LAYOUTS_MAX)
 def _order(cuts: Cuts, mesh_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The mesh dimensions in the order in which they cut; None where a split factor is that of no order.
+    """Return the mesh dimensions in the order in which they cut; None where a split factor is that of no order.
 
     A split factor is the product of the mesh dimensions right of it that cut the same dimension before it.
     """
@@ -220,8 +220,11 @@ def _layout(
     cuts: Cuts,
     order: tuple[int, ...] | None,
 ) -> _Layout | None:
-    """What the rank at `coordinate` holds. Without an order strided cuts go from left to right, and must be even; None
-    where they are not: what torch makes of these differs from version to version."""
+    """Return what the rank at `coordinate` holds.
+
+    Without an order strided cuts go from left to right, and must be even; None where they are not: what torch makes of
+    these differs from version to version.
+    """
     runs: list[Runs] = [((0, size),) for size in whole]
     steps = [(mesh_dim, 1) for mesh_dim in order] if order is not None else _left_to_right(cuts)
     for mesh_dim, factor in steps:
@@ -256,7 +259,7 @@ def _size(runs: Runs) -> int:
 
 
 def _chunk(runs: Runs, *, count: int, index: int) -> Runs:
-    """Chunk `index` of `count` of what the runs hold one behind the other, cut like torch.chunk cuts."""
+    """Return chunk `index` of `count` of what the runs hold one behind the other, cut like torch.chunk cuts."""
     total = _size(runs)
     step = -(-total // count)
     first, last = min(total, step * index), min(total, step * (index + 1))
@@ -273,7 +276,7 @@ def _chunk(runs: Runs, *, count: int, index: int) -> Runs:
 
 
 def _joined(runs: list[tuple[int, int]]) -> Runs:
-    """Runs that follow one another made one, and empty ones left out unless there is nothing else."""
+    """Join runs that follow one another, and leave empty ones out unless there is nothing else."""
     joined: list[tuple[int, int]] = []
     for begin, size in runs:
         if size == 0:

@@ -15,7 +15,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node
+from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
@@ -28,25 +28,27 @@ _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if
 
 @dataclass
 class FlatState:
-    """A tree and its leaves, and the objects behind its "state" nodes, all in depth-first order.
+    """A tree and its leaves, and the objects behind its "state" nodes with their paths, all in depth-first order.
 
     Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
     tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
-    text_bytes: what the texts and bytes among the values take in a manifest, at least. Holds the user's tensors: keep
-    it no longer than the capture takes.
+    originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
+    bytes among the values take in a manifest, at least. Holds the user's tensors: keep it no longer than the capture
+    takes.
     """
 
     tree: Node = VALUE
     tensors: list[torch.Tensor] = field(default_factory=list)
     held: Sequence[torch.Tensor] = ()
     sharded: dict[int, Sharded] = field(default_factory=dict)
+    originals: dict[int, Any] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
     text_bytes: int = 0
-    stateful: list[Any] = field(default_factory=list)
+    stateful: list[tuple[Path, Any]] = field(default_factory=list)
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
-    """The `tensors` argument as a mapping: a mapping itself, or an iterable of (name, value) pairs; UsageError else."""
+    """Return the `tensors` argument, a mapping or (name, value) pairs, as a mapping; UsageError for anything else."""
     if tensors is None:
         return {}
     if isinstance(tensors, Mapping):
@@ -86,6 +88,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
             f"array {_shown(path)} is masked, and the mask would be lost", hint="save data and mask as two arrays"
         )
     if isinstance(value, (np.ndarray, np.generic)):
+        flat.originals[len(flat.tensors)] = value
         flat.tensors.append(_from_numpy(value, path))
         return ARRAY
     if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
@@ -112,6 +115,7 @@ def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...
         sharded = as_sharded(value, salt=".".join(map(str, path)))
     if sharded is not None:
         flat.sharded[len(flat.tensors)] = sharded
+        flat.originals[len(flat.tensors)] = value
         value = sharded.pieces[0].tensor if sharded.pieces else torch.empty(0, dtype=sharded.dtype)
     assert isinstance(value, torch.Tensor)
     flat.tensors.append(value)
@@ -128,7 +132,7 @@ def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list
     if isinstance(value, (list, tuple)):
         children = tuple(_node(child, flat, (*path, index), parents) for index, child in enumerate(value))
         return ("list" if isinstance(value, list) else "tuple", children)
-    flat.stateful.append(value)
+    flat.stateful.append((tuple(_key(key, path) for key in path), value))
     return ("state", _node(value.state_dict(), flat, path, parents))
 
 

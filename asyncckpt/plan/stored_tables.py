@@ -156,7 +156,7 @@ def _stack(chain: Chain, rank: int, newest: TableFacts, found: Sequence[_Layers]
 
 
 def _check_shards(name: str, shards: Sequence[StoredShard], chain: Chain) -> None:
-    """All layers of all shards have the same columns, of the same dtypes and row shapes; no shard is there twice."""
+    """Check that all layers of all shards have the same columns, dtypes and row shapes, and no shard is there twice."""
     held: dict[tuple[int, int], int] = {}
     for shard in shards:
         other = held.setdefault(shard.shard, shard.rank)
@@ -182,6 +182,6 @@ def _check_shards(name: str, shards: Sequence[StoredShard], chain: Chain) -> Non
 
 
 def _forms(columns: Mapping[str, tuple[int, ...]], chain: Chain) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and row shape of every column."""
+    """Return dtype and row shape of every column."""
     specs = {name: chain.blocks[numbers[0]].placed.spec for name, numbers in columns.items()}
     return {name: (spec.dtype, spec.shape[1:]) for name, spec in specs.items()}

@@ -7,7 +7,6 @@ column by column. Digests are taken beside the writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,48 +17,45 @@ from asyncckpt.plan.image import ImagePlan
 from asyncckpt.shard.target import ShardFiles, ShardTarget
 
 
-@dataclass(frozen=True)
-class ArenaImage:
-    """An arena at `address`, of which `raw` is all bytes, and the files it holds: plans, and where each begins."""
+def drain_images(
+    images: Sequence[tuple[ImagePlan, int]], arena: U8, target: ShardTarget
+) -> tuple[tuple[FileFacts, ...], U8]:
+    """Write every file of some images, each with where it begins in the arena.
 
-    plans: Sequence[tuple[ImagePlan, int]]
-    address: int
-    raw: U8
-
-
-def drain_image(image: ArenaImage, target: ShardTarget) -> tuple[tuple[FileFacts, ...], U8]:
-    """Write every file of the image; returns the files' facts and the digests of the blocks (uint8 [blocks, 16])."""
+    Returns the files' facts and the digests of the blocks (uint8 [blocks, 16]).
+    """
+    address = int(arena.ctypes.data)
     facts: list[FileFacts] = []
     extents: list[list[tuple[int, int]]] = []
     headers: list[U8] = []
-    for plan, base in image.plans:
+    for plan, base in images:
         for offset, size in plan.pads:
-            image.raw[base + offset : base + offset + size] = 0
+            arena[base + offset : base + offset + size] = 0
         for file in plan.files:
             header = file.header.stamp(target.attempt)
-            pieces = [(image.address + base + offset, size) for offset, size in file.extents]
+            pieces = [(address + base + offset, size) for offset, size in file.extents]
             if file.has_header_room:
                 at = base + file.extents[0][0]
-                image.raw[at : at + len(header)] = np.frombuffer(header, dtype=np.uint8)
+                arena[at : at + len(header)] = np.frombuffer(header, dtype=np.uint8)
             else:
                 headers.append(_on_page(header))
                 pieces.insert(0, (headers[-1].ctypes.data, len(header)))
             extents.append(pieces)
             facts.append(target.facts(file, header))
-    places = np.concatenate([plan.offsets + (image.address + base) for plan, base in image.plans])
-    lengths = np.concatenate([plan.lengths for plan, _ in image.plans])
+    places = np.concatenate([plan.offsets + (address + base) for plan, base in images])
+    lengths = np.concatenate([plan.lengths for plan, _ in images])
     spans = np.ascontiguousarray(np.stack([places, lengths], axis=1).astype(np.uint64))
-    with ShardFiles(target, [file for plan, _ in image.plans for file in plan.files]) as shards:
-        images = [
+    with ShardFiles(target, [file for plan, _ in images for file in plan.files]) as shards:
+        writes = [
             FileImage(fd=shard.fd, extents=tuple(pieces), direct=shard.direct)
             for shard, pieces in zip(shards, extents, strict=True)
         ]
-        digests = core.drain(images, spans, drain_options(target.options, len(images)), target.progress)
+        digests = core.drain(writes, spans, drain_options(target.options, len(writes)), target.progress)
     return tuple(facts), digests
 
 
 def _on_page(header: bytes) -> U8:
-    """The header in memory that begins on a page, as direct writes need."""
+    """Return the header in memory that begins on a page, as direct writes need."""
     room = np.empty(len(header) + PAGE_BYTES, dtype=np.uint8)
     begin = -int(room.ctypes.data) % PAGE_BYTES
     room[begin : begin + len(header)] = np.frombuffer(header, dtype=np.uint8)
@@ -67,6 +63,6 @@ def _on_page(header: bytes) -> U8:
 
 
 def drain_options(options: SaveOptions, files_count: int) -> DrainOptions:
-    """One writer reaches the limit of one disk; machines with more cores have more disks behind them."""
+    """Choose the threads. One writer reaches the limit of one disk; machines with more cores have more disks."""
     writers = max(1, min(options.parallel, files_count, core.cores_count // 4))
     return DrainOptions(writers=writers, digest_threads=writers, sync=options.durability == "fsync")

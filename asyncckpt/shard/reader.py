@@ -230,7 +230,7 @@ class ChainReader:
         return all(number in self._checked for number in numbers if self.block(number).placed.spec.bytes)
 
     def check(self, number: int, digest: bytes) -> None:
-        """CorruptError when a block's bytes are not those that were written."""
+        """Raise CorruptError when a block's bytes are not those that were written."""
         block, manifest = self.block(number), self._chain.manifests[self._place_of(number)]
         if digest == block.digest:
             self._checked.add(number)
@@ -245,7 +245,7 @@ class ChainReader:
         )
 
     def _wanted_files(self, wanted: Iterable[int] | None) -> list[set[int] | None]:
-        """Of every manifest, the numbers of the files that hold wanted blocks; None: all."""
+        """Return of every manifest the numbers of the files that hold wanted blocks; None: all."""
         if wanted is None or self._chain.newest.head.ranks_count == 1:
             return [None for _ in self._ends]
         files: list[set[int] | None] = [set() for _ in self._ends]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -39,10 +40,10 @@ def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSou
     """Return the bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
     spec = reader.block(number).placed.spec
     if rows is None:
-        return _WholeBlock(reader, number)
+        return _StoredBytes(_windows(reader, number, WINDOW_BYTES))
     if _rows_apart(spec) == spec:
-        return _ChosenRows(reader, number, rows)
-    return _DecodedRows(reader, number, rows)
+        return _StoredBytes(_chosen_rows(reader, number, rows))
+    return _StoredBytes(_decoded_rows(reader, number, rows))
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
@@ -73,26 +74,18 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
     return as_bytes(values)
 
 
-class _Stored:
-    """A ByteSource over a stored block, read from begin to end, for byte ranges that ascend without gaps.
+class _StoredBytes:
+    """A ByteSource over bytes that are made one array after the other, for byte ranges that ascend without gaps."""
 
-    `_next` returns the next bytes of the copy, an empty array at its end.
-    """
-
-    def __init__(self, reader: ChainReader, number: int) -> None:
-        self._reader = reader
-        self._number = number
-        self._spec = reader.block(number).placed.spec
-        self._digester = core.digester()
-        self._read_bytes = 0
+    def __init__(self, made: Iterator[U8]) -> None:
+        self._arrays = made
         self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
         self._made = 0
         self._given = 0
 
     def pieces(self, begin: int, end: int) -> U64:
         while self._made < end:
-            found = self._next()
-            assert len(found), "a block gave fewer bytes than its rows have"
+            found = next(self._arrays)
             self._held.append((self._made, found))
             self._made += len(found)
         self._given = end
@@ -105,72 +98,46 @@ class _Stored:
         while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
             self._held.popleft()
 
-    def _next(self) -> U8:
-        raise NotImplementedError
 
-    def _read(self, size: int) -> U8:
-        """Return the next `size` bytes of the stored block, fewer at its end, where its digest is checked."""
-        size = min(size, self._spec.bytes - self._read_bytes)
-        window = np.empty(size, dtype=np.uint8)
-        if size:
-            self._reader.add(self._number, window.ctypes.data, begin=self._read_bytes, bytes=size)
-            self._reader.run()
-            self._digester.update(window.ctypes.data, size)
-            self._read_bytes += size
-            if self._read_bytes == self._spec.bytes:
-                self._reader.check(self._number, self._digester.end())
-        return window
+def _windows(reader: ChainReader, number: int, window_bytes: int) -> Iterator[U8]:
+    """Read a block from its begin to its end. The last window comes when the digest of all of it has been checked."""
+    digester = core.digester()
+    total = reader.block(number).placed.spec.bytes
+    for begin in range(0, total, window_bytes):
+        window = np.empty(min(window_bytes, total - begin), dtype=np.uint8)
+        reader.add(number, window.ctypes.data, begin=begin, bytes=len(window))
+        reader.run()
+        digester.update(window.ctypes.data, len(window))
+        if begin + len(window) == total:
+            reader.check(number, digester.end())
+        yield window
 
 
-class _WholeBlock(_Stored):
-    """All bytes, as they are stored."""
-
-    def _next(self) -> U8:
-        return self._read(WINDOW_BYTES)
-
-
-class _ChosenRows(_Stored):
-    """Some rows, in the form in which they are stored."""
-
-    def __init__(self, reader: ChainReader, number: int, rows: I64) -> None:
-        super().__init__(reader, number)
-        self._rows = rows
-        self._row_bytes = max(1, self._spec.bytes // max(1, self._spec.shape[0]))
-        self._window_rows = max(1, WINDOW_BYTES // self._row_bytes)
-
-    def _next(self) -> U8:
-        """The chosen rows of the next window that has some. Behind the last one the rest of the block is read, too."""
-        while self._read_bytes < self._spec.bytes:
-            begin = self._read_bytes // self._row_bytes
-            window = self._read(self._window_rows * self._row_bytes)
-            low, high = np.searchsorted(self._rows, [begin, begin + self._window_rows])
-            chosen = self._rows[low:high] - begin
-            if len(chosen) and high < len(self._rows):
-                return gather(window, chosen, self._row_bytes)
-            if len(chosen):
-                last = gather(window, chosen, self._row_bytes)
-                while self._read_bytes < self._spec.bytes:
-                    self._read(WINDOW_BYTES)
-                return last
-        return np.empty(0, dtype=np.uint8)
+def _chosen_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
+    """Return some rows, as they are stored. The last ones are held back until the block has been checked."""
+    spec = reader.block(number).placed.spec
+    row_bytes = max(1, spec.bytes // max(1, spec.shape[0]))
+    window_rows = max(1, WINDOW_BYTES // row_bytes)
+    for index, window in enumerate(_windows(reader, number, window_rows * row_bytes)):
+        begin = index * window_rows
+        low, high = np.searchsorted(rows, [begin, begin + window_rows])
+        if low < high:
+            found = gather(window, rows[low:high] - begin, row_bytes)
+            if high < len(rows):
+                yield found
+    yield found
 
 
-class _DecodedRows(_Stored):
-    """Some rows of a block that has to be decoded as a whole; blocks that are encoded are small parts."""
-
-    def __init__(self, reader: ChainReader, number: int, rows: I64) -> None:
-        super().__init__(reader, number)
-        self._rows = rows
-
-    def _next(self) -> U8:
-        if self._read_bytes:
-            return np.empty(0, dtype=np.uint8)
-        raw = _undone(self._read(self._spec.bytes), self._spec, _rows_apart(self._spec))
-        return gather(raw, self._rows, raw.nbytes // self._spec.shape[0])
+def _decoded_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
+    """Return some rows of a block that has to be decoded as a whole; blocks that are encoded are small parts."""
+    spec = reader.block(number).placed.spec
+    for stored in _windows(reader, number, spec.bytes):
+        raw = _undone(stored, spec, _rows_apart(spec))
+        yield gather(raw, rows, raw.nbytes // spec.shape[0])
 
 
 def gather(raw: U8, rows: I64, row_bytes: int) -> U8:
-    """Rows of `row_bytes` bytes each, one behind the other."""
+    """Return rows of `row_bytes` bytes each, one behind the other."""
     chosen = np.empty(len(rows) * row_bytes, dtype=np.uint8)
     column = np.array([[raw.ctypes.data, chosen.ctypes.data, row_bytes]], dtype=np.uint64)
     core.copy_rows(column, rows, None)

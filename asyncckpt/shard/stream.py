@@ -1,9 +1,10 @@
-"""Write shard files from sources, chunk by chunk through two buffers: a blocking save, or one whose filter changed
-blocks.
+"""Write shard files chunk by chunk through two buffers: what no arena holds as it is written.
 
-1. Fill a chunk with the next 64 MiB of the file (header, then blocks) by one native copy; update the blocks' digests
-   from it. What of it lies on devices is brought over before, all together.
-2. Hand it to the writer thread, which has ended the chunk before last by then.
+1. Fill a chunk. From sources (a blocking save, or one whose filter changed blocks) it is the next 64 MiB of the file,
+   header, then blocks, by one native copy; what of it lies on devices is brought over before, all together.
+   A table that was deferred at the cut says which window comes next, the one for which it keeps most old values, and
+   exports it with the rows as they were at the cut, while training goes on.
+2. Hand it to the writer thread, which has ended the chunk before by then.
 3. Cut the file to its length, sync it, close it.
 
 Digests are taken from the chunk, never from the source, so they always fit the bytes that were written.
@@ -12,21 +13,66 @@ Digests are taken from the chunk, never from the source, so they always fit the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host_all
 from asyncckpt.format.manifest import FileFacts
-from asyncckpt.model.abilities import is_on_device
-from asyncckpt.model.source import ByteSource
-from asyncckpt.native import DIGEST_BYTES, core
+from asyncckpt.model.source import ByteSource, DeviceRows, one_behind_the_other
+from asyncckpt.model.table import DeferredCut
+from asyncckpt.native import DIGEST_BYTES, U8, core
 from asyncckpt.options import CHUNK_BYTES
+from asyncckpt.plan.deferred_tables import DeferredTables, Window
 from asyncckpt.plan.image import FilePlan, ImagePlan
-from asyncckpt.shard.target import OpenShard, ShardFiles, ShardTarget
+from asyncckpt.shard.target import ShardFiles, ShardTarget
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [offset, offset + bytes) of a file. `fill` puts them at an address."""
+
+    offset: int
+    bytes: int
+    fill: Callable[[int], None]
+
+
+def write_chunks(
+    files: Sequence[FilePlan],
+    chunks_of: Callable[[int, bytes], Iterable[Chunk]],
+    target: ShardTarget,
+    *,
+    buffers: Sequence[int],
+    writer: Executor,
+) -> tuple[FileFacts, ...]:
+    """Write every file from its chunks, in any order: one is filled while the one before is written.
+
+    chunks_of: the chunks of file number i of these, with this header. On the calling thread, but for the writes.
+    """
+    facts = []
+    with ShardFiles(target, files) as shards:
+        for number, (shard, file) in enumerate(zip(shards, files, strict=True)):
+            header = file.header.stamp(target.attempt)
+            facts.append(target.facts(file, header))
+            running: list[Future[None]] = []
+            try:
+                for chunk, address in zip(chunks_of(number, header), itertools.cycle(buffers), strict=False):
+                    target.check_not_cancelled()
+                    chunk.fill(address)
+                    if running:
+                        running.pop().result()
+                    running.append(writer.submit(shard.write, address, chunk.bytes, offset=chunk.offset))
+                    target.progress.advance(chunk.bytes)
+            finally:  # Nobody else may use the buffers while one is written.
+                if running:
+                    running.pop().result()
+            target.end_file(shard, bytes=file.bytes)
+    return tuple(facts)
 
 
 def stream_sources(
@@ -38,64 +84,16 @@ def stream_sources(
     writer: Executor,
 ) -> tuple[tuple[FileFacts, ...], NDArray[np.uint8]]:
     """Write every file; `sources` and the returned digests (uint8 [blocks, 16]) are in the plan's block order."""
-    facts = []
     digests = np.zeros((len(plan.blocks), DIGEST_BYTES), dtype=np.uint8)
-    with ShardFiles(target, plan.files) as shards:
-        for shard, file in zip(shards, plan.files, strict=True):
-            header = file.header.stamp(target.attempt)
-            facts.append(target.facts(file, header))
-            stream = _FileStream(plan, file, header, sources, digests)
-            with FileChunks(shard, buffers, writer) as chunks:
-                for begin in range(0, file.bytes, CHUNK_BYTES):
-                    target.check_not_cancelled()
-                    end = min(begin + CHUNK_BYTES, file.bytes)
-                    address = chunks.next_buffer()
-                    stream.fill(begin, end, address)
-                    chunks.write(address, end - begin, offset=begin)
-                    target.progress.advance(end - begin)
-            target.end_file(shard, bytes=file.bytes)
-    return tuple(facts), digests
 
+    def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
+        file = plan.files[number]
+        stream = _FileStream(plan, file, header, sources, digests)
+        for begin in range(0, file.bytes, CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, file.bytes)
+            yield Chunk(begin, end - begin, partial(stream.fill, begin, end))
 
-class FileChunks:
-    """The chunk buffers of one file while it is written: one is filled while the one before is written."""
-
-    def __init__(self, shard: OpenShard, buffers: Sequence[int], writer: Executor) -> None:
-        self._shard = shard
-        self._buffers = itertools.cycle(buffers)
-        self._writer = writer
-        self._in_flight: Future[None] | None = None
-
-    def next_buffer(self) -> int:
-        """The address of a free buffer: the write before last, which was the last one from it, has ended."""
-        return next(self._buffers)
-
-    def write(self, address: int, size: int, *, offset: int) -> None:
-        """Begin to write a buffer, when the write before has ended; raises its error."""
-        self._wait()
-        self._in_flight = self._writer.submit(self._shard.write, address, size, offset=offset)
-
-    def _wait(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            in_flight.result()
-
-    def __enter__(self) -> FileChunks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._wait()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Bytes [begin, end) of the block at a position of the file, which go to an address."""
-
-    position: int
-    source: ByteSource
-    begin: int
-    end: int
-    address: int
+    return write_chunks(plan.files, chunks_of, target, buffers=buffers, writer=writer), digests
 
 
 class _FileStream:
@@ -112,66 +110,92 @@ class _FileStream:
         self._header = np.frombuffer(header, dtype=np.uint8)
         self._numbers = [number for number in file.blocks if plan.lengths[number] > 0]
         self._begins = [plan.blocks[number].offset for number in self._numbers]
-        self._lengths = [int(plan.lengths[number]) for number in self._numbers]
+        self._ends = [plan.blocks[number].offset + int(plan.lengths[number]) for number in self._numbers]
         self._sources = sources
         self._digests = digests
         self._digester = core.digester()
-        self._next = 0
         empty = [number for number in file.blocks if plan.lengths[number] == 0]
         self._digests[empty] = np.frombuffer(self._digester.end(), dtype=np.uint8)
 
     def fill(self, begin: int, end: int, address: int) -> None:
         """Copy file bytes [begin, end) to `address`, and digest them."""
-        parts = self._next_parts(begin, end, address)
+        positions = range(bisect_right(self._ends, begin), bisect_left(self._begins, end))
+        parts = [self._part(position, begin, end) for position in positions]
         _fetch(parts)
         segments: list[NDArray[np.uint64]] = []
         if begin < len(self._header):
             stop = min(end, len(self._header))
             source = self._header.ctypes.data + begin
             segments.append(np.array([[source, address, stop - begin]], dtype=np.uint64))
-        segments += [_segments(part.source.pieces(part.begin, part.end), part.address) for part in parts]
+        segments += [one_behind_the_other(part.pieces(), address + part.offset - begin) for part in parts]
         core.copy(np.ascontiguousarray(np.concatenate(segments)))
-        for part in parts:
+        for position, part in zip(positions, parts, strict=True):
             part.source.release()
-            self._digester.update(part.address, part.end - part.begin)
-            if part.end == self._lengths[part.position]:
+            self._digester.update(address + part.offset - begin, part.end - part.begin)
+            if part.offset + part.end - part.begin == self._ends[position]:
                 digest = self._digester.end()
-                self._digests[self._numbers[part.position]] = np.frombuffer(digest, dtype=np.uint8)
+                self._digests[self._numbers[position]] = np.frombuffer(digest, dtype=np.uint8)
 
-    def _next_parts(self, begin: int, end: int, address: int) -> list[_Part]:
-        """What of blocks lies in the file bytes [begin, end), in its order."""
-        parts: list[_Part] = []
-        while self._next < len(self._numbers) and self._begins[self._next] < end:
-            at, length = self._begins[self._next], self._lengths[self._next]
-            first, last = max(begin, at), min(end, at + length)
-            parts.append(
-                _Part(
-                    position=self._next,
-                    source=self._sources[self._numbers[self._next]],
-                    begin=first - at,
-                    end=last - at,
-                    address=address + first - begin,
-                )
-            )
-            if at + length > end:
-                break
-            self._next += 1
-        return parts
+    def _part(self, position: int, begin: int, end: int) -> _Part:
+        at = self._begins[position]
+        first, last = max(begin, at), min(end, self._ends[position])
+        return _Part(self._sources[self._numbers[position]], begin=first - at, end=last - at, offset=first)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes [begin, end) of a block; they are at `offset` of the file."""
+
+    source: ByteSource
+    begin: int
+    end: int
+    offset: int
+
+    def pieces(self) -> NDArray[np.uint64]:
+        return self.source.pieces(self.begin, self.end)
 
 
 def _fetch(parts: Sequence[_Part]) -> None:
     """Bring what is on devices to the host in one go. DeviceError."""
-    sources = [(part.source, part) for part in parts if is_on_device(part.source)]
+    sources = [(part.source, part) for part in parts if isinstance(part.source, DeviceRows)]
     values = to_host_all([source.device_slice(part.begin, part.end) for source, part in sources])
     for (source, _), own in zip(sources, values, strict=True):
         source.supply(own)
 
 
-def _segments(pieces: NDArray[np.uint64], target: int) -> NDArray[np.uint64]:
-    """(source, target, bytes) of pieces that land one behind the other."""
-    ends = np.cumsum(pieces[:, 1])
-    result = np.empty((len(pieces), 3), dtype=np.uint64)
-    result[:, 0] = pieces[:, 0]
-    result[:, 1] = ends - pieces[:, 1] + np.uint64(target)
-    result[:, 2] = pieces[:, 1]
-    return result
+def export_tables(
+    opened: DeferredTables,
+    cuts: Sequence[DeferredCut],
+    target: ShardTarget,
+    *,
+    buffers: Sequence[int],
+    writer: Executor,
+) -> tuple[tuple[FileFacts, ...], U8]:
+    """Write a file per table; return their facts and the digests of their blocks in manifest order (uint8 [n, 16])."""
+    digests = np.zeros((len(opened.blocks), DIGEST_BYTES), dtype=np.uint8)
+
+    def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
+        yield Chunk(0, len(header), partial(_copy_header, header))
+        cut, windows = cuts[number], opened.tables[number].windows
+        left = list(range(len(windows)))
+        while left:
+            index = cut.most_urgent(left)
+            left.remove(index)
+            window = windows[index]
+            yield Chunk(window.offset, window.bytes, partial(_export_window, window, cut, index, digests))
+
+    files = [table.file for table in opened.tables]
+    return write_chunks(files, chunks_of, target, buffers=buffers, writer=writer), digests
+
+
+def _copy_header(header: bytes, address: int) -> None:
+    raw = np.frombuffer(header, dtype=np.uint8)
+    core.copy(np.array([[raw.ctypes.data, address, len(header)]], dtype=np.uint64))
+
+
+def _export_window(window: Window, cut: DeferredCut, index: int, digests: U8, address: int) -> None:
+    """Export one window, and take the digests of its blocks."""
+    cut.export(index, {column: address + at for column, _, at in window.blocks})
+    ends = [*(at for _, _, at in window.blocks[1:]), window.bytes]
+    spans = [(address + at, end - at) for (_, _, at), end in zip(window.blocks, ends, strict=True)]
+    digests[[number for _, number, _ in window.blocks]] = core.digest(np.array(spans, dtype=np.uint64))

@@ -32,7 +32,7 @@ class ShardTarget:
             raise SaveCancelledError(f"save of step {self.attempt.step} was cancelled")
 
     def facts(self, file: FilePlan, header: bytes) -> FileFacts:
-        """What the manifest says of a file."""
+        """Return what the manifest says of a file."""
         return FileFacts(
             path=shard_path(self.attempt, file.name),
             rank=int(file.name[1:6]),

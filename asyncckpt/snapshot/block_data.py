@@ -16,13 +16,13 @@ from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
-from asyncckpt.model.source import ByteSource, RowsSource, SpanSource, as_bytes, byte_view
+from asyncckpt.model.source import ByteSource, DeviceRows, RowsSource, SpanSource, as_bytes, byte_view
 from asyncckpt.model.table import TableCut
 from asyncckpt.native import I64, U8, U64
-from asyncckpt.plan.leaf_facts import is_plain
+from asyncckpt.plan.leaf_checks import is_plain
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
-from asyncckpt.snapshot.capture import as_tensor, check_storages, dense_rows
+from asyncckpt.snapshot.capture import as_tensor, live_tensors
 from asyncckpt.snapshot.overlay import Overlay, rows_of_cut
 
 
@@ -59,54 +59,60 @@ class ArenaData:
         return SpanSource(self._raw.ctypes.data, self._raw)
 
 
-class LiveState:
-    """The live state of a save without an arena, until its cut is fenced.
+class ColumnData:
+    """Rows [begin, end) of a column of a table, until its cut is fenced."""
+
+    def __init__(self, cut: TableCut, overlay: Overlay | None, column: str, begin: int, end: int) -> None:
+        self._cut, self._overlay, self._column = cut, overlay, column
+        self._begin, self._end = begin, end
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        return rows_of_cut(self._cut, self._overlay, self._column, self._begin + begin, self._begin + end)
+
+    def source(self) -> ByteSource:
+        storage = self._cut.column(self._column)
+        row_bytes = max(1, storage.nbytes // max(1, len(storage)))
+        if self._overlay is None and storage.is_cpu and storage.is_contiguous() and device_of(storage) is None:
+            return RunsSource(storage, window(self._cut.runs, self._begin, self._end), row_bytes=row_bytes)
+        return RowsSource(lambda first, last: as_bytes(self.rows(first, last)), row_bytes=row_bytes)
+
+
+def live_data(plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> list[TensorData | ColumnData]:
+    """Return every block of a plan in the live state of a save without an arena; rows may be the live memory.
 
     UsageError for a tensor whose storage was freed or shrunk since the plan was made.
     """
-
-    def __init__(self, plan: SavePlan, flat: FlatState, cuts: Sequence[CutTable]) -> None:
-        check_storages(plan, flat)
-        self._plan, self._flat, self._cuts = plan, flat, cuts
-        self._overlays = [Overlay.of(item.cut) for item in cuts]
-
-    def rows(self, number: int, begin: int, end: int) -> torch.Tensor:
-        """Rows of a block of the plan; of a tensor on the CPU it may be the live memory."""
-        if number not in self._plan.columns:
-            tensor = dense_rows(self._plan, self._flat, number)
-            return to_host(tensor[begin:end] if tensor.shape else tensor)
-        table, column = self._plan.columns[number]
-        first = self._plan.image.blocks[number].spec.row_begin
-        return rows_of_cut(self._cuts[table].cut, self._overlays[table], column, first + begin, first + end)
-
-    def source(self, number: int) -> ByteSource:
-        if number not in self._plan.columns:
-            return tensor_source(dense_rows(self._plan, self._flat, number))
-        table, column = self._plan.columns[number]
-        spec = self._plan.image.blocks[number].spec
-        begin, end = spec.row_begin, spec.row_begin + spec.shape[0]
-        return column_source(self._cuts[table].cut, self._overlays[table], column, begin=begin, end=end)
+    live_tensors(plan, flat)
+    overlays = [Overlay.of(item.cut) for item in cuts]
+    found: list[TensorData | ColumnData] = []
+    for number, placed in enumerate(plan.image.blocks):
+        if number in plan.columns:
+            (table, column), spec = plan.columns[number], placed.spec
+            end = spec.row_begin + spec.shape[0]
+            found.append(ColumnData(cuts[table].cut, overlays[table], column, spec.row_begin, end))
+        else:
+            found.append(TensorData(plan.dense_rows(number, flat)))
+    return found
 
 
 class LiveData:
     """A block of the live state. What a filter function looks at is a copy, and the copy is written."""
 
-    def __init__(self, state: LiveState, number: int, spec: BlockSpec) -> None:
-        self._state = state
-        self._number = number
+    def __init__(self, data: TensorData | ColumnData, spec: BlockSpec) -> None:
+        self._data = data
         self._rows_count = spec.shape[0] if spec.shape else 1
         self._copied: TensorData | None = None
 
     def whole(self) -> torch.Tensor:
         if self._copied is None:
-            self._copied = TensorData(self._state.rows(self._number, 0, self._rows_count).clone())
+            self._data = self._copied = TensorData(self._data.rows(0, self._rows_count).clone())
         return self._copied.whole()
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        return self._state.rows(self._number, begin, end) if self._copied is None else self._copied.rows(begin, end)
+        return self._data.rows(begin, end)
 
     def source(self) -> ByteSource:
-        return self._state.source(self._number) if self._copied is None else self._copied.source()
+        return self._data.source()
 
 
 class RunsSource:
@@ -130,27 +136,8 @@ class RunsSource:
         """Nothing was made for the pieces."""
 
 
-class DeviceRows(RowsSource):
-    """A tensor on a device, of at least one dimension. Implements DeviceSource."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(self._supplied, row_bytes=tensor.numel() * tensor.element_size() // len(tensor))
-        self._tensor = tensor
-        self._values: torch.Tensor | None = None
-
-    def device_slice(self, begin: int, end: int) -> torch.Tensor:
-        return self._tensor[begin // self._row_bytes : -(-end // self._row_bytes)]
-
-    def supply(self, values: torch.Tensor) -> None:
-        self._values = values
-
-    def _supplied(self, first: int, last: int) -> U8:
-        values, self._values = self._values, None
-        return as_bytes(to_host(self._tensor[first:last]) if values is None else values)
-
-
 def tensor_source(tensor: torch.Tensor) -> ByteSource:
-    """The source of one dense tensor."""
+    """Return the source of one dense tensor."""
     tensor = tensor.detach()
     has_plain_memory = is_plain(tensor)
     if device_of(tensor) is not None and tensor.numel() and (has_plain_memory or tensor.dim()):
@@ -162,15 +149,3 @@ def tensor_source(tensor: torch.Tensor) -> ByteSource:
         kept = to_host(tensor)
         return SpanSource(kept.data_ptr(), kept)
     return RowsSource(lambda begin, end: as_bytes(to_host(tensor[begin:end])), row_bytes=tensor.nbytes // len(tensor))
-
-
-def column_source(cut: TableCut, overlay: Overlay | None, column: str, *, begin: int, end: int) -> ByteSource:
-    """The source of rows [begin, end) of a column of a cut before its fence."""
-    storage = cut.column(column)
-    row_bytes = max(1, storage.nbytes // max(1, len(storage)))
-    if overlay is None and storage.is_cpu and storage.is_contiguous() and device_of(storage) is None:
-        return RunsSource(storage, window(cut.runs, begin, end), row_bytes=row_bytes)
-    return RowsSource(
-        lambda first, last: as_bytes(rows_of_cut(cut, overlay, column, begin + first, begin + last)),
-        row_bytes=row_bytes,
-    )

@@ -43,8 +43,9 @@ class BoxCopy:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.target.shape)
 
-    def within(self, dimension: int, at: int) -> bool:
-        return self.begin[dimension] <= at < self.begin[dimension] + self.target.shape[dimension]
+    def within(self, dimension: int, first: int, end: int) -> bool:
+        """Return whether it has something of [first, end) of a dimension."""
+        return self.begin[dimension] < end and first < self.begin[dimension] + self.target.shape[dimension]
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ class BoxScatter:
         if spec.encoding or not spec.shape:
             yield _Whole(begin=0, bytes=spec.bytes, spec=spec, copies=self.copies)
         else:
-            cutter = _Cutter(spec=spec, bytes_max=bytes_max, whole=whole)
-            yield from cutter.slabs((), self.copies, 0)
+            yield from _slabs(spec, (), self.copies, 0, bytes_max=bytes_max, whole=whole)
 
 
 def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads) -> list[Scatter]:
@@ -170,44 +170,33 @@ class _Slab:
             uploads.put(target[low - at : high - at], values[box])
 
 
-@dataclass(frozen=True)
-class _Cutter:
-    """Cuts a block into slabs of about bytes_max. whole: all of it, else what copies want."""
+def _slabs(
+    spec: BlockSpec, outer: tuple[int, ...], copies: tuple[BoxCopy, ...], begin: int, *, bytes_max: int, whole: bool
+) -> Iterator[_Slab]:
+    """Cut what a block has at `outer`, where its bytes begin at `begin`, into slabs of about bytes_max.
 
-    spec: BlockSpec
-    bytes_max: int
-    whole: bool
-
-    def slabs(self, outer: tuple[int, ...], copies: tuple[BoxCopy, ...], begin: int) -> Iterator[_Slab]:
-        """Return those at `outer`, where the bytes begin at `begin`; `copies` want something there."""
-        depth, shape = len(outer), self.spec.shape
-        step_bytes = self.spec.bytes // math.prod(shape[: depth + 1]) if self.spec.bytes else 0
-        low, high = 0, shape[depth]
-        if not self.whole:
-            low = min(copy.begin[depth] for copy in copies)
-            high = max(copy.begin[depth] + copy.shape[depth] for copy in copies)
-        if step_bytes > self.bytes_max and depth + 1 < len(shape):
-            for at in range(low, high):
-                inside = tuple(copy for copy in copies if copy.within(depth, at))
-                if inside or self.whole:
-                    yield from self.slabs((*outer, at), inside, begin + at * step_bytes)
-            return
-        count = max(1, self.bytes_max // max(1, step_bytes))
-        for first in range(low, high, count):
-            end = min(first + count, high)
-            wanted = tuple(
-                copy for copy in copies if copy.begin[depth] < end and first < copy.begin[depth] + copy.shape[depth]
-            )
-            if wanted or self.whole:
-                yield _Slab(
-                    begin=begin + first * step_bytes,
-                    bytes=(end - first) * step_bytes,
-                    spec=self.spec,
-                    copies=wanted,
-                    outer=outer,
-                    first=first,
-                    end=end,
-                )
+    whole: all of it, else what copies want.
+    """
+    depth, shape = len(outer), spec.shape
+    step_bytes = spec.bytes // math.prod(shape[: depth + 1]) if spec.bytes else 0
+    low, high = 0, shape[depth]
+    if not whole:
+        low = min(copy.begin[depth] for copy in copies)
+        high = max(copy.begin[depth] + copy.shape[depth] for copy in copies)
+    if step_bytes > bytes_max and depth + 1 < len(shape):
+        for at in range(low, high):
+            inside = tuple(copy for copy in copies if copy.within(depth, at, at + 1))
+            if inside or whole:
+                at_step = begin + at * step_bytes
+                yield from _slabs(spec, (*outer, at), inside, at_step, bytes_max=bytes_max, whole=whole)
+        return
+    count = max(1, bytes_max // max(1, step_bytes))
+    for first in range(low, high, count):
+        end = min(first + count, high)
+        wanted = tuple(copy for copy in copies if copy.within(depth, first, end))
+        if wanted or whole:
+            size = (end - first) * step_bytes
+            yield _Slab(begin + first * step_bytes, size, spec, wanted, outer=outer, first=first, end=end)
 
 
 def _box(begin: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -231,7 +220,7 @@ class WholeScatter:
         return (self.target,)
 
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Range]:
-        """Ranges of bytes_max bytes."""
+        """Return ranges of bytes_max bytes."""
         for begin in range(0, spec.bytes, bytes_max):
             yield _Range(begin=begin, bytes=min(bytes_max, spec.bytes - begin), target=self.target)
 

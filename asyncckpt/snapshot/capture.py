@@ -21,18 +21,19 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.model.abilities import can_be_deferred
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.row_runs import spans, window
-from asyncckpt.model.table import CacheCopy, TableCut
+from asyncckpt.model.source import one_behind_the_other
+from asyncckpt.model.table import CacheCopy, TableCut, can_be_deferred
 from asyncckpt.native import U8, core
 from asyncckpt.plan.deferred_tables import MAP_ITEM_BYTES, CacheArea
-from asyncckpt.plan.leaf_facts import addresses, check_extent, shrunk_storages
+from asyncckpt.plan.dense_blocks import BY_TORCH
+from asyncckpt.plan.leaf_checks import check_extent
 from asyncckpt.plan.save_plan import CutTable, SavePlan
 from asyncckpt.plan.state import FlatState
 from asyncckpt.snapshot.overlay import Overlay
 from asyncckpt.snapshot.table_capture import TableCapture
-from asyncckpt.snapshot.tensor_copies import piece_segments
+from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces
 
 Segments = NDArray[np.uint64]
 NO_SEGMENTS: Segments = np.empty((0, 3), dtype=np.uint64)
@@ -43,76 +44,57 @@ def capture(
     flat: FlatState,
     cuts: Sequence[CutTable],
     *,
-    address: int,
     image: U8,
     copies: HostCopies,
     tables: Sequence[TableCapture] = (),
 ) -> None:
-    """Fill the arena from `address` on (its bytes are `image`) with all blocks, and the regions of `tables`.
+    """Fill `image`, the bytes of the arena that the plan has, with all blocks, and the regions of `tables`.
 
     What has to come from devices is added to `copies`. Headers are written by the shard room.
     """
-    begins = check_storages(plan, flat)
-    segments = [piece_segments(plan.raw, begins, address), *(table.segments(copies) for table in tables)]
-    held = flat.held
-    sizes = np.zeros(len(held), dtype=np.int64)
-    sizes[list(plan.raw_tensors)] = plan.raw_bytes
-    for device, blocks in plan.on_devices.items():
-        found = piece_segments(blocks, begins, address)
-        stepped = copies.is_stepped(begins[blocks.tensor], sizes[blocks.tensor])
-        copies.on(device).add(found[~stepped], held)
-        copies.on(device).add_later(found[stepped], held)
+    segments = [list_pieces(plan.pieces, live_tensors(plan, flat), copies, torch.from_numpy(image))]
+    segments += [table.segments(copies) for table in tables]
     for number, (index, column) in plan.columns.items():
-        segments.append(_column_segments(plan, cuts[index], column, number, copies, address=address, image=image))
-    caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.deferred.tables]
-    for item, cache in zip(plan.deferred.tables, caches, strict=True):
-        segments.append(_cache_segments(cuts[item.table].cut, cache, copies))
+        segments.append(_column_segments(plan, cuts[index], column, number, copies, image))
+    caches = [_cache_copy(item.cache, cuts[item.table].cut, copies, image) for item in plan.deferred.tables]
+    segments += [found for _, found in caches]
     core.copy(np.ascontiguousarray(np.concatenate(segments)))
     for table in tables:
         table.gather(copies)
     _lay_over(plan, cuts, image, copies)
-    for number in plan.foreign:
-        source = dense_rows(plan, flat, number).detach()
-        copies.put(block_tensor(plan, number, image), source)
-    for item, cache in zip(plan.deferred.tables, caches, strict=True):
+    for item, (cache, _) in zip(plan.deferred.tables, caches, strict=True):
         cut = cuts[item.table].cut
         assert can_be_deferred(cut)
         cut.be_deferred(cache, window_rows=item.window_rows)
 
 
-def check_storages(plan: SavePlan, flat: FlatState) -> NDArray[np.uint64]:
-    """The addresses of all tensors that are copied by address, 0 for others: uint64, as FlatState.held.
-
-    UsageError naming a tensor whose storage was freed or shrunk since the plan was made.
+def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
+    """Return the tensors of a state, to be copied now. UsageError for a storage that was freed or shrunk since the plan
+    was made.
     """
-    held = flat.held
-    numbers = np.array(plan.raw_tensors, dtype=np.int64)
-    tensors = held if len(numbers) == len(held) else [held[number] for number in plan.raw_tensors]
-    shrunk = shrunk_storages(tensors, bytes=plan.raw_bytes, itemsizes=plan.raw_itemsizes)
-    suspects = {plan.raw_tensors[index] for index in shrunk}
-    named = list(plan.foreign)
-    if suspects:
-        named += [number for number, source in plan.sources.items() if source.tensor in suspects]
-    for number in named:
-        check_extent(held[plan.sources[number].tensor], plan.image.blocks[number].spec.name)
-    begins = np.zeros(len(held), dtype=np.uint64)
-    begins[numbers] = addresses(tensors)
-    return begins
+    held, pieces = flat.held, plan.pieces
+
+    def name(piece: int) -> str:
+        return plan.image.blocks[plan.block_of_piece(piece)].spec.name
+
+    for piece in np.flatnonzero(plan.ways.way[pieces.tensor] == BY_TORCH).tolist():
+        check_extent(held[pieces.tensor[piece]], name(piece))
+    return LiveTensors.of(held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)))
 
 
 def block_bytes(plan: SavePlan, number: int, image: U8) -> U8:
-    """A block's place in the arena; no copy."""
+    """Return a block's place in the arena; no copy."""
     begin, length = int(plan.image.offsets[number]), int(plan.image.lengths[number])
     return image[begin : begin + length]
 
 
 def block_tensor(plan: SavePlan, number: int, image: U8) -> torch.Tensor:
-    """The same as a tensor of its true dtype and shape."""
+    """Return the same as a tensor of its true dtype and shape."""
     return as_tensor(block_bytes(plan, number, image), plan.image.blocks[number].spec)
 
 
 def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
-    """Bytes as a tensor of the block's true dtype and shape; shares the memory."""
+    """Return bytes as a tensor of the block's true dtype and shape; shares the memory."""
     dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
     if raw.size == 0:
         return torch.empty(spec.shape, dtype=dtype)
@@ -120,9 +102,9 @@ def as_tensor(raw: U8, spec: BlockSpec) -> torch.Tensor:
 
 
 def _column_segments(
-    plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, *, address: int, image: U8
+    plan: SavePlan, item: CutTable, column: str, number: int, copies: HostCopies, image: U8
 ) -> Segments:
-    """What the host copies of a column of a table; the segments of a device are added to its copies."""
+    """Return what the host copies of a column of a table; the segments of a device are added to its copies."""
     spec = plan.image.blocks[number].spec
     tensor = item.cut.column(column)
     runs = window(item.cut.runs, spec.row_begin, spec.row_begin + spec.shape[0])
@@ -130,14 +112,12 @@ def _column_segments(
         return NO_SEGMENTS
     device = copies.device_of(tensor)
     if not tensor.is_contiguous() or (device is None and not tensor.is_cpu):
-        _copy_rows(tensor, runs, block_tensor(plan, number, image), copies)
+        targets = torch.split(block_tensor(plan, number, image), (runs[:, 1] - runs[:, 0]).tolist())
+        for target, (begin, end) in zip(targets, runs.tolist(), strict=True):
+            copies.put(target, tensor[begin:end])
         return NO_SEGMENTS
-    found = spans(runs, address=tensor.data_ptr(), row_bytes=_row_bytes(spec))
-    ends = np.cumsum(found[:, 1])
-    segments = np.empty((len(found), 3), dtype=np.uint64)
-    segments[:, 0] = found[:, 0]
-    segments[:, 1] = ends - found[:, 1] + np.uint64(address + int(plan.image.offsets[number]))
-    segments[:, 2] = found[:, 1]
+    found = spans(runs, address=tensor.data_ptr(), row_bytes=spec.bytes // spec.shape[0])
+    segments = one_behind_the_other(found, image.ctypes.data + int(plan.image.offsets[number]))
     if device is None:
         return segments
     copies.on(device).add(segments, tensor)
@@ -155,25 +135,20 @@ def _lay_over(plan: SavePlan, cuts: Sequence[CutTable], image: U8, copies: HostC
             overlay.lay_over(column, block_tensor(plan, number, image), copies, begin=begin)
 
 
-def _cache_copy(area: CacheArea, item: CutTable, image: U8) -> CacheCopy:
-    """The places of a cache level's arrays in the arena, as arrays."""
-    assert can_be_deferred(item.cut)
+def _cache_copy(area: CacheArea, cut: TableCut, copies: HostCopies, image: U8) -> tuple[CacheCopy, Segments]:
+    """Return the places of a cache level's arrays in the arena, and what one native copy brings there.
+
+    What is on a device is added to its copies.
+    """
+    assert can_be_deferred(cut)
+    end = area.map_offset + area.map_rows * MAP_ITEM_BYTES
+    cache_map = image[area.map_offset : end].view(np.int64)
+    segments = [(cut.cache_map.data_ptr(), cache_map.ctypes.data, cache_map.nbytes)]
     columns = {}
     for name, (begin, length) in area.columns.items():
-        cached = item.cut.cached_column(name)
-        assert cached is not None
-        columns[name] = torch.from_numpy(image[begin : begin + length]).view(cached.dtype).reshape(cached.shape)
-    end = area.map_offset + area.map_rows * MAP_ITEM_BYTES
-    return CacheCopy(map=image[area.map_offset : end].view(np.int64), columns=columns)
-
-
-def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segments:
-    """What one native copy brings over of a cache level; what is on a device is added to its copies."""
-    assert can_be_deferred(cut)
-    segments = [(cut.cache_map.data_ptr(), copy.map.ctypes.data, copy.map.nbytes)]
-    for name, target in copy.columns.items():
         cached = cut.cached_column(name)
         assert cached is not None
+        target = torch.from_numpy(image[begin : begin + length]).view(cached.dtype).reshape(cached.shape)
         segment = (cached.data_ptr(), target.data_ptr(), target.nbytes)
         device = copies.device_of(cached)
         if not cached.is_contiguous() or (device is None and not cached.is_cpu):
@@ -182,22 +157,6 @@ def _cache_segments(cut: TableCut, copy: CacheCopy, copies: HostCopies) -> Segme
             segments.append(segment)
         else:
             copies.on(device).add(np.array([segment], dtype=np.uint64), cached)
-    return np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
-
-
-def _copy_rows(tensor: torch.Tensor, runs: NDArray[np.int64], target: torch.Tensor, copies: HostCopies) -> None:
-    at = 0
-    for begin, end in runs.tolist():
-        copies.put(target[at : at + end - begin], tensor[begin:end])
-        at += end - begin
-
-
-def dense_rows(plan: SavePlan, flat: FlatState, number: int) -> torch.Tensor:
-    """The live rows of a dense block."""
-    source, spec = plan.sources[number], plan.image.blocks[number].spec
-    tensor = flat.held[source.tensor]
-    return tensor[source.first_row : source.first_row + spec.shape[0]] if spec.is_part and spec.shape else tensor
-
-
-def _row_bytes(spec: BlockSpec) -> int:
-    return max(1, spec.bytes // max(1, spec.shape[0]))
+        columns[name] = target
+    found = np.array([segment for segment in segments if segment[2]], dtype=np.uint64).reshape(-1, 3)
+    return CacheCopy(map=cache_map, columns=columns), found

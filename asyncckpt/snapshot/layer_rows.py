@@ -122,7 +122,7 @@ def _newest(stack: tuple[TableLoadPlan, list[LayerRows]]) -> list[I64 | None]:
 
 
 def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
-    """Of the rows that count, those of ids that the table owns: unsigned id modulo shard count, unless it says else."""
+    """Return the rows that count and whose ids the table owns: unsigned id modulo shard count, unless it says else."""
     index, count = table.shard
     if isinstance(table, OwnsIds):
         owned = table.owned(ids)
@@ -136,7 +136,7 @@ def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
 
 
 def newest_rows(layers: Sequence[LayerIds], *, owner: str) -> list[I64 | None]:
-    """For every layer, newest first, the positions of its rows that count, ascending int64; None: all of them.
+    """Return for every layer, newest first, the positions of its rows that count, ascending int64; None: all of them.
 
     A row of the layer itself counts although its id is among the layer's removed ones: it came back. CorruptError
     naming `owner` when a layer that is not the last holds an id twice; of the last one only rows that count may do so

@@ -6,7 +6,6 @@ are; whoever has copied rows of the storage then puts the cached ones over them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +14,10 @@ import torch
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.model.abilities import is_overlaid
 from asyncckpt.model.row_runs import positions, window
-from asyncckpt.model.table import OverlaidCut, TableCut
-from asyncckpt.native import I64, U64, core
+from asyncckpt.model.table import OverlaidCut, TableCut, is_overlaid
+from asyncckpt.native import I64
+from asyncckpt.snapshot.tensor_copies import lay_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Overlay:
 
     @staticmethod
     def of(cut: TableCut) -> Overlay | None:
-        """The overlay of a cut before its fence; None for a table of one level, or with an empty cache."""
+        """Return the overlay of a cut before its fence; None for a table of one level, or with an empty cache."""
         if is_overlaid(cut):
             cache_map = cut.cache_map.numpy()
             cache_rows = np.flatnonzero(cache_map >= 0)
@@ -43,7 +42,7 @@ class Overlay:
         return None
 
     def within(self, begin: int, end: int) -> tuple[I64, I64]:
-        """(positions counted from begin, cache rows) of the rows [begin, end) of the cut."""
+        """Return (positions counted from begin, cache rows) of the rows [begin, end) of the cut."""
         inside = (self.positions >= begin) & (self.positions < end)
         return self.positions[inside] - begin, self.cache_rows[inside]
 
@@ -64,58 +63,8 @@ class Overlay:
             lay_rows(columns, cache_rows, places, copies, below=below)
 
 
-def lay_rows(
-    columns: Sequence[tuple[torch.Tensor, int, int]],
-    rows: I64,
-    places: I64 | None,
-    copies: HostCopies,
-    *,
-    below: int | None = None,
-) -> None:
-    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one behind the other.
-
-    Rows on a device are listed in `copies`. below: the device from which what lies at the places is copied first.
-    """
-    if not len(rows):
-        return
-    on_host: list[tuple[int, int, int]] = []
-    on_devices: dict[int, list[tuple[int, int, int]]] = {}
-    kept: list[torch.Tensor] = []
-    for source, target, row_bytes in columns:
-        device = copies.device_of(source)
-        if device is not None and below in (None, device) and source.is_contiguous():
-            on_devices.setdefault(device, []).append((source.data_ptr(), target, row_bytes))
-            kept.append(source)
-        elif device is None and below is None and source.is_cpu and source.is_contiguous():
-            on_host.append((source.data_ptr(), target, row_bytes))
-        else:  # Brought over here and now: strides, other devices, rows that have to wait for those below.
-            found = to_host(source.index_select(0, torch.from_numpy(rows).to(source.device)))
-            own = np.array([(found.data_ptr(), target, row_bytes)], dtype=np.uint64)
-            _put(found, own, places, len(rows), copies, below)
-    if on_host:
-        core.copy_rows(np.array(on_host, dtype=np.uint64), rows, places)
-    for device, own_columns in on_devices.items():
-        copies.on(device).add_rows(np.array(own_columns, dtype=np.uint64), rows, places, kept)
-
-
-def _put(
-    found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: HostCopies, below: int | None
-) -> None:
-    """Put rows that are on the host in their places; when those below are there."""
-    in_order = np.arange(count, dtype=np.int64)
-
-    def put() -> None:
-        assert len(found) == count
-        core.copy_rows(columns, in_order, places)
-
-    if below is None:
-        put()
-    else:
-        copies.on(below).add_work(put)
-
-
 def rows_of_cut(cut: TableCut, overlay: Overlay | None, column: str, begin: int, end: int) -> torch.Tensor:
-    """Rows [begin, end) of a column of a cut before its fence, `[end - begin, *row_shape]` on the CPU: a copy."""
+    """Return a copy of rows [begin, end) of a column of a cut before its fence, on the CPU."""
     storage = cut.column(column)
     pieces = [to_host(storage[first:last]) for first, last in window(cut.runs, begin, end).tolist()]
     rows = torch.cat(pieces) if pieces else to_host(storage[:0]).clone()

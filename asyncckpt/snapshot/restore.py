@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.uploads import Uploads
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.tree import Path
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.sharded import Piece
 from asyncckpt.model.table import ID_COLUMN, ChecksLoad, OrderedLoad, TableLoad
@@ -61,22 +63,28 @@ class OpenLoads:
             raise failed
 
 
-def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> list[torch.Tensor]:
-    """Fill everything; returns one new tensor per dense load without target, in order. The caller ends `opened`.
+@dataclass(frozen=True)
+class _Filling:
+    """A table while it is filled: its plan, its layers, its load. is_ahead: its columns are read before its ids are
+    inserted.
+    """
+
+    item: TableLoadPlan
+    found: list[LayerRows]
+    load: TableLoad
+    is_ahead: bool
+
+
+def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoads) -> dict[Path, Any]:
+    """Fill everything; return, by path, the tensors for the state dicts of objects. The caller ends `opened`.
 
     Targets on devices are filled behind what this thread has queued there. DeviceError. Whatever is raised, nothing is
     on its way to a device any more.
     """
-    with Uploads(runtime()) as uploads:
-        return _restore(plan, reader, uploads, clear=clear, opened=opened)
-
-
-def _restore(
-    plan: LoadPlan, reader: BlockReader, uploads: Uploads, *, clear: bool, opened: OpenLoads
-) -> list[torch.Tensor]:
-    rebuilt: list[torch.Tensor] = []
+    rebuilt: dict[Path, Any] = {}
     scatters: list[Scatter] = []
-    with ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert") as threads:
+    pool = ThreadPoolExecutor(core.cores_count, thread_name_prefix="asyncckpt-insert")
+    with Uploads(runtime()) as uploads, pool as threads:
         for number in (number for item in plan.tables for shard in item.passed_over for number in shard.blocks()):
             reader.pass_over(number)
         layers = read_layers(plan.tables, reader, threads) if plan.tables else []
@@ -88,21 +96,24 @@ def _restore(
             _begin_load(item, found, clear=clear, opened=opened)
             for item, found in zip(plan.tables, layers, strict=True)
         ]
-        ahead = [_goes_ahead(found, load, uploads) for found, load in zip(layers, loads, strict=True)]
-        for found, load, is_ahead in zip(layers, loads, ahead, strict=True):
-            if is_ahead:
-                scatters += _queue_columns(found, load, reader, uploads)
+        tables = [
+            _Filling(item, found, load, _goes_ahead(found, load, uploads))
+            for item, found, load in zip(plan.tables, layers, loads, strict=True)
+        ]
+        for table in tables:
+            if table.is_ahead:
+                scatters += _queue_columns(table, reader, uploads)
         # No earlier: the storage of columns that were asked for above must not move.
-        inserts = threads.map(_insert, plan.tables, layers, loads)
+        inserts = threads.map(_insert, tables)
         for dense in plan.dense:
             scatters += _queue_dense(dense, reader, uploads, rebuilt)
         reader.run()
-    for _, found, load, is_ahead in zip(inserts, layers, loads, ahead, strict=True):
-        if not is_ahead:
-            scatters += _queue_columns(found, load, reader, uploads)
-    reader.run()
-    if scatters:
-        scatter_all(scatters, reader, uploads)
+        for _, table in zip(inserts, tables, strict=True):
+            if not table.is_ahead:
+                scatters += _queue_columns(table, reader, uploads)
+        reader.run()
+        if scatters:
+            scatter_all(scatters, reader, uploads)
     return rebuilt
 
 
@@ -127,11 +138,12 @@ def _goes_ahead(found: list[LayerRows], load: TableLoad, uploads: Uploads) -> bo
     return layer.first_row is not None
 
 
-def _insert(item: TableLoadPlan, found: list[LayerRows], load: TableLoad) -> None:
+def _insert(table: _Filling) -> None:
     """Give the ids of every layer their rows; layers of one shard share no id, and shards of one source must not."""
+    item, found = table.item, table.found
     for layer in found:
         ids = layer.my_ids
-        layer.rows = to_host(load.insert(torch.from_numpy(ids)))
+        layer.rows = to_host(table.load.insert(torch.from_numpy(ids)))
         is_one_run = _is_one_run(layer.rows)
         if not is_one_run and len(torch.unique(layer.rows)) != len(layer.rows):
             raise _twice(item, layer.source)
@@ -171,12 +183,12 @@ def _is_one_run(rows: torch.Tensor) -> bool:
     return last - first == count - 1 and bool((rows[1:] - rows[:-1] == 1).all())
 
 
-def _queue_columns(found: list[LayerRows], load: TableLoad, reader: BlockReader, uploads: Uploads) -> list[Scatter]:
+def _queue_columns(table: _Filling, reader: BlockReader, uploads: Uploads) -> list[Scatter]:
     scatters = []
-    for layer in found:
+    for layer in table.found:
         for column in layer.columns:
             if column != ID_COLUMN:
-                scatters += _queue_column(layer, column, load.column(column), reader, uploads)
+                scatters += _queue_column(layer, column, table.load.column(column), reader, uploads)
     return scatters
 
 
@@ -202,15 +214,19 @@ def _queue_column(
     return scatters
 
 
-def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: list[torch.Tensor]) -> list[Scatter]:
+def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: dict[Path, Any]) -> list[Scatter]:
     stored = dense.source
+    if dense.target is None and stored.path in rebuilt:
+        return []  # A filter gives it to two destinations.
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
         whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
-        rebuilt.append(whole)
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
+        rebuilt[stored.path] = whole
     else:
         pieces = dense.target.pieces
+        if dense.is_for_object:
+            rebuilt[stored.path] = dense.given
     scatters: list[Scatter] = []
     for number in stored.blocks:
         copies = list(_copies(reader.block(number).placed.spec, pieces))

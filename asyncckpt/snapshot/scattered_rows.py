@@ -34,7 +34,7 @@ class RowScatter:
         return (self.target,)
 
     def windows(self, spec: BlockSpec, *, bytes_max: int, whole: bool) -> Iterator[_Rows]:
-        """Ranges of rows. Without `whole`, those that hold none of the wanted rows are left out."""
+        """Return ranges of rows. Without `whole`, those that hold none of the wanted rows are left out."""
         count = spec.shape[0]
         row_bytes = spec.bytes // max(1, count)  # Of a block that is not encoded.
         step = max(1, count if spec.encoding else bytes_max // max(1, row_bytes))

@@ -7,8 +7,8 @@
     whatever                  some rows (a delta)  these by index, one behind the other
 
 By index costs more per row than a plain copy does. So a column of which too large a share would be copied (the narrower
-the less, see refresh_share_max) is copied plainly. On a device the shares are others (device_share_max), and a plain
-copy takes all places at once, holes too, which the tails then fill: many short runs are one long piece.
+the less, see by_index_share_max) is copied plainly. On a device a plain copy takes all places at once, holes too, which
+the tails then fill: many short runs are one long piece.
 
 1. `TableCapture` finds out what has to be copied.
 2. `segments`: what a plain copy brings over; whoever captures joins them with those of the dense tensors.
@@ -26,16 +26,13 @@ from numpy.typing import NDArray
 from asyncckpt.devices.copies import DeviceFingerprints
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.model.abilities import is_overlaid, tracks_ids, tracks_rows
-from asyncckpt.model.arena_contents import TableContents
 from asyncckpt.model.block import TableFacts
-from asyncckpt.model.row_places import RowPlaces
-from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut
+from asyncckpt.model.row_places import RowPlaces, TableContents
+from asyncckpt.model.table import ID_COLUMN, CutVersion, OverlaidCut, is_overlaid, tracks_ids, tracks_rows
 from asyncckpt.native import I64, U8, U64
-from asyncckpt.plan.captured_tables import CapturedTable, TableRows
-from asyncckpt.plan.regions import TableRegion
+from asyncckpt.plan.regions import CapturedTable, TableRegion, TableRows
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.snapshot.overlay import lay_rows
+from asyncckpt.snapshot.tensor_copies import lay_rows
 
 # Where copying by index and a plain copy take the same time, for rows of at least WIDE_ROW_BYTES; narrower ones take as
 # long by index and less in a plain copy. Measured: bench/results/2026-11-21-rows.txt, by `python -m bench.rows`.
@@ -53,18 +50,15 @@ DEVICE_WIDE_ROW_BYTES = 128
 DEVICE_PIECE_BYTES = 64 << 20
 
 
-def refresh_share_max(row_bytes: int) -> float:
-    """Above which share of the rows a column of the host is copied plainly."""
+def by_index_share_max(row_bytes: int, *, on_device: bool) -> float:
+    """Return above which share of the rows a column is copied plainly."""
+    if on_device:
+        return DEVICE_SHARE_MAX * min(1.0, row_bytes / DEVICE_WIDE_ROW_BYTES)
     return REFRESH_SHARE_MAX * min(1.0, row_bytes / WIDE_ROW_BYTES)
 
 
-def device_share_max(row_bytes: int) -> float:
-    """Above which share of the rows a column on a device is copied plainly."""
-    return DEVICE_SHARE_MAX * min(1.0, row_bytes / DEVICE_WIDE_ROW_BYTES)
-
-
 class TableCapture:
-    """One table on its way into its region of the arena at `address`; its bytes are `image`."""
+    """One table on its way into its region of the arena, whose bytes are `image`."""
 
     def __init__(
         self,
@@ -73,12 +67,11 @@ class TableCapture:
         chosen: TableRows,
         *,
         held: TableContents | None,
-        address: int,
         image: U8,
         compare: bool = False,
     ) -> None:
         self._item, self._region, self._chosen = item, region, chosen
-        self._address, self._image = address, image
+        self._address, self._image = int(image.ctypes.data), image
         cut = item.cut
         self.version: CutVersion | None = cut.version if tracks_rows(cut) else None
         # Asked for once, and held until all is copied or listed.
@@ -98,12 +91,9 @@ class TableCapture:
         self.fingerprints: dict[int, DeviceFingerprints] = {}
 
     def _is_plain(self, name: str, row_bytes: int) -> bool:
-        rows = self._rows_of(name)
-        share_max = refresh_share_max if device_of(self._columns[name]) is None else device_share_max
-        return rows is None or len(rows) > share_max(row_bytes) * self._item.cut.rows_count
-
-    def _rows_of(self, name: str) -> I64 | None:
-        return self._id_rows if name == ID_COLUMN else self._rows
+        rows = self._id_rows if name == ID_COLUMN else self._rows
+        share_max = by_index_share_max(row_bytes, on_device=device_of(self._columns[name]) is not None)
+        return rows is None or len(rows) > share_max * self._item.cut.rows_count
 
     @property
     def name(self) -> str:
@@ -132,7 +122,7 @@ class TableCapture:
         )
 
     def segments(self, copies: HostCopies) -> U64:
-        """(source, target, bytes) of the runs of columns that are copied plainly; those of devices go to `copies`."""
+        """Return (source, target, bytes) of runs of columns that are copied plainly; devices' ones go to `copies`."""
         cut = self._item.cut
         runs = cut.runs[cut.runs[:, 0] < cut.rows_count]
         begins = runs[:, 0]
@@ -169,14 +159,16 @@ class TableCapture:
     def gather(self, copies: HostCopies) -> None:
         """Copy what is copied by index; after the plain copy. Rows on devices go to `copies`."""
         cut = self._item.cut
-        plain = {name: column for name, column in self._columns.items() if name in self._plain}
-        by_index = {name: column for name, column in self._columns.items() if name not in self._plain}
+        plain = [name for name in self._columns if name in self._plain]
+        by_index = [name for name in self._columns if name not in self._plain]
         if plain:
             assert self.places is not None
             self._copy(plain, self.places.tails, self.places.holes, copies)
-        if self._id_rows is not self._rows and ID_COLUMN in by_index:
-            self._copy_by_index({ID_COLUMN: by_index.pop(ID_COLUMN)}, self._id_rows, copies)
-        self._copy_by_index(by_index, self._rows, copies)
+        apart = [ID_COLUMN] if self._id_rows is not self._rows and ID_COLUMN in by_index else []
+        for names, rows in ((apart, self._id_rows), ([name for name in by_index if name not in apart], self._rows)):
+            if names:
+                assert rows is not None
+                self._copy(names, rows, self._targets(rows), copies)
         if is_overlaid(cut):
             self._lay_over(cut, plain, None, copies)
             self._lay_over(cut, by_index, self._rows, copies)
@@ -184,13 +176,8 @@ class TableCapture:
             at = self._region.removed.offset
             self._image[at : at + self._chosen.removed.nbytes] = self._chosen.removed.view(np.uint8)
 
-    def _copy_by_index(self, columns: Mapping[str, torch.Tensor], rows: I64 | None, copies: HostCopies) -> None:
-        if columns:
-            assert rows is not None
-            self._copy(columns, rows, self._targets(rows), copies)
-
     def _targets(self, rows: I64) -> I64 | None:
-        """Where storage rows go; None: one behind the other."""
+        """Return where storage rows go; None: one behind the other."""
         return None if self.places is None else self.places.of_rows(rows)
 
     def _lay_over(self, cut: OverlaidCut, names: Collection[str], wanted: I64 | None, copies: HostCopies) -> None:
@@ -215,8 +202,8 @@ class TableCapture:
         for below, own in by_storage.items():
             lay_rows(own, cache_rows, targets, copies, below=below)
 
-    def _copy(self, sources: Mapping[str, torch.Tensor], rows: I64, places: I64 | None, copies: HostCopies) -> None:
-        lay_rows([self._column(name, source) for name, source in sources.items()], rows, places, copies)
+    def _copy(self, names: Collection[str], rows: I64, places: I64 | None, copies: HostCopies) -> None:
+        lay_rows([self._column(name, self._columns[name]) for name in names], rows, places, copies)
 
     def _column(self, name: str, source: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         region = self._region.columns[name]
@@ -224,14 +211,14 @@ class TableCapture:
 
 
 def _pieces(source: int, target: int, bytes: int) -> U64:
-    """One long copy as segments of at most DEVICE_PIECE_BYTES."""
+    """Return one long copy as segments of at most DEVICE_PIECE_BYTES."""
     begins = np.arange(0, bytes, DEVICE_PIECE_BYTES, dtype=np.int64)
     sizes = np.minimum(DEVICE_PIECE_BYTES, bytes - begins)
     return np.stack([source + begins, target + begins, sizes], axis=1).astype(np.uint64)
 
 
 def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -> tuple[I64 | None, I64 | None]:
-    """The storage rows that differ from the snapshot held, and those whose id does, ascending; None: copy all."""
+    """Return storage rows that differ from the snapshot held, and those whose id does, ascending; None: copy all."""
     cut = item.cut
     if held is None or held.version is None or not tracks_rows(cut):
         return None, None
@@ -248,7 +235,7 @@ def _to_refresh(item: CutTable, places: RowPlaces, held: TableContents | None) -
 
 
 def _among(rows: I64, wanted: I64) -> NDArray[np.bool_]:
-    """Which of rows are in wanted, ascending: bool [n]."""
+    """Return which of rows are in wanted, ascending: bool [n]."""
     if not len(wanted):
         return np.zeros(len(rows), dtype=np.bool_)
     # A mask instead of a search, which takes ten times as long.

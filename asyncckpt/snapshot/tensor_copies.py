@@ -1,4 +1,4 @@
-"""Copies of tensors to places in host memory: by address where they have one, by torch where they do not.
+"""Copies of tensors, or of rows of them, to places in host memory: by address where they have one, else by torch.
 
 For a captured state, for boxes that somebody else has planned, and for a state that DCP stages.
 """
@@ -6,75 +6,126 @@ For a captured state, for boxes that somebody else has planned, and for a state 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from asyncckpt.devices.current_runtime import device_of
+from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
-from asyncckpt.native import I64, U64
-from asyncckpt.plan.dense_blocks import TensorPieces
-from asyncckpt.plan.leaf_facts import addresses, check_extent, is_plain, shrunk_storages
+from asyncckpt.native import I64, U64, core
+from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
+from asyncckpt.plan.leaf_checks import check_extent
 
 
-def copied_by_address(tensors: Sequence[torch.Tensor], *, bytes: I64, name: Callable[[int], str]) -> NDArray[np.bool_]:
-    """Which tensors are copied by address, bool [tensors]; UsageError for one whose storage was freed or shrunk."""
-    raw = np.array(
-        [(tensor.is_cpu or device_of(tensor) is not None) and is_plain(tensor) for tensor in tensors], dtype=np.bool_
-    )
-    numbers = np.flatnonzero(raw)
-    held = [tensors[number] for number in numbers.tolist()]
-    itemsizes = np.array([tensor.element_size() for tensor in held], dtype=np.int64)
-    for index in shrunk_storages(held, bytes=bytes[raw], itemsizes=itemsizes):
-        check_extent(held[index], name(int(numbers[index])))
-    return raw
+@dataclass(frozen=True)
+class LiveTensors:
+    """Tensors, how they are copied, and the addresses of those that are copied by address; 0 for others."""
+
+    tensors: Sequence[torch.Tensor]
+    ways: CopyWays
+    begins: U64
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor], ways: CopyWays, *, name: Callable[[int], str]) -> LiveTensors:
+        """Read the addresses; UsageError naming a tensor whose storage was freed or shrunk."""
+        numbers = np.flatnonzero(ways.way != BY_TORCH)
+        own = tensors if len(numbers) == len(tensors) else [tensors[number] for number in numbers.tolist()]
+        for index in shrunk_storages(own, bytes=ways.bytes[numbers], itemsizes=ways.itemsizes[numbers]):
+            check_extent(own[index], name(int(numbers[index])))
+        begins = np.zeros(len(tensors), dtype=np.uint64)
+        begins[numbers] = addresses(own)
+        return LiveTensors(tensors=tensors, ways=ways, begins=begins)
 
 
-def list_pieces(
-    pieces: TensorPieces,
-    tensors: Sequence[torch.Tensor],
-    raw: NDArray[np.bool_],
-    copies: HostCopies,
-    memory: torch.Tensor,
-) -> U64:
-    """(source, target, bytes) of what the host has to copy by address to places in `memory`; the rest goes to `copies`.
+def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> U64:
+    """Return (source, target, bytes) of what the host has to copy by address to places in `memory`, uint8.
 
-    What torch has to copy on the host is copied here and now. memory: uint8.
+    The rest goes to `copies`; what torch has to copy on the host is copied here and now.
     """
-    begins = np.zeros(len(tensors), dtype=np.uint64)
-    begins[raw] = addresses([tensors[number] for number in np.flatnonzero(raw).tolist()])
-    by_address = pieces.only(raw[pieces.tensor] & (pieces.bytes > 0))
-    segments = piece_segments(by_address, begins, memory.data_ptr())
-    if copies.runtime is not None:
-        found = [copies.device_of(tensor) for tensor in tensors]
-        of_tensors = np.array([-1 if device is None else device for device in found], dtype=np.int64)
-        devices = of_tensors[by_address.tensor]
-        for device in set(devices[devices >= 0].tolist()):
-            copies.on(device).add(segments[devices == device], tensors)
-        segments = np.ascontiguousarray(segments[devices < 0])
-    for number in np.flatnonzero(~raw[pieces.tensor]).tolist():
-        tensor, size = tensors[int(pieces.tensor[number])].detach(), int(pieces.bytes[number])
-        if size != tensor.nbytes:
-            row_bytes = tensor.nbytes // len(tensor)
-            first = int(pieces.source_offset[number]) // row_bytes
-            tensor = tensor[first : first + size // row_bytes]
-        copies.put(place_of(memory, int(pieces.place[number]), tensor), tensor)
-    return segments
-
-
-def piece_segments(pieces: TensorPieces, begins: U64, address: int) -> U64:
-    """(source, target, bytes) of pieces, uint64 [n, 3]. begins: the addresses of all tensors."""
+    ways, begins = live.ways.way[pieces.tensor], live.begins[pieces.tensor]
     segments = np.empty((len(pieces.tensor), 3), dtype=np.uint64)
-    segments[:, 0] = begins[pieces.tensor] + pieces.source_offset.astype(np.uint64)
-    segments[:, 1] = pieces.place.astype(np.uint64) + np.uint64(address)
+    segments[:, 0] = begins + pieces.source_offset.astype(np.uint64)
+    segments[:, 1] = pieces.place.astype(np.uint64) + np.uint64(memory.data_ptr())
     segments[:, 2] = pieces.bytes.astype(np.uint64)
-    return segments
+    for device in np.unique(ways[ways >= 0]).tolist():
+        own = ways == device
+        found, stepped = segments[own], copies.is_stepped(begins[own], live.ways.bytes[pieces.tensor[own]])
+        copies.on(device).add(found[~stepped], live.tensors)
+        copies.on(device).add_later(found[stepped], live.tensors)
+    for number in np.flatnonzero(ways == BY_TORCH).tolist():
+        rows = pieces.rows(number, live.tensors)
+        copies.put(place_of(memory, int(pieces.place[number]), rows), rows)
+    return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0)])
 
 
 def place_of(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
+    """Return the bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
     if not like.numel():
         return torch.empty(like.shape, dtype=like.dtype)
     end = begin + like.numel() * like.element_size()
     return memory[begin:end].view(like.dtype).view(like.shape)
+
+
+def lay_rows(
+    columns: Sequence[tuple[torch.Tensor, int, int]],
+    rows: I64,
+    places: I64 | None,
+    copies: HostCopies,
+    *,
+    below: int | None = None,
+) -> None:
+    """Copy rows of columns (tensor, address on the host, row bytes) to their places; None: one behind the other.
+
+    Rows on a device are listed in `copies`. below: the device from which what lies at the places is copied first.
+    """
+    if not len(rows):
+        return
+    on_host: list[tuple[int, int, int]] = []
+    on_devices: dict[int, list[tuple[int, int, int]]] = {}
+    kept: list[torch.Tensor] = []
+    for source, target, row_bytes in columns:
+        device = copies.device_of(source)
+        if device is not None and below in (None, device) and source.is_contiguous():
+            on_devices.setdefault(device, []).append((source.data_ptr(), target, row_bytes))
+            kept.append(source)
+        elif device is None and below is None and source.is_cpu and source.is_contiguous():
+            on_host.append((source.data_ptr(), target, row_bytes))
+        else:  # Brought over here and now: strides, other devices, rows that have to wait for those below.
+            found = to_host(source.index_select(0, torch.from_numpy(rows).to(source.device)))
+            own = np.array([(found.data_ptr(), target, row_bytes)], dtype=np.uint64)
+            _put(found, own, places, len(rows), copies, below)
+    if on_host:
+        core.copy_rows(np.array(on_host, dtype=np.uint64), rows, places)
+    for device, own_columns in on_devices.items():
+        copies.on(device).add_rows(np.array(own_columns, dtype=np.uint64), rows, places, kept)
+
+
+def _put(
+    found: torch.Tensor, columns: U64, places: I64 | None, count: int, copies: HostCopies, below: int | None
+) -> None:
+    """Put rows that are on the host in their places; when those below are there."""
+    in_order = np.arange(count, dtype=np.int64)
+
+    def put() -> None:
+        assert len(found) == count
+        core.copy_rows(columns, in_order, places)
+
+    if below is None:
+        put()
+    else:
+        copies.on(below).add_work(put)
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> U64:
+    """Return the address of every tensor's first element, uint64 [n]."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=len(tensors))
+
+
+def shrunk_storages(tensors: Sequence[torch.Tensor], *, bytes: I64, itemsizes: I64) -> list[int]:
+    """Return which contiguous tensors have a freed or shrunk storage: a raw copy would read foreign memory."""
+    count = len(tensors)
+    storages = map(torch.Tensor.untyped_storage, tensors)
+    held = np.fromiter(map(torch.UntypedStorage.nbytes, storages), dtype=np.int64, count=count)
+    begins = np.fromiter(map(torch.Tensor.storage_offset, tensors), dtype=np.int64, count=count) * itemsizes
+    return [int(index) for index in np.flatnonzero((bytes > 0) & (begins + bytes > held))]

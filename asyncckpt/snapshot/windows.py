@@ -38,11 +38,11 @@ class BlockReader(Protocol):
 
     def block(self, number: int) -> BlockFacts: ...
     def check(self, number: int, digest: bytes) -> None:
-        """CorruptError unless the block has this digest."""
+        """Raise CorruptError unless the block has this digest."""
         ...
 
     def pass_over(self, number: int) -> None:
-        """Nothing of a block counts: it is not going to be read."""
+        """Take note that nothing of a block counts: it is not going to be read."""
         ...
 
     @property
@@ -117,7 +117,7 @@ def _scatter(
 def _batches(
     items: Sequence[Scatter], reader: BlockReader, new_window: Callable[[int], U8]
 ) -> Iterator[list[tuple[Scatter, Window, U8]]]:
-    """Windows of the blocks, in their order, as many as fit the memory, which is asked for anew for every batch."""
+    """Return windows of the blocks, in order, as many as fit the memory, which is asked for anew for every batch."""
     specs = [reader.block(item.number).placed.spec for item in items]
     wanted = sum(paged(spec.bytes) for spec in specs)
     memory_bytes = min(WINDOW_BYTES, wanted)

@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Protocol
 
 from asyncckpt.errors import DeviceError
-from asyncckpt.model.arena_contents import ArenaContents
+from asyncckpt.model.row_places import ArenaContents
 from asyncckpt.native import U8, core
 
 MAPPED_UNIT_BYTES = 2 << 20

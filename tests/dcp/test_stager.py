@@ -19,7 +19,7 @@ from asyncckpt.dcp import AsyncStager, StorageReader, StorageWriter
 from asyncckpt.engine.save.staged_tensors import _give_back, lent_arena
 from asyncckpt.native import core
 from asyncckpt.plan import image
-from asyncckpt.plan.leaf_facts import addresses
+from asyncckpt.snapshot.tensor_copies import addresses
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
 from tests.dcp.model import differences, image_of

@@ -185,7 +185,7 @@ def test_holes_are_copied_too_and_filled_by_tails(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("row_bytes", [1, 4, 8, 32, 127, 128, 4096])
 def test_the_numbers_of_rows_take_little_memory(row_bytes: int) -> None:
-    share = table_capture.device_share_max(row_bytes)
+    share = table_capture.by_index_share_max(row_bytes, on_device=True)
     assert 0 < share <= table_capture.DEVICE_SHARE_MAX
     assert 16 * share <= row_bytes / 16
 

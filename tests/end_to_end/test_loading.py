@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -237,3 +238,31 @@ def test_module_with_other_entries(tmp_path: Path, saved: State) -> None:
     report = asyncckpt.Loader(tmp_path, tensors={"model": smaller}, strict=False).load()
     assert "model.1.weight" in report.unexpected
     assert bits(smaller.state_dict()["0.weight"]) == bits(saved.dense["model"].state_dict()["0.weight"])
+
+
+class Holder:
+    """An object whose state is one tensor, made anew at every load."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((1000,), value, dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor = state["tensor"]
+
+
+def test_one_source_for_two_objects(tmp_path: Path) -> None:
+    """The object whose own tensor the filter left out keeps what it has; the other one's is read once."""
+    with asyncckpt.Saver(path=tmp_path, tensors={"a": Holder(1), "b": Holder(2)}) as saver:
+        saver.save(1)
+
+    def both_from_a(info: Any) -> Any:
+        return {name: {"a.tensor": []} for name in info}
+
+    targets = {"a": Holder(3), "b": Holder(4)}
+    report = asyncckpt.Loader(tmp_path, tensors=targets, filter_func=both_from_a).load()
+    assert targets["a"].tensor.eq(1).all()
+    assert targets["b"].tensor.eq(4).all()
+    assert report.bytes_read == 4000

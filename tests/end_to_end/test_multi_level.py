@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import asyncckpt
 from asyncckpt.model.write_block import WriteBlock
-from asyncckpt.shard import export
+from asyncckpt.shard import stream
 from asyncckpt.staging.pool import pool
 from asyncckpt.tables import undo_log
 from tests.end_to_end.multi_level_runs import (
@@ -243,7 +243,7 @@ def test_a_failed_export_fails_the_save_alone(tmp_path: Path, pace: Pace, monkey
             def fail(*_: Any) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(export, "_write_window", fail)
+            patch.setattr(stream, "_export_window", fail)
             future = saver.save_async(1)
             run.step(4)
             with pytest.raises(asyncckpt.IOFailedError, match="No space left"):

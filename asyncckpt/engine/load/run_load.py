@@ -144,8 +144,8 @@ def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTarget
     )
 
 
-def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torch.Tensor], dict[str, int]]:
-    """Fill all targets of a plan and end the loads of its tables; return new tensors, and rows loaded per table.
+def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[LeafPath, Any], dict[str, int]]:
+    """Fill all targets of a plan and end the loads of its tables; return as `restore`, and rows loaded per table.
 
     Targets on devices are complete for every stream when it returns. Raises UsageError while a graph is captured.
     """
@@ -164,18 +164,15 @@ def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[list[torc
     return rebuilt, opened.rows
 
 
-def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: list[torch.Tensor]) -> None:
-    """Call load_state_dict of every object: modules with their own tensors, others with new ones."""
-    new = iter(rebuilt)
-    by_source = {
-        load.source.path: next(new) if load.target is None else load.given for load in plan.dense if load.is_for_object
-    }
+def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
+    """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
     kinds = {path: node for path, node in leaves(contents.tree)}
     for item in plan.objects:
-        if item.module_state is not None:
-            state = _module_state(item, contents)
+        if item.is_module:
+            values = [contents.values.get(path, own) for path, own in item.values.items()]
+            state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
         else:
-            state = _stored_state(item.path, by_source, contents, kinds)
+            state = _stored_state(item, rebuilt, contents, kinds)
         try:
             item.owner.load_state_dict(state)
         except CheckpointError:
@@ -187,27 +184,12 @@ def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: list[torch.Ten
             ) from error
 
 
-def _module_state(item: Rebuilt, contents: Contents) -> Any:
-    assert item.module_state is not None
-    values = []
-    own = iter(item.module_state.values)
-    for path, node in leaves(item.module_state.tree):
-        if node is VALUE:
-            current = next(own)
-            stored = contents.values.get((*item.path, *path), _ABSENT)
-            values.append(current if stored is _ABSENT else stored)
-    return rebuild(item.module_state.tree, iter(item.module_state.tensors), iter(values))
-
-
-_ABSENT: Any = object()
-
-
 def _stored_state(
-    path: LeafPath, tensors: Mapping[LeafPath, Any], contents: Contents, kinds: Mapping[LeafPath, Node]
+    item: Rebuilt, tensors: Mapping[LeafPath, Any], contents: Contents, kinds: Mapping[LeafPath, Node]
 ) -> Any:
-    node = descend(contents.tree, path)
+    node = descend(contents.tree, item.path)
     assert node is not None
-    below = [p for p in kinds if p[: len(path)] == path]
+    below = [p for p in kinds if item.holds(p)]
     leaf_tensors = [
         tensors[p].numpy() if kinds[p][0] == "array" else tensors[p] for p in below if kinds[p] is not VALUE
     ]
@@ -217,8 +199,7 @@ def _stored_state(
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
     """Return the plain values of a checkpoint by dotted name, except those inside of objects."""
-    inside = [item.path for item in targets.rebuilt]
-    paths = [path for path in contents.values if not any(path[: len(outer)] == outer for outer in inside)]
+    paths = [path for path in contents.values if not any(item.holds(path) for item in targets.rebuilt)]
     names = unique_names(path_name(path) for path in paths)
     return {name: contents.values[path] for name, path in zip(names, paths, strict=True)}
 

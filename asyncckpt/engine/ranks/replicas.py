@@ -30,7 +30,7 @@ import xxhash
 
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
-from asyncckpt.format.tree import VALUE, Node, Path, leaves
+from asyncckpt.format.tree import VALUE, Path, leaves
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.model.table import HoldsRange, OwnsIds, Table
 from asyncckpt.plan.state import FlatState
@@ -196,21 +196,8 @@ def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
 
 def _buffer_paths(flat: FlatState) -> set[Path]:
     """Return the paths of all buffers of modules in a state."""
-    owners = iter(flat.stateful)
-    paths: set[Path] = set()
-    waiting: list[tuple[Path, Node]] = [((), flat.tree)]
-    while waiting:  # In depth-first order, as the owners were found.
-        path, node = waiting.pop()
-        if node[0] == "state":
-            owner = next(owners)
-            if isinstance(owner, torch.nn.Module):
-                paths |= {(*path, name) for name, _ in owner.named_buffers(remove_duplicate=False)}
-            waiting.append((path, node[1]))
-        elif node[0] == "dict":
-            waiting += [((*path, key), child) for key, child in reversed(list(zip(node[1], node[2], strict=True)))]
-        elif node[0] in ("list", "tuple"):
-            waiting += [((*path, ("int", index)), child) for index, child in reversed(list(enumerate(node[1])))]
-    return paths
+    modules = ((path, owner) for path, owner in flat.stateful if isinstance(owner, torch.nn.Module))
+    return {(*path, name) for path, owner in modules for name, _ in owner.named_buffers(remove_duplicate=False)}
 
 
 def _table_replica(name: str, table: Table) -> Replica:

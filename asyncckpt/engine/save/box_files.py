@@ -11,7 +11,7 @@ A plan is good for every save of boxes of the same names, dtypes and places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,15 +29,15 @@ from asyncckpt.format.manifest import BodyTemplate, FileFacts, render_body
 from asyncckpt.format.tree import Node
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource
-from asyncckpt.native import I64, U8, U64
-from asyncckpt.plan.dense_blocks import TensorPieces
+from asyncckpt.native import U8, U64
+from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
-from asyncckpt.plan.leaf_facts import addresses, check_leaf
-from asyncckpt.shard.drain import ArenaImage, drain_image
+from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.shard.drain import drain_images
 from asyncckpt.shard.stream import stream_sources
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.snapshot.block_data import tensor_source
-from asyncckpt.snapshot.tensor_copies import copied_by_address
+from asyncckpt.snapshot.tensor_copies import LiveTensors
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.staging.pool import pool
@@ -57,7 +57,7 @@ class BoxPlan:
 
     boxes: tuple[BlockSpec, ...]
     dtypes: list[torch.dtype]
-    bytes: I64
+    shapes: list[torch.Size]
     pieces: TensorPieces
     image: ImagePlan
     body: BodyTemplate
@@ -65,23 +65,13 @@ class BoxPlan:
 
 def plan_boxes(boxes: Sequence[BlockSpec], tree: Node, *, parallel: int, rank: int) -> BoxPlan:
     """Place the boxes of one rank; `leaf` of a box counts within the tree."""
-    specs, tensor, offset = [], [], []
-    for number, box in enumerate(boxes):
-        for spec in split_rows(box):
-            specs.append(spec)
-            tensor.append(number)
-            offset.append((spec.row_begin - box.row_begin) * (box.bytes // box.shape[0]) if spec is not box else 0)
-    image = plan_image(specs, parallel=parallel, rank=rank)
+    parts = [(part, box, number) for number, box in enumerate(boxes) for part in split_rows(box)]
+    image = plan_image([part for part, _, _ in parts], parallel=parallel, rank=rank)
     return BoxPlan(
         boxes=tuple(boxes),
         dtypes=[dtype_by_name(box.dtype, owner=box.name).dtype for box in boxes],
-        bytes=np.array([box.bytes for box in boxes], dtype=np.int64),
-        pieces=TensorPieces(
-            tensor=np.array(tensor, dtype=np.int64),
-            source_offset=np.array(offset, dtype=np.int64),
-            place=image.offsets,
-            bytes=image.lengths,
-        ),
+        shapes=[torch.Size(box.shape) for box in boxes],
+        pieces=TensorPieces.of(parts, place=image.offsets, bytes=image.lengths),
         image=image,
         body=render_body((), tree, image.blocks),
     )
@@ -94,27 +84,25 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
     UsageError, UnsupportedError before a file is made; IOFailedError, DeviceError.
     """
     check_not_capturing("a save")
-    raw = _check(plan, tensors)
-    begins = np.zeros(len(tensors), dtype=np.uint64)
-    begins[raw] = addresses([tensors[number] for number in np.flatnonzero(raw).tolist()])
-    pieces = plan.pieces
+    live = _check(plan, tensors)
+    begins, pieces = live.begins, plan.pieces
 
     def copy(wanted: TensorPieces, arena: Arena) -> Pending:
         # Beside a trainer one thread: it is as fast as a disk, and all of them would take the trainer's cores.
         threads = 0 if threading.current_thread() is threading.main_thread() else 1
         memory = torch.from_numpy(arena.view())
-        return copy_pieces(wanted, tensors, raw, memory=memory, arena=arena, options=target.options, threads=threads)
+        return copy_pieces(wanted, live, memory=memory, arena=arena, options=target.options, threads=threads)
 
     lent, is_left = _staged_in_place(plan, tensors, begins)
     if lent is not None:
         if is_left.any():
             copy(pieces.only(is_left), lent.arena).settle()
         return _drain(plan, lent.arena, target)
-    remember_places(plan.image, pieces, begins, plan.bytes)
+    remember_places(plan.image, pieces, begins, live.ways.bytes)
     arena = free_arena(plan.image.bytes, limit_bytes=target.options.host_memory_limit)
     if arena is None:
         wait_for(tensors)
-        sources = [tensor_source(rows) for rows in _rows_of_blocks(plan, tensors)]
+        sources = [tensor_source(pieces.rows(number, tensors)) for number in range(len(pieces.tensor))]
         return stream_boxes(plan, sources, target)
     give_back = pool.release
     try:
@@ -148,29 +136,26 @@ def _staged_in_place(
 
 def _drain(plan: BoxPlan, arena: Arena, target: ShardTarget) -> Written:
     """Write an arena that holds the image. The caller releases it."""
-    return drain_image(ArenaImage(plans=[(plan.image, 0)], address=arena.address, raw=arena.view()), target)
+    return drain_images([(plan.image, 0)], arena.view(), target)
 
 
-def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
-    """Return which tensors can be copied by their addresses; raise for those that are not what was planned."""
-    for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
-        if type(tensor) not in _PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_meta:
+def _check(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> LiveTensors:
+    """Return the tensors, to be copied now; errors for those that are not what was planned."""
+    for tensor, box in zip(tensors, plan.boxes, strict=True):
+        if type(tensor) not in _PLAIN_TENSORS:
             check_leaf(tensor, box.name)
-        if tensor.shape != box.shape or tensor.dtype is not dtype:
-            found, expected = (tuple(tensor.shape), tensor.dtype), (box.shape, dtype)
-            raise UsageError(f"tensor {box.name!r} is not what was planned", found=found, expected=expected)
-    raw = copied_by_address(tensors, bytes=plan.bytes, name=lambda number: plan.boxes[number].name)
-    for number in np.flatnonzero(~raw).tolist():
+    if [tensor.shape for tensor in tensors] != plan.shapes or [tensor.dtype for tensor in tensors] != plan.dtypes:
+        for tensor, box, dtype in zip(tensors, plan.boxes, plan.dtypes, strict=True):
+            if tuple(tensor.shape) != box.shape or tensor.dtype is not dtype:
+                found, expected = (tuple(tensor.shape), tensor.dtype), (box.shape, dtype)
+                raise UsageError(f"tensor {box.name!r} is not what was planned", found=found, expected=expected)
+    for tensor, box in zip(tensors, plan.boxes, strict=True):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            check_leaf(tensor, box.name)
+    live = LiveTensors.of(tensors, CopyWays.of(tensors, device_of), name=lambda number: plan.boxes[number].name)
+    for number in np.flatnonzero(live.ways.way == BY_TORCH).tolist():
         check_leaf(tensors[number], plan.boxes[number].name)
-    return raw
-
-
-def _rows_of_blocks(plan: BoxPlan, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the rows of every block."""
-    for placed, number in zip(plan.image.blocks, plan.pieces.tensor.tolist(), strict=True):
-        tensor, box, spec = tensors[number].detach(), plan.boxes[number], placed.spec
-        first = spec.row_begin - box.row_begin
-        yield tensor if spec.shape == box.shape else tensor[first : first + spec.shape[0]]
+    return live
 
 
 def stream_boxes(plan: BoxPlan, sources: Sequence[ByteSource], target: ShardTarget) -> Written:

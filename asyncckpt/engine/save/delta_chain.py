@@ -14,12 +14,10 @@ from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import ParentFacts
-from asyncckpt.model.abilities import tracks_rows
-from asyncckpt.model.table import CutVersion, TableSchema
+from asyncckpt.model.table import CutVersion, TableSchema, tracks_rows
 from asyncckpt.options import DeltaPolicy, SaveKind
 from asyncckpt.pipeline.fingerprints import RowFingerprints
-from asyncckpt.plan.captured_tables import TableRows
-from asyncckpt.plan.regions import row_bytes_of
+from asyncckpt.plan.regions import TableRows, row_bytes_of
 from asyncckpt.plan.save_plan import CutTable
 
 

@@ -16,9 +16,9 @@ from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.native import U8
 from asyncckpt.pipeline.filter_types import StagedBlock, StagedColumn, StagedTable
 from asyncckpt.pipeline.filters import run_filter
-from asyncckpt.plan.captured_tables import NO_IDS, CapturedTable, captured_specs
 from asyncckpt.plan.image import split_rows
-from asyncckpt.snapshot.block_data import ArenaData, LiveData, LiveState, TensorData
+from asyncckpt.plan.regions import NO_IDS, CapturedTable, captured_specs
+from asyncckpt.snapshot.block_data import ArenaData, LiveData, TensorData, live_data
 from asyncckpt.snapshot.capture import block_bytes
 
 
@@ -27,8 +27,8 @@ def planned_blocks(job: SaveJob) -> list[StagedBlock]:
     specs = [placed.spec for placed in job.plan.image.blocks]
     data: Sequence[ArenaData | LiveData]
     if job.staged is None:
-        live = LiveState(job.plan, job.cut.flat, job.cut.tables)
-        data = [LiveData(live, number, spec) for number, spec in enumerate(specs)]
+        live = live_data(job.plan, job.cut.flat, job.cut.tables)
+        data = [LiveData(own, spec) for own, spec in zip(live, specs, strict=True)]
     else:
         image = job.staged.arena.view()[job.staged.base :]
         data = [ArenaData(block_bytes(job.plan, number, image), spec) for number, spec in enumerate(specs)]

@@ -16,7 +16,7 @@ from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeadlineError
-from asyncckpt.model.abilities import is_overlaid
+from asyncckpt.model.table import is_overlaid
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.staging.pool import pool
 
@@ -83,10 +83,8 @@ def _device_extents(stage: StageChoice, cut: Cut) -> Iterator[tuple[int, int]]:
         for name, column in region.columns.items():
             if _is_on_device(cuts[region.table], name):
                 yield column.offset, column.offset + region.rows_max * column.row_bytes
-    for pieces in plan.on_devices.values():
-        ends = pieces.place + pieces.bytes
-        yield regions.bytes + int(pieces.place.min()), regions.bytes + int(ends.max())
-    numbers = [number for number in plan.foreign if device_of(cut.flat.held[plan.sources[number].tensor]) is not None]
+    on_devices = [device_of(cut.flat.held[tensor]) is not None for tensor in plan.pieces.tensor.tolist()]
+    numbers = [plan.block_of_piece(piece) for piece, is_on_device in enumerate(on_devices) if is_on_device]
     numbers += [number for number, (table, column) in plan.columns.items() if _is_on_device(cuts[table], column)]
     for number in numbers:
         begin = regions.bytes + int(plan.image.offsets[number])

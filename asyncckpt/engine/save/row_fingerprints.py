@@ -20,7 +20,7 @@ from asyncckpt.engine.save.save_job import SaveJob
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.native import I64
 from asyncckpt.pipeline.fingerprints import RowFingerprints, changed_since, take_fingerprints
-from asyncckpt.plan.captured_tables import CapturedTable
+from asyncckpt.plan.regions import CapturedTable
 
 MISSED_IDS_MAX = 100
 

@@ -29,8 +29,7 @@ from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import FilterFunction
 from asyncckpt.pipeline.fingerprints import RowFingerprints
 from asyncckpt.pipeline.row_filters import RowFilter
-from asyncckpt.plan.captured_tables import CapturedTable, RegionFilesCache
-from asyncckpt.plan.regions import RegionCache
+from asyncckpt.plan.regions import CapturedTable, RegionCache, RegionFilesCache
 from asyncckpt.plan.save_plan import PlanCache, SavePlan
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool

@@ -25,15 +25,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncckpt.devices.current_runtime import check_not_capturing
+from asyncckpt.devices.current_runtime import check_not_capturing, device_of
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.errors import DeadlineError, DeviceError
 from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.options import SaveOptions
-from asyncckpt.plan.dense_blocks import TensorPieces
+from asyncckpt.plan.dense_blocks import CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan
-from asyncckpt.snapshot.tensor_copies import copied_by_address, list_pieces, place_of
+from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, place_of
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 
@@ -79,9 +79,9 @@ class StagedTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor], options: SaveOptions) -> None:
         check_not_capturing("a save")
-        itemsizes = np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
-        sizes = np.array([tensor.numel() for tensor in tensors], dtype=np.int64) * itemsizes
-        raw = copied_by_address(tensors, bytes=sizes, name=lambda number: f"tensor {number} of the state")
+        ways = CopyWays.of(tensors, device_of)
+        sizes, itemsizes = ways.bytes, ways.itemsizes
+        live = LiveTensors.of(tensors, ways, name=lambda number: f"tensor {number} of the state")
         places = next((item for item in _remembered if item.fit(sizes, itemsizes)), None)
         places = places or _one_behind_the_other(sizes, itemsizes)
         arena = free_arena(places.bytes, limit_bytes=options.host_memory_limit)
@@ -96,7 +96,7 @@ class StagedTensors:
         pieces = TensorPieces(tensor=numbers, source_offset=numbers * 0, place=places.begins, bytes=sizes)
         self._pending = Pending()
         try:
-            self._pending = copy_pieces(pieces, tensors, raw, memory=memory, arena=arena, options=options)
+            self._pending = copy_pieces(pieces, live, memory=memory, arena=arena, options=options)
         except DeviceError:
             self._discard()
             raise
@@ -151,8 +151,7 @@ def free_arena(bytes: int, *, limit_bytes: int | None) -> Arena | None:
 
 def copy_pieces(
     pieces: TensorPieces,
-    tensors: Sequence[torch.Tensor],
-    raw: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    live: LiveTensors,
     *,
     memory: torch.Tensor,
     arena: Arena | None,
@@ -164,7 +163,7 @@ def copy_pieces(
     threads: of the host's copy, 0: all cores. UsageError inside the capture of a graph; DeviceError.
     """
     copies = host_copies(options)
-    own = list_pieces(pieces, tensors, raw, copies, memory)
+    own = list_pieces(pieces, live, copies, memory)
     pending = copies.launch() if arena is None else launch(copies, arena, options)
     try:
         core.copy(own, threads=threads)

@@ -26,7 +26,7 @@ from asyncckpt.errors import DeviceError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.arena_contents import ArenaContents, TableContents
+from asyncckpt.model.row_places import ArenaContents, TableContents
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.snapshot.capture import capture
 from asyncckpt.snapshot.table_capture import TableCapture
@@ -192,16 +192,14 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
                 region,
                 choice.tables[region.table],
                 held=held.get(region.name),
-                address=arena.address,
                 image=image,
                 compare=options.device.fingerprints and layout is not None,
             )
             for region in stage.regions.tables
         ]
         base = stage.regions.bytes
-        address = arena.address + base
         copies = host_copies(options, target.step_fences)
-        capture(stage.plan, cut.flat, cut.tables, address=address, image=image[base:], copies=copies, tables=tables)
+        capture(stage.plan, cut.flat, cut.tables, image=image[base:], copies=copies, tables=tables)
         pending = launch(copies, arena, options)
         target.step_fences.expect(pending)
         if layout is not None:

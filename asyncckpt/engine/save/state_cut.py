@@ -12,9 +12,8 @@ from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, Writt
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.abilities import is_overlaid, tracks_rows
-from asyncckpt.model.table import CutVersion, Table
-from asyncckpt.plan.captured_tables import TableRows
+from asyncckpt.model.table import CutVersion, Table, is_overlaid, tracks_rows
+from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
 

@@ -35,9 +35,8 @@ from asyncckpt.pipeline.filter_types import FilteredState, OutBlock, StagedBlock
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import run_row_filters
 from asyncckpt.plan.image import ImagePlan, plan_image
-from asyncckpt.shard.drain import ArenaImage, drain_image
-from asyncckpt.shard.export import export_tables
-from asyncckpt.shard.stream import stream_sources
+from asyncckpt.shard.drain import drain_images
+from asyncckpt.shard.stream import export_tables, stream_sources
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.staging.chunks import chunk_buffers
 from asyncckpt.storage.directory import Directory
@@ -106,8 +105,7 @@ def _drain(job: SaveJob, target: ShardTarget) -> Written:
         images.append((regions, 0))
     job.future.expect_bytes(sum(file.bytes for image, _ in images for file in image.files) + plan.deferred.files_bytes)
     exported, late_digests = _export(job, target)
-    arena = staged.arena
-    files, digests = drain_image(ArenaImage(plans=images, address=arena.address, raw=arena.view()), target)
+    files, digests = drain_images(images, staged.arena.view(), target)
     tables, body = plan.tables, plan.body
     if staged.tables:
         tables = _in_order(job, (*plan.tables, *(table.facts for table in staged.tables)))

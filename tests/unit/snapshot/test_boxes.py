@@ -146,7 +146,7 @@ def load_into(pieces: list[Piece], whole: torch.Tensor, reader: MemoryReader) ->
     target = InPlace(name="w", path=("w",), whole_shape=shape, dtype=whole.dtype, pieces=tuple(pieces))
     load = DenseLoad(target=target, source=stored)
     plan = LoadPlan(dense=(load,), tables=(), objects=(), missing=(), unexpected=(), info={})
-    assert restore(plan, reader, clear=True, opened=OpenLoads()) == []
+    assert restore(plan, reader, clear=True, opened=OpenLoads()) == {}
 
 
 def cases() -> Iterator[Any]:

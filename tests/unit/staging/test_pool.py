@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncckpt.errors import DeadlineError
-from asyncckpt.model.arena_contents import ArenaContents
+from asyncckpt.model.row_places import ArenaContents
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import ArenaPool
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from asyncckpt.plan.leaf_facts import LeafFacts
+from asyncckpt.plan.save_plan import LeafFacts
 
 pytestmark = pytest.mark.once
 
