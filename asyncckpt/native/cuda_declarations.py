@@ -18,7 +18,6 @@ CUDA_LIBRARY_NAME = "libasyncckpt_cuda.so"
 
 # In addition to the statuses of declarations.py.
 DEVICE = 6
-AS_IS, TO_BFLOAT16 = range(2)
 
 _ERROR = POINTER(AcError)
 
