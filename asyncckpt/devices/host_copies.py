@@ -42,18 +42,14 @@ class DeviceCopies:
         self.works: list[Callable[[], None]] = []
         self.kept: list[object] = []
 
-    def add(self, segments: U64, *keep: object) -> None:
-        """Copy segments (source on the device, target on the host, bytes), uint64 [n, 3]; `keep` holds their memory."""
-        segments = segments[segments[:, 2] > 0]
-        if len(segments):
-            self.copies.append(SegmentCopy(segments))
-            self.kept += keep
+    def add(self, segments: U64, *keep: object, stepped: bool = False) -> None:
+        """Copy segments (source on the device, target on the host, bytes), uint64 [n, 3]; `keep` holds their memory.
 
-    def add_later(self, segments: U64, *keep: object) -> None:
-        """Like `add`, for memory that only an optimizer step changes: only the step waits for the copies."""
+        stepped: only an optimizer step changes the memory, so only the step waits for the copies.
+        """
         segments = segments[segments[:, 2] > 0]
         if len(segments):
-            self.later.append(SegmentCopy(segments))
+            (self.later if stepped else self.copies).append(SegmentCopy(segments))
             self.kept += keep
 
     def add_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *keep: object) -> None:

@@ -61,7 +61,7 @@ def capture(
         found = piece_segments(blocks, begins, address)
         stepped = copies.is_stepped(begins[blocks.tensor], sizes[blocks.tensor])
         copies.on(device).add(found[~stepped], held)
-        copies.on(device).add_later(found[stepped], held)
+        copies.on(device).add(found[stepped], held, stepped=True)
     for number, (index, column) in plan.columns.items():
         segments.append(_column_segments(plan, cuts[index], column, number, copies, address=address, image=image))
     caches = [_cache_copy(item.cache, cuts[item.table], image) for item in plan.deferred.tables]
