@@ -127,6 +127,25 @@ class Batch:
         self._pinned = None
 
 
+def settle_all(running: Sequence[tuple[Batch, Event]]) -> list[BaseException]:
+    """Settle every batch with its last event, even if some fail; return what was raised, interrupts first.
+
+    An interrupt does not end the wait: nothing may be freed before the devices are done.
+    """
+    left, interrupts, failures = list(running), list[BaseException](), list[BaseException]()
+    while left:
+        batch, event = left[0]
+        try:
+            batch.settle(event)
+        except Exception as error:
+            failures.append(error)
+        except BaseException as error:
+            interrupts.append(error)
+            continue
+        del left[0]
+    return interrupts + failures
+
+
 def failed(error: BaseException, what: str) -> DeviceError:
     """Return the DeviceError for an error of a runtime."""
     return DeviceError(

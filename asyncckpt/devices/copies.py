@@ -133,8 +133,7 @@ class RowCopy:
         first, last = 0, self._count
         if self._target_rows is not None:
             first, last = int(self._target_rows.min()), int(self._target_rows.max()) + 1
-        begins, sizes = self._columns[:, 1].astype(np.int64), self._columns[:, 2].astype(np.int64)
-        return int((begins + first * sizes).min()), int((begins + last * sizes).max())
+        return _rows_range(self._columns, first, last)
 
     def run(self, batch: Batch) -> None:
         begin, end = self.targets
@@ -272,10 +271,7 @@ class ChangedRowsCopy:
 
     @property
     def targets(self) -> tuple[int, int]:
-        if not self.bytes:
-            return 0, 0
-        begins, sizes = self._columns[:, 1].astype(np.int64), self._columns[:, 2].astype(np.int64)
-        return int(begins.min()), int((begins + self._now.rows_count * sizes).max())
+        return _rows_range(self._columns, 0, self._now.rows_count) if self.bytes else (0, 0)
 
     def run(self, batch: Batch) -> None:
         kernels, count = batch.kernels, self._now.rows_count
@@ -301,6 +297,12 @@ class ChangedRowsCopy:
 
     def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
         raise AssertionError("rows are compared on their way to the host")
+
+
+def _rows_range(columns: U64, first: int, last: int) -> tuple[int, int]:
+    """Return the address range of rows [first, last) of the targets of columns."""
+    begins, sizes = columns[:, 1].astype(np.int64), columns[:, 2].astype(np.int64)
+    return int((begins + first * sizes).min()), int((begins + last * sizes).max())
 
 
 def _outward(segments: U64) -> Work:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.batch import Batch, settle_all
 from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
@@ -119,21 +119,12 @@ class Pending:
         Any thread may call it. A second call waits for the first one and raises the same. An interrupt is raised at the
         end: the memory must not be used before the devices are done.
         """
-        interrupt: BaseException | None = None
         with self._guard:
-            left = list(self._batches)
-            while left:
-                try:
-                    left[0].batch.settle(left[0].end)
-                except Exception as error:
-                    self._failed = self._failed or error
-                except BaseException as error:
-                    interrupt = interrupt or error
-                    continue
-                del left[0]
+            errors = settle_all([(item.batch, item.end) for item in self._batches])
             self._batches = []  # Only now: `fence` may be called while another thread waits here.
-        if interrupt is not None:
-            raise interrupt
+            self._failed = self._failed or next((error for error in errors if isinstance(error, Exception)), None)
+        if errors:
+            raise errors[0]
         if self._failed is not None:
             raise self._failed
 

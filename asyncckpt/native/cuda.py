@@ -10,15 +10,44 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import byref
+from ctypes import POINTER, byref, c_char_p, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 from asyncckpt.native.contract import U64, check_count, check_mark, check_table, checked_row_columns
-from asyncckpt.native.cuda_declarations import DEVICE, load_cuda_functions
-from asyncckpt.native.declarations import OK, AcError
+from asyncckpt.native.declarations import OK, AcError, find_library, load
 from asyncckpt.native.library import raise_error
 
-_NO_CASTS = None
+CUDA_ABI_VERSION = 1
+CUDA_LIBRARY_NAME = "libasyncckpt_cuda.so"
+
+# In addition to the statuses of declarations.py.
+DEVICE = 6
+
+_ERROR = POINTER(AcError)
+
+# Name -> (result, arguments); tests/unit/native/test_cuda_declarations.py compares them with the header.
+CUDA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ac_cuda_abi_version": (c_uint32, []),
+    "ac_cuda_error_name": (c_char_p, [c_int32]),
+    "ac_cuda_devices_count": (c_int32, [POINTER(c_int32), _ERROR]),
+    "ac_cuda_usable": (c_int32, [c_int32, _ERROR]),
+    "ac_cuda_host_register": (c_int32, [c_int32, c_void_p, c_uint64, _ERROR]),
+    "ac_cuda_host_unregister": (c_int32, [c_int32, c_void_p, _ERROR]),
+    "ac_cuda_copy": (c_int32, [c_int32, c_void_p, c_uint64, c_void_p, _ERROR]),
+    "ac_cuda_batch_table_bytes": (c_uint64, [c_uint64]),
+    "ac_cuda_copy_batch": (c_int32, [c_int32, c_void_p, c_uint64, c_void_p, c_void_p, c_void_p, _ERROR]),
+    "ac_cuda_copy_rows": (
+        c_int32,
+        [c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, c_uint64, c_void_p, _ERROR],
+    ),
+    "ac_cuda_copy_marked_rows": (
+        c_int32,
+        [c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_uint8, c_uint64, c_void_p, _ERROR],
+    ),
+    "ac_cuda_fingerprint": (c_int32, [c_int32, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, _ERROR]),
+}
+_NO_CASTS = None  # All rows arrive as they are.
 
 
 class DeviceFailure(Exception):
@@ -40,7 +69,9 @@ def load_cuda_library(path: Path | None = None) -> CudaLibrary:
 
     Needs no driver. A library that loads does not imply a device: see `check_usable`.
     """
-    return CudaLibrary(load_cuda_functions(path))
+    if path is None:
+        path = find_library(CUDA_LIBRARY_NAME, hint=": this package was built without a CUDA compiler")
+    return CudaLibrary(load(path, CUDA_FUNCTIONS, version_function="ac_cuda_abi_version", version=CUDA_ABI_VERSION))
 
 
 class CudaLibrary:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.native import UnusableLibrary
-from asyncckpt.native.cuda import load_cuda_library
-from asyncckpt.native.cuda_declarations import CUDA_FUNCTIONS, CUDA_LIBRARY_NAME
+from asyncckpt.native.cuda import CUDA_FUNCTIONS, CUDA_LIBRARY_NAME, load_cuda_library
 
 # How the compiler packs code for several architectures: a header of magic, version, size of the header and of what
 # follows, then one entry for each piece of code: kind, version, size of the header and of what follows, and at byte 28
