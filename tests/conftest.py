@@ -18,7 +18,7 @@ from tests.gpu import device
 TESTS = Path(__file__).parent
 # The twin runs what goes through the core: copies into arenas, writes and reads of files, id maps, marks and prints.
 # Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
-ONCE = (
+ANY_CORE = (
     "adapters",
     "bad_input/test_arbitrary_bytes.py",
     "bad_input/test_case_table.py",
@@ -133,8 +133,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.random)
         path = item.path.relative_to(TESTS)
-        if any(path.is_relative_to(once) for once in ONCE):
-            item.add_marker(pytest.mark.once)
+        if any(path.is_relative_to(name) for name in ANY_CORE):
+            item.add_marker(pytest.mark.any_core)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -115,7 +115,7 @@ def test_power_cut_leaves_every_acknowledged_checkpoint(
     print(f"{name}: {count} different disks after power cuts")
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize("name", ["first", "retention", "compaction"])
 def test_power_cut_after_a_kill_and_another_save_leaves_every_acknowledged_checkpoint(
     name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
@@ -147,7 +147,7 @@ def killed_and_saved_again(
     return [replace(disk, label=f"killed after {kill}, {disk.label}") for disk in disks]
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize("name", ["first", "retention", pytest.param("compaction", marks=pytest.mark.slow)])
 def test_power_cut_after_a_failed_sync_leaves_every_acknowledged_checkpoint(
     name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
@@ -195,7 +195,7 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Operation], bool]]] = {
 }
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize("what", LEFT_OUT)
 def test_check_finds_a_sync_left_out(
     what: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
@@ -210,7 +210,7 @@ def test_check_finds_a_sync_left_out(
     assert wrong, f"nobody misses the sync of {what}"
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 def test_check_finds_a_sync_left_out_between_removing_manifests_and_data(
     lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:

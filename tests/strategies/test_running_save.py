@@ -16,7 +16,7 @@ from asyncckpt import Saver
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.strategies.running_save import RunningSave, wait_for_release
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 LONG_S = 60.0
 
 

@@ -22,7 +22,7 @@ from asyncckpt.native import U8
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.torch_queue import alias
 
-pytestmark = pytest.mark.once  # Of all this, only the simulated devices use the core.
+pytestmark = pytest.mark.any_core  # Of all this, only the simulated devices use the core.
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.complex128)
 
