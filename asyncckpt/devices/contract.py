@@ -93,8 +93,6 @@ class ComparesRows(Kernels, Protocol):
 class Runtime(Protocol):
     """The runtime of a kind of devices. Any thread may call the methods; they raise DeviceError."""
 
-    @property
-    def name(self) -> str: ...
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of the device of a tensor's storage; None if it is not on one of this runtime."""
         ...

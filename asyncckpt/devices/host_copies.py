@@ -120,7 +120,8 @@ class Pending:
         end: the memory must not be used before the devices are done.
         """
         with self._guard:
-            errors = settle_all([(item.batch, item.end) for item in self._batches])
+            running = [(item.batch, item.end) for item in self._batches]
+            errors = settle_all(running) if running else []
             self._batches = []  # Only now: `fence` may be called while another thread waits here.
             self._failed = self._failed or next((error for error in errors if isinstance(error, Exception)), None)
         if errors:

@@ -180,7 +180,8 @@ def _run(item: _Listed, batch: Batch, window: tuple[int, int]) -> None:
 
 def _settle(windows: list[_Window]) -> None:
     """Wait for all copies out of windows, even if some fail; then raise the first failure."""
-    errors = settle_all([one for window in windows for one in window.running])
+    running = [one for window in windows for one in window.running]
+    errors = settle_all(running) if running else []
     for window in windows:
         window.running.clear()
     if errors:
