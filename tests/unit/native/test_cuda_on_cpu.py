@@ -16,14 +16,15 @@ from tests.cuda_on_cpu import cuda_on_cpu, cuda_on_cpu_controls
 STREAM = 0x1234
 
 
-@pytest.fixture(scope="module")
-def cuda() -> CudaLibrary:
+@pytest.fixture
+def cuda(controls: ctypes.CDLL) -> CudaLibrary:
     return cuda_on_cpu()
 
 
 @pytest.fixture
 def controls() -> Iterator[ctypes.CDLL]:
     controls = cuda_on_cpu_controls()
+    controls.cuda_on_cpu_set_devices(2)  # A simulated device of an earlier test has set its own number.
     yield controls
     controls.cuda_on_cpu_set_devices(2)
     controls.cuda_on_cpu_fail_after(0, 0)
