@@ -56,7 +56,7 @@ test-suite: $(READY) ## the suite on the compiled core
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(PARALLEL) $(ARGS)
 
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
-	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not once' $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs $(ARGS)

@@ -18,16 +18,18 @@ from tests.gpu import device
 TESTS = Path(__file__).parent
 # The twin runs what goes through the core: copies into arenas, writes and reads of files, id maps, marks and prints.
 # Which core runs makes no difference to what these show, or they run both themselves. Files and folders.
-ONCE = (
+ANY_CORE = (
     "adapters",
     "bad_input/test_arbitrary_bytes.py",
     "bad_input/test_case_table.py",
     "bad_input/test_chains.py",
     "bad_input/test_load_targets.py",
     "bad_input/test_manifest.py",
+    "bad_input/test_manifest_contents.py",
     "bad_input/test_paths.py",
     "bad_input/test_permissions.py",
     "bad_input/test_ranks.py",
+    "bad_input/test_saver_states.py",
     "bad_input/test_saver_tensors.py",
     "bad_input/test_values_and_names.py",
     "bench",
@@ -132,8 +134,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.random)
         path = item.path.relative_to(TESTS)
-        if any(path.is_relative_to(once) for once in ONCE):
-            item.add_marker(pytest.mark.once)
+        if any(path.is_relative_to(name) for name in ANY_CORE):
+            item.add_marker(pytest.mark.any_core)
 
 
 @pytest.fixture(scope="session", autouse=True)

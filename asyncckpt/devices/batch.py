@@ -24,7 +24,7 @@ _abandoned: list[Batch] = []
 
 
 class Batch:
-    """The copies of one save or load on one device, queued on its side stream. Implements contract.Holder.
+    """The copies of one save or load on one device, queued on its side stream.
 
     reachable: registered host memory, (address, bytes).
     """
@@ -64,7 +64,7 @@ class Batch:
         self._kept += things
 
     def pinned(self, array: NDArray[Any]) -> int:
-        """See contract.Holder."""
+        """Copy an array into pinned memory that the device can read; return its address."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         begin = -(-self._pinned_used // _ALIGNMENT) * _ALIGNMENT
         if self._pinned is None or begin + raw.size > self._pinned.numel():
@@ -83,7 +83,7 @@ class Batch:
         return int(memory.data_ptr())
 
     def device_memory(self, bytes: int) -> int:
-        """See contract.Holder. Raises MemoryError."""
+        """Return the address of new memory on the device, aligned to 256 bytes. Raises MemoryError."""
         memory = self.runtime.new_memory(self.device, max(1, bytes))
         self._kept.append(memory)
         self._own.append((int(memory.data_ptr()), memory.numel()))
@@ -125,6 +125,25 @@ class Batch:
         self._afterwards.clear()
         self._kept.clear()
         self._pinned = None
+
+
+def settle_all(running: Sequence[tuple[Batch, Event]]) -> list[BaseException]:
+    """Settle every batch with its last event, even if some fail; return what was raised, interrupts first.
+
+    An interrupt does not end the wait: nothing may be freed before the devices are done.
+    """
+    left, interrupts, failures = list(running), list[BaseException](), list[BaseException]()
+    while left:
+        batch, event = left[0]
+        try:
+            batch.settle(event)
+        except Exception as error:
+            failures.append(error)
+        except BaseException as error:
+            interrupts.append(error)
+            continue
+        del left[0]
+    return interrupts + failures
 
 
 def failed(error: BaseException, what: str) -> DeviceError:

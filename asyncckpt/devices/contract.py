@@ -11,19 +11,20 @@ in any order, unless one waits for an event of the other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.native import I64, U64
+
+if TYPE_CHECKING:
+    from asyncckpt.devices.batch import Batch
 
 Stream = Any
 """A stream of a runtime; only that runtime looks into it."""
 
 LARGE_BYTES = 1 << 20  # A segment of at least this size is a copy of its own, which takes the host some microseconds.
 PACK_BYTES = 64 << 20  # Device memory in which short segments are packed if kernels cannot write to the host.
-SLOT_BYTES = 256  # Slots in device memory are aligned like their targets modulo this, for wide loads.
 
 
 class Event(Protocol):
@@ -42,7 +43,7 @@ class Event(Protocol):
 
 
 class Kernels(Protocol):
-    """Copies by address on one device, queued on the holder's stream, which is current. They raise DeviceError."""
+    """Copies by address on one device, queued on the stream of a batch, which is current. They raise DeviceError."""
 
     @property
     def name(self) -> str:
@@ -54,18 +55,18 @@ class Kernels(Protocol):
         """Whether the kernels read and write registered host memory."""
         ...
 
-    def copy(self, segments: U64, holder: Holder) -> None:
+    def copy(self, segments: U64, batch: Batch) -> None:
         """Copy segments (source, target, bytes), uint64 [n, 3], in any order. Kernels reach them; none overlap."""
         ...
 
-    def transfer(self, segments: U64, holder: Holder, *, to_host: bool) -> None:
+    def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         """Copy segments one by one between the device and the host, to the host or from it.
 
         The call may wait for the device if the host's memory is not registered.
         """
         ...
 
-    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, holder: Holder) -> None:
+    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, batch: Batch) -> None:
         """Copy row source_rows[i] of every column (source, target, row bytes) to row target_rows[i]; None: row i.
 
         Kernels reach all of the memory. At least one of the two is given. Target rows are distinct.
@@ -77,11 +78,11 @@ class Kernels(Protocol):
 class ComparesRows(Kernels, Protocol):
     """Kernels that find changed rows on the device."""
 
-    def fingerprint_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
+    def fingerprint_rows(self, columns: U64, rows_count: int, target: int, batch: Batch) -> None:
         """Write fingerprints of rows over all columns (address, row bytes) to uint64 [rows_count] at `target`."""
         ...
 
-    def copy_marked(self, columns: U64, marks: int, rows_count: int, holder: Holder) -> None:
+    def copy_marked(self, columns: U64, marks: int, rows_count: int, batch: Batch) -> None:
         """Copy row r of every column (source, target, row bytes) to row r of its target where marks[r] is not 0.
 
         marks: address of uint8 [rows_count] on the device. Kernels reach all of the memory.
@@ -89,29 +90,9 @@ class ComparesRows(Kernels, Protocol):
         ...
 
 
-class Holder(Protocol):
-    """Keeps memory alive until queued work is done; what kernels see of a Batch."""
-
-    @property
-    def stream(self) -> Stream: ...
-    def pinned(self, array: NDArray[Any]) -> int:
-        """Copy an array into pinned memory that the device can read; return its address."""
-        ...
-
-    def new_pinned(self, bytes: int) -> int:
-        """Return the address of new pinned memory."""
-        ...
-
-    def device_memory(self, bytes: int) -> int:
-        """Return the address of new memory on the device, aligned to 256 bytes."""
-        ...
-
-
 class Runtime(Protocol):
     """The runtime of a kind of devices. Any thread may call the methods; they raise DeviceError."""
 
-    @property
-    def name(self) -> str: ...
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the index of the device of a tensor's storage; None if it is not on one of this runtime."""
         ...

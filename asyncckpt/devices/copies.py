@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import LARGE_BYTES, PACK_BYTES, SLOT_BYTES, ComparesRows
+from asyncckpt.devices.contract import LARGE_BYTES, PACK_BYTES, ComparesRows
+from asyncckpt.devices.slots import SLOT_BYTES, runs_of, slots_of
 from asyncckpt.native import I64, U64, core
 
 FINGERPRINT_BYTES = 8
@@ -94,26 +95,17 @@ class SegmentCopy:
         return (SegmentCopy(direct) if len(direct) else None), (SegmentCopy(scratch) if len(scratch) else None)
 
     def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
-        targets, sizes = self._segments[:, 1].astype(np.int64), self._segments[:, 2].astype(np.int64)
-        ends = targets + sizes
-        begins_run = np.ones(len(targets), dtype=np.bool_)
-        begins_run[1:] = targets[1:] != ends[:-1]
-        firsts = np.flatnonzero(begins_run)
-        lasts = np.append(firsts[1:], len(targets))[: len(firsts)] - 1
-        run_bytes = ends[lasts] - targets[firsts] if len(firsts) else np.empty(0, dtype=np.int64)
-        shifts = targets[firsts] % SLOT_BYTES
-        room = -(-(shifts + run_bytes) // SLOT_BYTES) * SLOT_BYTES
-        slots = np.cumsum(room) - room + shifts
-        runs = np.cumsum(begins_run) - 1
-        places = slots[runs] + targets - targets[firsts][runs]
+        segments = self._segments.view(np.int64)
+        begins, ends, of = runs_of(segments[:, 1], segments[:, 2])
+        slots, scratch_bytes = slots_of(ends - begins, begins)
 
         def halves(address: int) -> tuple[Work, Work]:
             inward = self._segments.copy()
-            inward[:, 1] = (places + address).view(np.uint64)
-            outward = np.stack([slots + address, targets[firsts], run_bytes], axis=1).view(np.uint64)
+            inward.view(np.int64)[:, 1] += (slots + address - begins)[of]
+            outward = np.stack([slots + address, begins, ends - begins], axis=1).view(np.uint64)
             return (lambda batch: batch.kernels.copy(inward, batch)), _outward(outward)
 
-        return int(room.sum()), halves
+        return scratch_bytes, halves
 
 
 class RowCopy:
@@ -141,8 +133,7 @@ class RowCopy:
         first, last = 0, self._count
         if self._target_rows is not None:
             first, last = int(self._target_rows.min()), int(self._target_rows.max()) + 1
-        begins, sizes = self._columns[:, 1].astype(np.int64), self._columns[:, 2].astype(np.int64)
-        return int((begins + first * sizes).min()), int((begins + last * sizes).max())
+        return _rows_range(self._columns, first, last)
 
     def run(self, batch: Batch) -> None:
         begin, end = self.targets
@@ -155,9 +146,8 @@ class RowCopy:
         """Copy rows to memory that kernels cannot write: through other host memory, from which the host copies them."""
         sizes = self._columns[:, 2].astype(np.int64)
         rows_max = max(1, PACK_BYTES // int(sizes.sum()))
-        room = -(-min(rows_max, self._count) * sizes // SLOT_BYTES) * SLOT_BYTES
-        begins = np.cumsum(room) - room
-        slots = begins + batch.device_memory(int(room.sum()))
+        begins, scratch_bytes = slots_of(min(rows_max, self._count) * sizes)
+        slots = begins + batch.device_memory(scratch_bytes)
         rows = np.arange(self._count, dtype=np.int64)
         source_rows = rows if self._source_rows is None else self._source_rows
         target_rows = rows if self._target_rows is None else self._target_rows
@@ -165,7 +155,7 @@ class RowCopy:
             part = slice(first, first + rows_max)
             packed, landed = self._columns.copy(), self._columns.copy()
             packed[:, 1] = slots.view(np.uint64)
-            landed[:, 0] = (begins + batch.new_pinned(int(room.sum()))).view(np.uint64)
+            landed[:, 0] = (begins + batch.new_pinned(scratch_bytes)).view(np.uint64)
             batch.kernels.copy_rows(packed, source_rows[part], None, batch)
             bytes = (sizes * len(source_rows[part])).view(np.uint64)
             whole = np.stack([packed[:, 1], landed[:, 0], bytes], axis=1)
@@ -190,8 +180,7 @@ class RowCopy:
 
     def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
         sizes = self._columns[:, 2].astype(np.int64)
-        room = -(-self._count * sizes // SLOT_BYTES) * SLOT_BYTES
-        begins = np.cumsum(room) - room
+        begins, scratch_bytes = slots_of(self._count * sizes)
 
         def halves(address: int) -> tuple[Work, Work]:
             slots = (begins + address).view(np.uint64)
@@ -205,7 +194,7 @@ class RowCopy:
                 return first.run, _outward(outward)
             return first.run, RowCopy(outward, rows, self._target_rows).run
 
-        return int(room.sum()), halves
+        return scratch_bytes, halves
 
 
 class TensorCopy:
@@ -282,10 +271,7 @@ class ChangedRowsCopy:
 
     @property
     def targets(self) -> tuple[int, int]:
-        if not self.bytes:
-            return 0, 0
-        begins, sizes = self._columns[:, 1].astype(np.int64), self._columns[:, 2].astype(np.int64)
-        return int(begins.min()), int((begins + self._now.rows_count * sizes).max())
+        return _rows_range(self._columns, 0, self._now.rows_count) if self.bytes else (0, 0)
 
     def run(self, batch: Batch) -> None:
         kernels, count = batch.kernels, self._now.rows_count
@@ -311,6 +297,12 @@ class ChangedRowsCopy:
 
     def by_scratch(self) -> tuple[int, Callable[[int], tuple[Work, Work]]]:
         raise AssertionError("rows are compared on their way to the host")
+
+
+def _rows_range(columns: U64, first: int, last: int) -> tuple[int, int]:
+    """Return the address range of rows [first, last) of the targets of columns."""
+    begins, sizes = columns[:, 1].astype(np.int64), columns[:, 2].astype(np.int64)
+    return int((begins + first * sizes).min()), int((begins + last * sizes).max())
 
 
 def _outward(segments: U64) -> Work:

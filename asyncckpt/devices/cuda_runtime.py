@@ -60,8 +60,6 @@ class CudaEvent:
 class CudaRuntime:
     """Implements contract.Runtime."""
 
-    name = "cuda"
-
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._side_streams: dict[int, torch.cuda.Stream] = {}

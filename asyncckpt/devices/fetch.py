@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from asyncckpt.devices.contract import SLOT_BYTES, Stream
+from asyncckpt.devices.contract import Stream
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.devices.host_copies import HostCopies
+from asyncckpt.devices.slots import slots_of
 from asyncckpt.devices.upload_copies import is_plain
 
 
@@ -32,13 +33,13 @@ def to_host_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found = runtime()
     copies = HostCopies(found)
     sizes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
-    room = -(-sizes // SLOT_BYTES) * SLOT_BYTES
-    if found is None or not room.sum():
+    begins, memory_bytes = slots_of(sizes)
+    if found is None or not memory_bytes:
         return [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for tensor in tensors]
-    memory = found.new_pinned(int(room.sum()))
+    memory = found.new_pinned(memory_bytes)
     places: list[torch.Tensor] = []
     segments: dict[int, list[tuple[int, int, int]]] = {}
-    for tensor, begin, size in zip(tensors, (np.cumsum(room) - room).tolist(), sizes.tolist(), strict=True):
+    for tensor, begin, size in zip(tensors, begins.tolist(), sizes.tolist(), strict=True):
         device = found.device_of(tensor)
         assert device is not None
         place = memory[begin : begin + size].view(tensor.dtype).view(tensor.shape)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.batch import Batch, settle_all
 from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
@@ -42,18 +42,14 @@ class DeviceCopies:
         self.works: list[Callable[[], None]] = []
         self.kept: list[object] = []
 
-    def add(self, segments: U64, *keep: object) -> None:
-        """Copy segments (source on the device, target on the host, bytes), uint64 [n, 3]; `keep` holds their memory."""
-        segments = segments[segments[:, 2] > 0]
-        if len(segments):
-            self.copies.append(SegmentCopy(segments))
-            self.kept += keep
+    def add(self, segments: U64, *keep: object, stepped: bool = False) -> None:
+        """Copy segments (source on the device, target on the host, bytes), uint64 [n, 3]; `keep` holds their memory.
 
-    def add_later(self, segments: U64, *keep: object) -> None:
-        """Like `add`, for memory that only an optimizer step changes: only the step waits for the copies."""
+        stepped: only an optimizer step changes the memory, so only the step waits for the copies.
+        """
         segments = segments[segments[:, 2] > 0]
         if len(segments):
-            self.later.append(SegmentCopy(segments))
+            (self.later if stepped else self.copies).append(SegmentCopy(segments))
             self.kept += keep
 
     def add_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *keep: object) -> None:
@@ -123,21 +119,13 @@ class Pending:
         Any thread may call it. A second call waits for the first one and raises the same. An interrupt is raised at the
         end: the memory must not be used before the devices are done.
         """
-        interrupt: BaseException | None = None
         with self._guard:
-            left = list(self._batches)
-            while left:
-                try:
-                    left[0].batch.settle(left[0].end)
-                except Exception as error:
-                    self._failed = self._failed or error
-                except BaseException as error:
-                    interrupt = interrupt or error
-                    continue
-                del left[0]
+            running = [(item.batch, item.end) for item in self._batches]
+            errors = settle_all(running) if running else []
             self._batches = []  # Only now: `fence` may be called while another thread waits here.
-        if interrupt is not None:
-            raise interrupt
+            self._failed = self._failed or next((error for error in errors if isinstance(error, Exception)), None)
+        if errors:
+            raise errors[0]
         if self._failed is not None:
             raise self._failed
 

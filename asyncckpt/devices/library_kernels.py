@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from asyncckpt.devices.batch import failing, not_pinned
-from asyncckpt.devices.contract import LARGE_BYTES, Holder, Runtime
+from asyncckpt.devices.batch import Batch, failing, not_pinned
+from asyncckpt.devices.contract import LARGE_BYTES, Runtime
 from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
@@ -25,34 +25,34 @@ class LibraryKernels:
         self._device = device
         self._library = library
 
-    def copy(self, segments: U64, holder: Holder) -> None:
-        stream = self._runtime.handle(holder.stream)
+    def copy(self, segments: U64, batch: Batch) -> None:
+        stream = self._runtime.handle(batch.stream)
         is_large = segments[:, 2] >= LARGE_BYTES
         large, small = np.ascontiguousarray(segments[is_large]), np.ascontiguousarray(segments[~is_large])
         with _queueing():
             if len(small):
                 size = self._library.batch_table_bytes(len(small))
-                table = holder.new_pinned(size)
-                self._library.copy_batch(self._device, small, table, stream, device_table=_near_table(size, holder))
+                table = batch.new_pinned(size)
+                self._library.copy_batch(self._device, small, table, stream, device_table=_near_table(size, batch))
             if len(large):
                 self._library.copy(self._device, large, stream)
 
-    def transfer(self, segments: U64, holder: Holder, *, to_host: bool) -> None:
+    def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         with _queueing():
-            self._library.copy(self._device, segments, self._runtime.handle(holder.stream))
+            self._library.copy(self._device, segments, self._runtime.handle(batch.stream))
 
-    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, holder: Holder) -> None:
+    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, batch: Batch) -> None:
         rows = target_rows if source_rows is None else source_rows
         assert rows is not None
         with _queueing():
-            sources = self._on_device(source_rows, holder)
+            sources = self._on_device(source_rows, batch)
             self._library.copy_rows(
                 self._device,
                 columns,
                 sources,
-                sources if target_rows is source_rows else self._on_device(target_rows, holder),
+                sources if target_rows is source_rows else self._on_device(target_rows, batch),
                 len(rows),
-                self._runtime.handle(holder.stream),
+                self._runtime.handle(batch.stream),
             )
 
     def register(self, address: int, bytes: int) -> None:
@@ -67,32 +67,32 @@ class LibraryKernels:
         with _queueing():
             self._library.host_unregister(self._device, address)
 
-    def fingerprint_rows(self, columns: U64, rows_count: int, target: int, holder: Holder) -> None:
+    def fingerprint_rows(self, columns: U64, rows_count: int, target: int, batch: Batch) -> None:
         with _queueing():
-            self._library.fingerprints(self._device, columns, rows_count, target, self._runtime.handle(holder.stream))
+            self._library.fingerprints(self._device, columns, rows_count, target, self._runtime.handle(batch.stream))
 
-    def copy_marked(self, columns: U64, marks: int, rows_count: int, holder: Holder) -> None:
+    def copy_marked(self, columns: U64, marks: int, rows_count: int, batch: Batch) -> None:
         with _queueing():
             self._library.copy_marked_rows(
-                self._device, columns, marks, 0, rows_count, self._runtime.handle(holder.stream)
+                self._device, columns, marks, 0, rows_count, self._runtime.handle(batch.stream)
             )
 
-    def _on_device(self, rows: I64 | None, holder: Holder) -> int | None:
+    def _on_device(self, rows: I64 | None, batch: Batch) -> int | None:
         """Return the address of row numbers on the device, where every row of every column needs them."""
         if rows is None or not len(rows):
             return None
         try:
-            address = holder.device_memory(rows.nbytes)
+            address = batch.device_memory(rows.nbytes)
         except MemoryError:  # Slower: read over the bus.
-            return holder.pinned(rows)
-        segments = np.array([[holder.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
-        self._library.copy(self._device, segments, self._runtime.handle(holder.stream))
+            return batch.pinned(rows)
+        segments = np.array([[batch.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
+        self._library.copy(self._device, segments, self._runtime.handle(batch.stream))
         return address
 
 
-def _near_table(bytes: int, holder: Holder) -> int:
+def _near_table(bytes: int, batch: Batch) -> int:
     """Return device memory for a table of segments; 0 without any: then it is read over the bus."""
     try:
-        return holder.device_memory(bytes)
+        return batch.device_memory(bytes)
     except MemoryError:
         return 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from asyncckpt.devices.contract import Holder, Runtime
+from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.contract import Runtime
 from asyncckpt.native import I64, U64
 
 
@@ -22,22 +23,22 @@ class TorchKernels:
         self._runtime = runtime
         self._device = device
 
-    def copy(self, segments: U64, holder: Holder) -> None:
+    def copy(self, segments: U64, batch: Batch) -> None:
         views = [
             (self._runtime.view(target, size, self._device), self._runtime.view(source, size, self._device))
             for source, target, size in segments.tolist()
         ]
         torch._foreach_copy_([target for target, _ in views], [source for _, source in views], non_blocking=True)
 
-    def transfer(self, segments: U64, holder: Holder, *, to_host: bool) -> None:
+    def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         source_device, target_device = (self._device, None) if to_host else (None, self._device)
         for source, target, size in segments.tolist():
             target_view = self._runtime.view(target, size, target_device)
             target_view.copy_(self._runtime.view(source, size, source_device), non_blocking=True)
 
-    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, holder: Holder) -> None:
-        sources = None if source_rows is None else self._index(source_rows, holder)
-        targets = None if target_rows is None else self._index(target_rows, holder)
+    def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, batch: Batch) -> None:
+        sources = None if source_rows is None else self._index(source_rows, batch)
+        targets = None if target_rows is None else self._index(target_rows, batch)
         for source, target, row_bytes in columns.tolist():
             rows = self._rows(source, row_bytes, source_rows, len(_given(source_rows, target_rows)))
             if sources is not None:
@@ -48,9 +49,9 @@ class TorchKernels:
             else:
                 places.index_copy_(0, targets, rows)
 
-    def _index(self, rows: I64, holder: Holder) -> torch.Tensor:
-        pinned = self._runtime.view(holder.pinned(rows), rows.nbytes, None)
-        index = self._runtime.view(holder.device_memory(rows.nbytes), rows.nbytes, self._device)
+    def _index(self, rows: I64, batch: Batch) -> torch.Tensor:
+        pinned = self._runtime.view(batch.pinned(rows), rows.nbytes, None)
+        index = self._runtime.view(batch.device_memory(rows.nbytes), rows.nbytes, self._device)
         index.copy_(pinned, non_blocking=True)
         return index.view(torch.int64)
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import LARGE_BYTES, SLOT_BYTES
+from asyncckpt.devices.contract import LARGE_BYTES
+from asyncckpt.devices.slots import runs_of, slots_of
 from asyncckpt.native import I64, U64
 
 GAP_BYTES_MAX = 64 << 10
@@ -35,7 +36,7 @@ class Upload(Protocol):
 
 
 class SegmentUpload:
-    """Segments (source, target, bytes), uint64 [n, 3], of which no two overlap.
+    """Segments (source, target, bytes), uint64 [n, 3], of which no two targets overlap.
 
     window: (address, bytes) of host memory that may also be read between segments. Kernels copy short segments of it,
     from registered memory or else from a copy of that in scratch memory; all others are copied one by one.
@@ -50,11 +51,9 @@ class SegmentUpload:
         self._by_kernels = np.ascontiguousarray(segments[by_kernels])
         self._alone = np.ascontiguousarray(segments[~by_kernels & ~is_packed])
         self._packed = segments[is_packed][np.argsort(sources[is_packed], kind="stable")]
-        self._begins, self._ends = _runs(self._packed)
-        shifts = self._begins % SLOT_BYTES  # Slots are aligned like their sources, for wide loads.
-        room = -(-(shifts + self._ends - self._begins) // SLOT_BYTES) * SLOT_BYTES
-        self._slots = np.cumsum(room) - room + shifts
-        self.scratch_bytes = int(room.sum())
+        packed = self._packed.view(np.int64)
+        self._runs = runs_of(packed[:, 0], packed[:, 2], gap_bytes_max=GAP_BYTES_MAX)
+        self._slots, self.scratch_bytes = slots_of(self._runs.ends - self._runs.begins, self._runs.begins)
 
     def run(self, batch: Batch, scratch: int) -> None:
         if len(self._by_kernels):
@@ -62,12 +61,13 @@ class SegmentUpload:
         if len(self._alone):
             batch.kernels.transfer(self._alone, batch, to_host=False)
         if len(self._packed):
-            inward = np.stack([self._begins, self._slots + scratch, self._ends - self._begins], axis=1).view(np.uint64)
-            batch.kernels.transfer(np.ascontiguousarray(inward), batch, to_host=False)
-            sources = self._packed[:, 0].astype(np.int64)
-            runs = np.searchsorted(self._begins, sources, side="right") - 1
+            begins, ends, of = self._runs
+            slots = self._slots + scratch
+            batch.kernels.transfer(
+                np.stack([begins, slots, ends - begins], axis=1).view(np.uint64), batch, to_host=False
+            )
             within = self._packed.copy()
-            within[:, 0] = (sources - self._begins[runs] + self._slots[runs] + scratch).view(np.uint64)
+            within.view(np.int64)[:, 0] += (slots - begins)[of]
             batch.kernels.copy(within, batch)
 
 
@@ -123,17 +123,6 @@ class RowUpload:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's memory holds its values in order, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _runs(segments: U64) -> tuple[I64, I64]:
-    """Return (begins, ends) of the host memory of ascending segments, including small gaps."""
-    begins = segments[:, 0].astype(np.int64)
-    ends = begins + segments[:, 2].astype(np.int64)
-    is_first = np.ones(len(begins), dtype=np.bool_)
-    is_first[1:] = begins[1:] - ends[:-1] > GAP_BYTES_MAX
-    firsts = np.flatnonzero(is_first)
-    lasts = np.append(firsts[1:], len(begins))[: len(firsts)] - 1
-    return begins[firsts], ends[lasts]
 
 
 def _span_bytes(values: torch.Tensor) -> int:

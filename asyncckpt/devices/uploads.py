@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from asyncckpt.devices.batch import Batch
+from asyncckpt.devices.batch import Batch, settle_all
 from asyncckpt.devices.contract import Event, Runtime
 from asyncckpt.devices.upload_copies import RowUpload, SegmentUpload, TensorUpload, Upload, is_plain
 from asyncckpt.errors import DeviceError
@@ -181,17 +181,9 @@ def _run(item: _Listed, batch: Batch, window: tuple[int, int]) -> None:
 
 def _settle(windows: list[_Window]) -> None:
     """Wait for all copies out of windows, even if some fail; then raise the first failure."""
-    failed: BaseException | None = None
+    running = [one for window in windows for one in window.running]
+    errors = settle_all(running) if running else []
     for window in windows:
-        while window.running:
-            batch, event = window.running[0]
-            try:
-                batch.settle(event)
-            except Exception as error:
-                failed = failed or error
-            except BaseException as error:  # An interrupt: nothing may be freed before the device is done.
-                failed = failed or error
-                continue
-            del window.running[0]
-    if failed is not None:
-        raise failed
+        window.running.clear()
+    if errors:
+        raise errors[0]

@@ -9,17 +9,45 @@ stream waits for the device, and each restores the current device of its thread.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from ctypes import byref, c_int32
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from asyncckpt.native.contract import U64, check_count, check_mark, check_table, checked_row_columns
+from asyncckpt.native.declarations import OK, AcError, find_library, load
+from asyncckpt.native.library import raise_error
 
-from asyncckpt.native.arrays import check_count, check_mark, check_table, checked_row_columns
-from asyncckpt.native.contract import U8, U64
-from asyncckpt.native.cuda_declarations import AS_IS, DEVICE, TO_BFLOAT16, load_cuda_functions
-from asyncckpt.native.declarations import OK, AcError
-from asyncckpt.native.native_objects import raise_error
+CUDA_ABI_VERSION = 1
+CUDA_LIBRARY_NAME = "libasyncckpt_cuda.so"
+
+# In addition to the statuses of declarations.py.
+DEVICE = 6
+
+_ERROR = POINTER(AcError)
+
+# Name -> (result, arguments); tests/unit/native/test_cuda_declarations.py compares them with the header.
+CUDA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ac_cuda_abi_version": (c_uint32, []),
+    "ac_cuda_error_name": (c_char_p, [c_int32]),
+    "ac_cuda_devices_count": (c_int32, [POINTER(c_int32), _ERROR]),
+    "ac_cuda_usable": (c_int32, [c_int32, _ERROR]),
+    "ac_cuda_host_register": (c_int32, [c_int32, c_void_p, c_uint64, _ERROR]),
+    "ac_cuda_host_unregister": (c_int32, [c_int32, c_void_p, _ERROR]),
+    "ac_cuda_copy": (c_int32, [c_int32, c_void_p, c_uint64, c_void_p, _ERROR]),
+    "ac_cuda_batch_table_bytes": (c_uint64, [c_uint64]),
+    "ac_cuda_copy_batch": (c_int32, [c_int32, c_void_p, c_uint64, c_void_p, c_void_p, c_void_p, _ERROR]),
+    "ac_cuda_copy_rows": (
+        c_int32,
+        [c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, c_uint64, c_void_p, _ERROR],
+    ),
+    "ac_cuda_copy_marked_rows": (
+        c_int32,
+        [c_int32, c_void_p, c_void_p, c_uint64, c_void_p, c_uint8, c_uint64, c_void_p, _ERROR],
+    ),
+    "ac_cuda_fingerprint": (c_int32, [c_int32, c_void_p, c_uint64, c_uint64, c_void_p, c_void_p, _ERROR]),
+}
+_NO_CASTS = None  # All rows arrive as they are.
 
 
 class DeviceFailure(Exception):
@@ -39,30 +67,22 @@ class DeviceFailure(Exception):
 def load_cuda_library(path: Path | None = None) -> CudaLibrary:
     """Load the CUDA library of this package, or the one at `path`; raises UnusableLibrary with the reason.
 
-    Needs no driver. A library that loads does not imply a device: see `devices_count`.
+    Needs no driver. A library that loads does not imply a device: see `check_usable`.
     """
-    return CudaLibrary(load_cuda_functions(path))
+    if path is None:
+        path = find_library(CUDA_LIBRARY_NAME, hint=": this package was built without a CUDA compiler")
+    return CudaLibrary(load(path, CUDA_FUNCTIONS, version_function="ac_cuda_abi_version", version=CUDA_ABI_VERSION))
 
 
 class CudaLibrary:
     """Each method checks its arrays and makes one C call.
 
-    All but `devices_count`, `why_none` and `batch_table_bytes` raise DeviceFailure for what CUDA reports, and before
-    anything is launched ValueError for arguments that break the contract.
+    All but `batch_table_bytes` raise DeviceFailure for what CUDA reports, and ValueError for arguments that break the
+    contract, before anything is launched.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-
-    @property
-    def devices_count(self) -> int:
-        """How many devices this process can use, 0 without a driver. Starts the driver if there is one."""
-        return self._count_devices()[0]
-
-    @property
-    def why_none(self) -> str:
-        """Why there is no device; empty when there is one."""
-        return self._count_devices()[1]
 
     def check_usable(self, device: int) -> None:
         """Load all kernels on a device. Raises DeviceFailure if this library has no code for it."""
@@ -98,48 +118,27 @@ class CudaLibrary:
         self._call(self._library.ac_cuda_copy_batch, device, *places, stream)
 
     def copy_rows(
-        self,
-        device: int,
-        columns: U64,
-        source_rows: int | None,
-        target_rows: int | None,
-        count: int,
-        stream: int,
-        *,
-        to_bfloat16: bool | Sequence[bool] = False,
+        self, device: int, columns: U64, source_rows: int | None, target_rows: int | None, count: int, stream: int
     ) -> None:
         """Copy row source_rows[i] of every column to row target_rows[i], for i below `count`.
 
-        columns: uint64 [c, 3] of (source address, target address, row bytes of the source). The rows are addresses of
-        int64 [count] that kernels can read, None for row i; pairs with a negative row are skipped.
-        to_bfloat16: whether a column, or each one, is float32 and becomes bfloat16.
+        columns: uint64 [c, 3] of (source address, target address, row bytes). The rows are addresses of int64 [count]
+        that kernels can read, None for row i; pairs with a negative row are skipped.
         """
         check_table(columns, columns_count=3, name="columns")
         check_count(count, name="count")
-        casts = _casts(to_bfloat16, len(columns))
-        places = columns.ctypes.data, casts.ctypes.data, len(columns)
+        places = columns.ctypes.data, _NO_CASTS, len(columns)
         self._call(self._library.ac_cuda_copy_rows, device, *places, source_rows, target_rows, count, stream)
 
-    def copy_marked_rows(
-        self,
-        device: int,
-        columns: U64,
-        marks: int,
-        above: int,
-        rows_count: int,
-        stream: int,
-        *,
-        to_bfloat16: bool | Sequence[bool] = False,
-    ) -> None:
+    def copy_marked_rows(self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int) -> None:
         """Copy row r of every column to row r of its target wherever marks[r] is greater than `above`.
 
-        columns and to_bfloat16: as in copy_rows. marks: address of uint8 [rows_count] on the device.
+        columns: as in copy_rows. marks: address of uint8 [rows_count] on the device.
         """
         check_table(columns, columns_count=3, name="columns")
         check_mark(above, name="above")
         check_count(rows_count, name="rows_count")
-        casts = _casts(to_bfloat16, len(columns))
-        places = columns.ctypes.data, casts.ctypes.data, len(columns)
+        places = columns.ctypes.data, _NO_CASTS, len(columns)
         self._call(self._library.ac_cuda_copy_marked_rows, device, *places, marks, above, rows_count, stream)
 
     def fingerprints(self, device: int, columns: U64, rows_count: int, target: int, stream: int) -> None:
@@ -151,13 +150,8 @@ class CudaLibrary:
         places = row_columns.ctypes.data, len(columns), rows_count, target
         self._call(self._library.ac_cuda_fingerprint, device, *places, stream)
 
-    def _count_devices(self) -> tuple[int, str]:
-        count = c_int32()
-        error = self._call(self._library.ac_cuda_devices_count, byref(count))
-        return count.value, error.message.decode("utf-8", "replace")
-
-    def _call(self, function: Callable[..., int], *arguments: object) -> AcError:
-        """Call a function whose last argument is an ac_error; raise what it reports, else return the ac_error."""
+    def _call(self, function: Callable[..., int], *arguments: object) -> None:
+        """Call a function whose last argument is an ac_error and raise what it reports."""
         error = AcError()
         status = function(*arguments, byref(error))
         if status == DEVICE:
@@ -166,11 +160,3 @@ class CudaLibrary:
             raise DeviceFailure(message, name=name, number=error.sys_errno, item=error.item)
         if status != OK:
             raise_error(error)
-        return error
-
-
-def _casts(to_bfloat16: bool | Sequence[bool], columns_count: int) -> U8:
-    wishes = [to_bfloat16] * columns_count if isinstance(to_bfloat16, bool) else list(to_bfloat16)
-    if len(wishes) != columns_count:
-        raise ValueError(f"to_bfloat16 must have a value for each of {columns_count} columns, found {len(wishes)}")
-    return np.array([TO_BFLOAT16 if wish else AS_IS for wish in wishes], dtype=np.uint8)

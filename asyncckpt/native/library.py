@@ -1,20 +1,28 @@
-"""The compiled core as a contract.Core: each method checks its arrays and makes one C call."""
+"""The compiled core as a contract.Core: each method checks its arrays and makes one C call.
+
+Memory, digesters and id maps live in the core. Each object here owns what an `ac_*_new` or `ac_memory_map` call
+returned and frees it when it is closed or collected. Nothing is freed at interpreter exit: the process ends anyway, and
+another thread may still be inside a call.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import byref, c_uint64
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_uint64, c_void_p
 from dataclasses import astuple
 
 import numpy as np
 
-from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
     U8,
     U64,
+    CancelledDrain,
+    CoreIOError,
     Digester,
     DrainOptions,
     FileImage,
@@ -22,13 +30,34 @@ from asyncckpt.native.contract import (
     Memory,
     Progress,
     Reads,
+    ShortFile,
+    check_files,
+    check_ids,
+    check_mark,
+    check_marks,
+    check_reads,
+    check_row_pairs,
+    check_table,
+    checked_row_columns,
 )
-from asyncckpt.native.declarations import AcDrainOptions, AcFile, AcReadOptions, load_library
-from asyncckpt.native.native_objects import NativeDigester, NativeIdMap, NativeMemory, call
+from asyncckpt.native.declarations import (
+    CANCELLED,
+    INVALID,
+    NO_MEMORY,
+    OK,
+    SHORT,
+    AcDrainOptions,
+    AcError,
+    AcFile,
+    AcReadOptions,
+    load_library,
+)
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
 _MARKED_PART = 16
 _MARKED_ROOM_MIN = 4096
+_RUNS_ROOM = 256
+_MAPPED_UNIT_BYTES = 2 << 20
 # The fields of ac_read_item.
 _READ_ITEM = np.dtype([("place", np.uint64, 3), ("fd", np.int32), ("direct", np.int32)])
 
@@ -48,31 +77,31 @@ class NativeCore:
         return int(self._library.ac_cores_count())
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        arrays.check_table(segments, columns_count=3, name="segments")
+        check_table(segments, columns_count=3, name="segments")
         call(self._library.ac_copy, segments.ctypes.data, len(segments), threads)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        arrays.check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
+        check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = check_row_pairs(source_rows, target_rows)
         rows = [None if side is None else side.ctypes.data for side in (sources, targets)]
         call(self._library.ac_copy_rows, columns.ctypes.data, len(columns), *rows, count, threads)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        row_columns = arrays.checked_row_columns(columns, rows_count)
+        row_columns = checked_row_columns(columns, rows_count)
         found = np.empty(rows_count, dtype=np.uint64)
         places = row_columns.ctypes.data, len(columns), rows_count, found.ctypes.data
         call(self._library.ac_fingerprint, *places, threads)
         return found
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        arrays.check_marks(marks, writable=True)
-        arrays.check_mark(value, name="value")
-        rows = arrays.check_ids(rows, name="rows")
+        check_marks(marks, writable=True)
+        check_mark(value, name="value")
+        rows = check_ids(rows, name="rows")
         call(self._library.ac_mark, marks.ctypes.data, len(marks), rows.ctypes.data, len(rows), value)
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        arrays.check_marks(marks, writable=False)
-        arrays.check_mark(above, name="above")
+        check_marks(marks, writable=False)
+        check_mark(above, name="above")
         room = max(_MARKED_ROOM_MIN, len(marks) // _MARKED_PART)
         while True:
             rows: I64 = np.empty(room, dtype=np.int64)
@@ -95,7 +124,7 @@ class NativeCore:
         self._library.ac_memory_advise_huge(address, bytes)
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        arrays.check_table(spans, columns_count=2, name="spans")
+        check_table(spans, columns_count=2, name="spans")
         digests = _empty_digests(len(spans))
         call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, threads)
         return digests
@@ -104,8 +133,8 @@ class NativeCore:
         return NativeDigester(self._library)
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        arrays.check_table(spans, columns_count=2, name="spans")
-        arrays.check_files(files)
+        check_table(spans, columns_count=2, name="spans")
+        check_files(files)
         extents = [np.array(file.extents, dtype=np.uint64).reshape(-1, 2) for file in files]
         tables = [
             AcFile(table.ctypes.data, len(table), file.fd, file.direct)
@@ -121,7 +150,7 @@ class NativeCore:
         call(self._library.ac_write, fd, address, bytes, offset, direct)
 
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
-        arrays.check_reads(reads)
+        check_reads(reads)
         items = np.empty(len(reads.places), dtype=_READ_ITEM)
         items["place"], items["fd"], items["direct"] = reads.places, reads.fds, reads.direct
         taken = _empty_digests(len(items)) if digests else None
@@ -141,3 +170,158 @@ def _empty_digests(count: int) -> U8:
 def _shared(progress: Progress) -> tuple[int, int]:
     """Return the addresses of what a running call shares with other threads."""
     return progress._done.ctypes.data, progress._cancel.ctypes.data
+
+
+def call(function: Callable[..., int], *arguments: object) -> None:
+    """Call a function whose last argument is an ac_error and raise what it reports."""
+    error = AcError()
+    if function(*arguments, byref(error)) != OK:
+        raise_error(error)
+
+
+def raise_error(error: AcError) -> None:
+    """Raise what an ac_error says."""
+    message = error.message.decode("utf-8", "replace")
+    if error.status == INVALID:
+        raise ValueError(message)
+    if error.status == NO_MEMORY:
+        raise MemoryError(message)
+    if error.status == CANCELLED:
+        raise CancelledDrain(message)
+    if error.status == SHORT:
+        raise ShortFile(message, error.item)
+    raise CoreIOError(error.sys_errno, message, error.item)
+
+
+class _Window:
+    """Gives NumPy access to memory of the core, and keeps its owner alive as long as the array."""
+
+    def __init__(self, owner: object, address: int, count: int, typestr: str) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (count,), "typestr": typestr}
+
+
+class NativeMemory:
+    """A mapped region; see contract.Memory. Forked children do not have it and must not access it."""
+
+    def __init__(self, library: ctypes.CDLL, bytes: int) -> None:
+        self._library = library
+        base = c_void_p()
+        call(library.ac_memory_map, bytes, byref(base))
+        self._hold(base, bytes)
+
+    def view(self) -> U8:
+        if not self.bytes:
+            return np.empty(0, dtype=np.uint8)
+        return np.asarray(_Window(self, self.address, self.bytes, "|u1"))
+
+    def resize(self, bytes: int) -> None:
+        base = c_void_p()
+        call(self._library.ac_memory_resize, self.address, self.bytes, bytes, byref(base))
+        self._release.detach()
+        self._hold(base, bytes)
+
+    def touch(self, begin: int, end: int, *, threads: int = 0) -> None:
+        if not 0 <= begin <= end <= self.bytes:
+            raise ValueError(f"range [{begin}, {end}) is outside a mapping of {self.bytes} bytes")
+        call(self._library.ac_memory_touch, self.address, begin, end, threads)
+
+    def close(self) -> None:
+        self._release()
+        self.address = self.bytes = 0
+
+    def _hold(self, base: c_void_p, bytes: int) -> None:
+        self.address = base.value or 0
+        self.bytes = -(-bytes // _MAPPED_UNIT_BYTES) * _MAPPED_UNIT_BYTES
+        self._release: weakref.finalize[..., NativeMemory] = weakref.finalize(
+            self, _unmap, self._library, self.address, self.bytes, os.getpid()
+        )
+        self._release.atexit = False
+
+
+def _unmap(library: ctypes.CDLL, address: int, bytes: int, owner_pid: int) -> None:
+    # A forked child never had the mapping, and may have something else at that address.
+    if os.getpid() == owner_pid:
+        library.ac_memory_unmap(address, bytes, None)
+
+
+class NativeDigester:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._handle = _handle_of(library.ac_digester_new())
+        weakref.finalize(self, library.ac_digester_free, self._handle).atexit = False
+
+    def update(self, address: int, bytes: int) -> None:
+        self._library.ac_digester_update(self._handle, address, bytes)
+
+    def end(self) -> bytes:
+        digest = ctypes.create_string_buffer(DIGEST_BYTES)
+        self._library.ac_digester_end(self._handle, digest)
+        return digest.raw
+
+
+class NativeIdMap:
+    """int64 id -> row in open addressing; see contract.IdMap."""
+
+    def __init__(self, library: ctypes.CDLL, capacity: int) -> None:
+        self._library = library
+        self._handle = _handle_of(library.ac_idmap_new(capacity))
+        weakref.finalize(self, library.ac_idmap_free, self._handle).atexit = False
+
+    def __len__(self) -> int:
+        return int(self._library.ac_idmap_size(self._handle))
+
+    @property
+    def rows_end(self) -> int:
+        return int(self._library.ac_idmap_rows_end(self._handle))
+
+    def ids_by_row(self) -> I64:
+        count = self.rows_end
+        if not count:
+            return np.empty(0, dtype=np.int64)
+        ids: I64 = np.asarray(_Window(self, self._library.ac_idmap_ids(self._handle), count, "<i8"))
+        return ids
+
+    def reserve(self, capacity: int) -> None:
+        call(self._library.ac_idmap_reserve, self._handle, capacity)
+
+    def find(self, ids: I64) -> I64:
+        return self._rows_by(self._library.ac_idmap_find, ids)
+
+    def insert(self, ids: I64) -> tuple[I64, I64]:
+        ids = check_ids(ids)
+        rows, new_rows = np.empty_like(ids), np.empty_like(ids)
+        new_count = c_uint64()
+        places = ids.ctypes.data, len(ids), rows.ctypes.data, new_rows.ctypes.data
+        call(self._library.ac_idmap_insert, self._handle, *places, byref(new_count))
+        return rows, new_rows[: new_count.value].copy()
+
+    def remove(self, ids: I64) -> I64:
+        return self._rows_by(self._library.ac_idmap_remove, ids)
+
+    def runs(self) -> I64:
+        room = _RUNS_ROOM
+        while True:
+            runs: I64 = np.empty((room, 2), dtype=np.int64)
+            count = c_uint64()
+            call(self._library.ac_idmap_runs, self._handle, runs.ctypes.data, room, byref(count))
+            found = int(count.value)
+            if found <= room:
+                used: I64 = runs[:found].copy()
+                return used
+            room = found
+
+    def clear(self) -> None:
+        self._library.ac_idmap_clear(self._handle)
+
+    def _rows_by(self, function: Callable[..., int], ids: I64) -> I64:
+        ids = check_ids(ids)
+        rows = np.empty(len(ids), dtype=np.int64)
+        call(function, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
+        return rows
+
+
+def _handle_of(address: int | None) -> int:
+    if not address:
+        raise MemoryError("the compiled core has no memory for a new object")
+    return address

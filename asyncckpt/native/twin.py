@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.native import arrays
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
@@ -33,6 +32,14 @@ from asyncckpt.native.contract import (
     Progress,
     Reads,
     ShortFile,
+    check_files,
+    check_ids,
+    check_mark,
+    check_marks,
+    check_reads,
+    check_row_pairs,
+    check_table,
+    checked_row_columns,
 )
 from asyncckpt.native.twin_id_map import TwinIdMap
 
@@ -138,13 +145,13 @@ class TwinCore:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        arrays.check_table(segments, columns_count=3, name="segments")
+        check_table(segments, columns_count=3, name="segments")
         for source, target, bytes in segments.tolist():
             ctypes.memmove(target, source, bytes)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        arrays.check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = arrays.check_row_pairs(source_rows, target_rows)
+        check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = check_row_pairs(source_rows, target_rows)
         if any(rows is not None and count and int(rows.min()) < 0 for rows in (sources, targets)):
             raise ValueError("a row to copy is negative")
         for source_address, target_address, row_bytes in columns.tolist():
@@ -154,7 +161,7 @@ class TwinCore:
                 target[_index(targets, count)] = source[_index(sources, count)]
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        arrays.checked_row_columns(columns, rows_count)
+        checked_row_columns(columns, rows_count)
         found = [0] * rows_count
         for address, row_bytes in columns.tolist():
             rows = memory_at(address, rows_count * row_bytes)
@@ -163,16 +170,16 @@ class TwinCore:
         return np.array(found, dtype=np.uint64)
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        arrays.check_marks(marks, writable=True)
-        arrays.check_mark(value, name="value")
-        rows = arrays.check_ids(rows, name="rows")
+        check_marks(marks, writable=True)
+        check_mark(value, name="value")
+        rows = check_ids(rows, name="rows")
         if len(rows) and (int(rows.min()) < -1 or int(rows.max()) >= len(marks)):
             raise ValueError("a row to mark is neither -1 nor one of the rows")
         marks[rows[rows >= 0]] = value
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        arrays.check_marks(marks, writable=False)
-        arrays.check_mark(above, name="above")
+        check_marks(marks, writable=False)
+        check_mark(above, name="above")
         return np.flatnonzero(marks > above).astype(np.int64, copy=False)
 
     def map_memory(self, bytes: int) -> Memory:
@@ -188,8 +195,8 @@ class TwinCore:
         return TwinDigester()
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        arrays.check_table(spans, columns_count=2, name="spans")
-        arrays.check_files(files)
+        check_table(spans, columns_count=2, name="spans")
+        check_files(files)
         for item, file in enumerate(files):
             try:
                 self._write_file(file, options, progress)
@@ -207,7 +214,7 @@ class TwinCore:
             raise _io_error(error, f"cannot write {bytes} bytes at offset {offset}", 0) from error
 
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
-        arrays.check_reads(reads)
+        check_reads(reads)
         places, fds = reads.places.tolist(), reads.fds.tolist()
         for item, ((address, offset, bytes), fd) in enumerate(zip(places, fds, strict=True)):
             try:
@@ -222,7 +229,7 @@ class TwinCore:
         return TwinIdMap()
 
     def _digests(self, spans: U64, progress: Progress) -> U8:
-        arrays.check_table(spans, columns_count=2, name="spans")
+        check_table(spans, columns_count=2, name="spans")
         digests = np.empty((len(spans), DIGEST_BYTES), dtype=np.uint8)
         for index, (address, bytes) in enumerate(spans.tolist()):
             _check_cancelled(progress)

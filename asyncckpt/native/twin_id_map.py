@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncckpt.native.arrays import check_ids
-from asyncckpt.native.contract import I64
+from asyncckpt.native.contract import I64, check_ids
 
 _FIRST_ROWS = 64
 

@@ -52,7 +52,7 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
         own = ways == device
         found, stepped = segments[own], copies.is_stepped(begins[own], live.ways.bytes[pieces.tensor[own]])
         copies.on(device).add(found[~stepped], live.tensors)
-        copies.on(device).add_later(found[stepped], live.tensors)
+        copies.on(device).add(found[stepped], live.tensors, stepped=True)
     for number in np.flatnonzero(ways == BY_TORCH).tolist():
         rows = pieces.rows(number, live.tensors)
         copies.put(place_of(memory, int(pieces.place[number]), rows), rows)

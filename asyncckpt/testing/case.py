@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -88,8 +88,7 @@ class TableCase:
         return {name: _bits(values) for name, values in self.internals(table).items()}
 
     def assert_holds(self, table: Table, expected: Image, *, what: str) -> None:
-        difference = self.image(table).difference(expected)
-        assert difference is None, f"{what}: {difference}"
+        self.image(table).assert_equals(expected, what=what)
 
     def assert_loads(self, path: Path, expected: Image, *, step: int | None = None) -> None:
         """Assert that a new table holds the expected rows after a load."""
@@ -120,29 +119,49 @@ def load(table: Table, path: Path, **options: Any) -> LoadReport:
     return Loader(path, {NAME: table}, **options).load()
 
 
+def save(table: Table, path: Path) -> None:
+    """Save a table as step 1."""
+    with saver(table, path) as saving:
+        saving.save(1)
+
+
 def in_thread(work: Callable[[], object]) -> None:
     """Run work in its own thread, so that a table that was never released fails a test instead of hanging it."""
-    thread, failures = start_thread(work)
-    thread.join(THREAD_S_MAX)
-    assert not thread.is_alive(), f"a use of the table did not end within {THREAD_S_MAX} s: who holds it?"
-    if failures:
-        raise failures[0]
+    finish(start(work))
 
 
-def start_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """Start a thread; the list holds what work raises after the thread has ended."""
-    failures: list[BaseException] = []
+def start(*works: Callable[[], object]) -> list[Future[None]]:
+    """Start a thread that does works one after another; return a future for each."""
+    futures = [Future[None]() for _ in works]
 
     def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
+        for work, future in zip(works, futures, strict=True):
+            try:
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     # A daemon: a hanging thread must not keep the interpreter from exiting.
-    thread = threading.Thread(target=run, name="table-suite", daemon=True)
-    thread.start()
-    return thread, failures
+    threading.Thread(target=run, name="table-suite", daemon=True).start()
+    return futures
+
+
+def finish(uses: Sequence[Future[None]]) -> None:
+    """Wait for uses of a table in another thread; raise what the first one raised."""
+    for use in uses:
+        wait([use], THREAD_S_MAX)
+        assert use.done(), f"a use of the table did not end within {THREAD_S_MAX} s: who holds it?"
+        use.result()
+
+
+def ends_soon(use: Future[None]) -> bool:
+    """Return whether a use of a table in another thread has ended after a moment; raise what it raised."""
+    wait([use], HELD_S)
+    if use.done():
+        use.result()
+    return use.done()
 
 
 def damage(path: Path, block: str) -> None:
@@ -155,11 +174,6 @@ def damage(path: Path, block: str) -> None:
         byte = handle.read(1)[0]
         handle.seek(-1, 1)
         handle.write(bytes([byte ^ 1]))
-
-
-def skip(reason: str) -> NoReturn:
-    """Skip a test that does not apply, according to the suite's hooks."""
-    pytest.skip(reason)
 
 
 def shuffled(count: int, seed: int) -> list[int]:

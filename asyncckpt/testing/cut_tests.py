@@ -8,7 +8,7 @@ import torch
 
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.model.table import ID_COLUMN, HasCompanions, OwnsIds, Role, Table
-from asyncckpt.testing.case import HELD_S, THREAD_S_MAX, TableCase, in_thread, skip, start_thread
+from asyncckpt.testing.case import TableCase, ends_soon, finish, in_thread, start
 from asyncckpt.testing.cuts import cut_image, ended
 
 
@@ -62,7 +62,7 @@ class SchemaTests(TableCase):
     def test_companions_are_tables(self) -> None:
         table = self.make_table()
         if not isinstance(table, HasCompanions):
-            skip("the table has no companions (it is no HasCompanions)")
+            pytest.skip("the table has no companions (it is no HasCompanions)")
         companions = table.companions()
         assert table.companions().keys() == companions.keys()
         for suffix, companion in companions.items():
@@ -113,8 +113,7 @@ class CutTests(TableCase):
         for step in range(4, 8):
             expected = self.image(table)
             with ended(table.begin_cut()) as cut:
-                difference = cut_image(cut, table.schema()).difference(expected)
-            assert difference is None, difference
+                cut_image(cut, table.schema()).assert_equals(expected, what="the cut")
             self.train(table, step, 1)
 
     def test_cut_of_a_new_table(self) -> None:
@@ -122,7 +121,7 @@ class CutTests(TableCase):
         expected = self.image(table)
         with ended(table.begin_cut()) as cut:
             assert cut.rows_count == len(expected)
-            assert cut_image(cut, table.schema()).difference(expected) is None
+            cut_image(cut, table.schema()).assert_equals(expected, what="the cut of a new table")
 
     @pytest.mark.parametrize("ok", [True, False])
     def test_a_cut_changes_nothing(self, ok: bool) -> None:
@@ -140,22 +139,17 @@ class CutTests(TableCase):
         expected, schema = self.image(table), table.schema()
         match self.cut_kind:
             case "caller":
-                skip("the caller keeps training away from a cut of this table (cut_kind)")
+                pytest.skip("the caller keeps training away from a cut of this table (cut_kind)")
             case "copies":
                 with ended(table.begin_cut()) as cut:
                     self.train_steps(table, range(4, 7))
-                    difference = cut_image(cut, schema).difference(expected)
-                assert difference is None, f"the cut changed with the table: {difference}"
+                    cut_image(cut, schema).assert_equals(expected, what="the cut changed with the table")
             case "waits":
                 with ended(table.begin_cut()) as cut:
-                    thread, failures = start_thread(lambda: self.train_steps(table, range(4, 7)))
-                    thread.join(HELD_S)
-                    assert thread.is_alive(), "training went on between begin_cut and fence"
-                    difference = cut_image(cut, schema).difference(expected)
-                assert difference is None, f"the table changed in its cut: {difference}"
-                thread.join(THREAD_S_MAX)
-                assert not thread.is_alive(), "training did not go on after the fence"
-                assert not failures, failures
+                    training = start(lambda: self.train_steps(table, range(4, 7)))
+                    assert not ends_soon(training[0]), "training went on between begin_cut and fence"
+                    cut_image(cut, schema).assert_equals(expected, what="the table changed in its cut")
+                finish(training)
 
     def test_fence_releases_the_table(self) -> None:
         table = self.trained()
@@ -190,12 +184,9 @@ class CutTests(TableCase):
         second = table.begin_cut()
         first.fence()
         first.end(False)
-        thread, failures = start_thread(lambda: self.train(table, 4, 1))
+        training = start(lambda: self.train(table, 4, 1))
         if self.cut_kind == "waits":
-            thread.join(HELD_S)
-            assert thread.is_alive(), "an old cut released the table that a new one holds"
+            assert not ends_soon(training[0]), "an old cut released the table that a new one holds"
         second.end(True)
-        thread.join(THREAD_S_MAX)
-        assert not thread.is_alive()
-        assert not failures, failures
+        finish(training)
         self.assert_holds(table, self.image(self.trained(steps=5)), what="a table trained after two cuts")

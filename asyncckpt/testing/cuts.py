@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.model.table import ID_COLUMN, CacheCopy, Column, DeferredCut, OverlaidCut, TableCut, TableSchema
+from asyncckpt.model.table import CacheCopy, Column, DeferredCut, OverlaidCut, TableCut, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.testing.image import Image, raw_rows
 
@@ -29,9 +29,7 @@ def ended(cut: Cut, ok: bool = True) -> Iterator[Cut]:
 
 def cut_image(cut: TableCut, schema: TableSchema, *, overlay: bool = True) -> Image:
     """Return the rows of a cut before its fence: those of the storage, overlaid with cached ones if there are any."""
-    columns = {column.name: _column_rows(cut, column.name, overlay=overlay) for column in schema.columns}
-    ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)
-    return Image.of({ID_COLUMN: ids, **columns})
+    return Image.of({column.name: _column_rows(cut, column.name, overlay=overlay) for column in schema.columns})
 
 
 def cut_rows(cut: TableCut, schema: TableSchema) -> NDArray[np.uint8]:
@@ -95,9 +93,7 @@ class Windows:
     def image(self) -> Image:
         """Return what was exported, after all windows were."""
         assert not self.left, f"windows {self.left} were not exported"
-        columns = dict(self._buffers)
-        ids = columns.pop(ID_COLUMN).view(np.int64).reshape(-1)
-        return Image.of({ID_COLUMN: ids, **columns})
+        return Image.of(self._buffers)
 
 
 def _row_bytes(column: Column) -> int:

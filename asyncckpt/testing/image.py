@@ -65,6 +65,11 @@ class Image:
                 return f"column {name!r} differs in {wrong.size} of {len(rows)} rows, ids {_shown(self.ids[wrong])}"
         return None
 
+    def assert_equals(self, expected: Image, *, what: str) -> None:
+        """Raise AssertionError with `what` and the difference unless both are equal bit for bit."""
+        difference = self.difference(expected)
+        assert difference is None, f"{what}: {difference}"
+
     def part(self, mask: NDArray[np.bool_]) -> Image:
         """Return the rows where mask, bool [n], is set."""
         return Image(ids=self.ids[mask], columns={name: rows[mask] for name, rows in self.columns.items()})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 
 from asyncckpt.model.table import ID_COLUMN, DeferredCut, OverlaidCut, Table
-from asyncckpt.testing.case import HELD_S, STEPS, THREAD_S_MAX, TableCase, shuffled, skip
+from asyncckpt.testing.case import STEPS, TableCase, ends_soon, finish, shuffled, start
 from asyncckpt.testing.cuts import Windows, cache_copy, cut_image, ended
 from asyncckpt.testing.image import Image
 
@@ -47,8 +47,7 @@ class LevelTests(TableCase):
         for step in range(STEPS, STEPS_MAX):
             expected, schema = self.image(table), table.schema()
             with overlaid(table) as cut:
-                difference = cut_image(cut, schema).difference(expected)
-                assert difference is None, difference
+                cut_image(cut, schema).assert_equals(expected, what="the cut")
                 stale += cut_image(cut, schema, overlay=False).difference(expected) is not None
             if stale >= 2:
                 return
@@ -63,8 +62,7 @@ class LevelTests(TableCase):
         expected = self.image(table)
         with deferred_cut(table, window_rows=window_rows) as (cut, windows):
             self._export_beside_training(table, cut, windows, seed=seed)
-        difference = windows.image().difference(expected)
-        assert difference is None, f"seed {seed}: {difference}"
+        windows.image().assert_equals(expected, what=f"windows with seed {seed}")
 
     def test_most_urgent_is_one_of_those_left(self) -> None:
         table = self._trained(stays_open=True)
@@ -75,8 +73,7 @@ class LevelTests(TableCase):
                 assert chosen in windows.left
                 windows.export(chosen)
             cut.end(True)
-        difference = windows.image().difference(expected)
-        assert difference is None, difference
+        windows.image().assert_equals(expected, what="windows by urgency")
 
     def test_two_cuts_are_open_at_once(self) -> None:
         """As with queued saves: the older cut is exported first, the newer one holds a later step."""
@@ -84,11 +81,11 @@ class LevelTests(TableCase):
         first_expected = self.image(table)
         with contextlib.ExitStack() as stack:
             first, first_windows = stack.enter_context(deferred_cut(table, window_rows=2))
-            step = stack.enter_context(worker()).submit(self.train, table, STEPS, 1)
-            if not wait_a_little(step):  # The table may let the step wait for the end of the cut.
+            step = start(partial(self.train, table, STEPS, 1))
+            if not ends_soon(step[0]):  # The table may let the step wait for the end of the cut.
                 first_windows.export_all(shuffled(len(first_windows.left), 1))
                 first.end(True)
-            step.result(THREAD_S_MAX)
+            finish(step)
             second_expected = self.image(table)
             second, second_windows = stack.enter_context(deferred_cut(table, window_rows=3))
             with training(self, table, seed=2):
@@ -96,8 +93,7 @@ class LevelTests(TableCase):
                     windows.export_all(shuffled(len(windows.left), 2))
                     cut.end(True)
         for windows, expected in ((first_windows, first_expected), (second_windows, second_expected)):
-            difference = windows.image().difference(expected)
-            assert difference is None, difference
+            windows.image().assert_equals(expected, what="windows of one of two cuts")
 
     @pytest.mark.parametrize("ok", [True, False])
     def test_a_cut_may_end_before_all_is_exported(self, ok: bool) -> None:
@@ -124,9 +120,9 @@ class LevelTests(TableCase):
         with ended(table.begin_cut()) as cut:
             has_level, is_open = isinstance(cut, OverlaidCut), isinstance(cut, DeferredCut)
         if not has_level:
-            skip("the table has no cache level: its cuts are no OverlaidCut")
+            pytest.skip("the table has no cache level: its cuts are no OverlaidCut")
         if stays_open and not is_open:
-            skip("cuts of the table cannot stay open: they are no DeferredCut")
+            pytest.skip("cuts of the table cannot stay open: they are no DeferredCut")
         self.train_steps(table, range(STEPS), seed)
         return table
 
@@ -137,7 +133,7 @@ class LevelTests(TableCase):
             goes_on = True
             for number, index in enumerate(order):
                 if goes_on and number < len(steps):
-                    goes_on = wait_a_little(steps[number])
+                    goes_on = ends_soon(steps[number])
                 windows.export(index)
             cut.end(True)
 
@@ -167,30 +163,11 @@ def deferred_cut(table: Table, *, window_rows: int) -> Iterator[tuple[DeferredCu
 
 
 @contextlib.contextmanager
-def worker() -> Iterator[ThreadPoolExecutor]:
-    """Start one thread. Do not wait for it if a test fails: it may wait for a cut that ends only then."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="table-suite")
-    try:
-        yield thread
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
-
-
-@contextlib.contextmanager
 def training(case: TableCase, table: Table, *, seed: int) -> Iterator[list[Future[None]]]:
-    """Train in another thread; wait for all of its steps at the end."""
-    with worker() as thread:
-        steps = [thread.submit(case.train, table, step, seed) for step in range(STEPS, 2 * STEPS)]
-        yield steps
-        for step in steps:
-            step.result(THREAD_S_MAX)
-
-
-def wait_a_little(step: Future[None]) -> bool:
-    """Return whether a step has ended after a moment; raise what it raised."""
-    with contextlib.suppress(FutureTimeoutError):
-        step.result(HELD_S)
-    return step.done()
+    """Train in another thread; wait for all of its steps at the end, unless a test fails: they may wait for a cut."""
+    steps = start(*(partial(case.train, table, step, seed) for step in range(STEPS, 2 * STEPS)))
+    yield steps
+    finish(steps)
 
 
 def _rows(cut: OverlaidCut) -> list[int]:

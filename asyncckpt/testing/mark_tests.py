@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion, Table, TableCut, TableSchema, TracksIds, TracksRows
 from asyncckpt.native import I64
-from asyncckpt.testing.case import STEPS, TableCase, shuffled, skip
+from asyncckpt.testing.case import STEPS, TableCase, shuffled
 from asyncckpt.testing.cuts import cut_rows, ended, run_rows
 
 MANY_CUTS = 300
@@ -109,7 +109,7 @@ class MarkTests(TableCase):
     def test_a_load_is_a_change(self, clear: bool, ok: bool) -> None:
         """A load may write any row: earlier versions are unknown, or report everything that it changed."""
         if clear and self.fixed_ids:
-            skip("the table cannot be emptied (fixed_ids)")
+            pytest.skip("the table cannot be emptied (fixed_ids)")
         table = self._tracking()
         earlier = [self._check_cut(table, [], ok=True)]
         self._load_rows_of(self._tracking(seed=2), table, clear=clear, ok=ok)
@@ -139,7 +139,7 @@ class MarkTests(TableCase):
         cut: TableCut = table.begin_cut()
         cut.end(True)
         if not isinstance(cut, TracksRows):
-            skip("the table does not know which rows were written: its cuts are no TracksRows")
+            pytest.skip("the table does not know which rows were written: its cuts are no TracksRows")
         self.train_steps(table, range(STEPS), seed)
         return table
 

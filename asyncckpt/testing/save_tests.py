@@ -14,7 +14,7 @@ from asyncckpt.loader import Loader
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.options import DeviceOptions, HostLevel
-from asyncckpt.testing.case import NAME, STEPS, THREAD_S_MAX, TableCase, damage, in_thread, load, saver, skip
+from asyncckpt.testing.case import NAME, STEPS, THREAD_S_MAX, TableCase, damage, in_thread, load, save, saver
 from asyncckpt.testing.image import Image
 
 Info = dict[str, dict[str, list[str]]]
@@ -37,9 +37,8 @@ class SaveTests(TableCase):
     def test_blocking_save(self, tmp_path: Path) -> None:
         table = self.trained()
         expected = self.image(table)
-        with saver(table, tmp_path) as saving:
-            saving.save(1)
-            self.train_steps(table, range(STEPS, STEPS + 2))
+        save(table, tmp_path)
+        self.train_steps(table, range(STEPS, STEPS + 2))
         self.assert_loads(tmp_path, expected)
 
     def test_save_without_memory_for_a_snapshot(self, tmp_path: Path) -> None:
@@ -174,13 +173,12 @@ class LoadTests(TableCase):
         chosen = self.weight_column(table)
         target = self.make_table()
         load(target, tmp_path, filter_func=lambda info: {**info, NAME: {NAME: ["id", chosen]}})
-        difference = self.image(target).only(chosen).difference(expected.only(chosen))
-        assert difference is None, difference
+        self.image(target).only(chosen).assert_equals(expected.only(chosen), what=f"column {chosen!r}")
         self.assert_usable(target, tmp_path / "again")
 
     def test_no_rows(self, tmp_path: Path) -> None:
         if self.fixed_ids:
-            skip("the table always has its rows (fixed_ids)")
+            pytest.skip("the table always has its rows (fixed_ids)")
         table = self.make_table()
         with saver(table, tmp_path) as saving:
             saving.save_async(1).result(THREAD_S_MAX)
@@ -196,7 +194,7 @@ class LoadTests(TableCase):
         """Load one table into `count` shards by the unsigned value of the ids, and all of these into one again."""
         shards = [self.make_shard(index, count) for index in range(count)]
         if any(shard is None for shard in shards):
-            skip("the table has no shards (make_shard)")
+            pytest.skip("the table has no shards (make_shard)")
         _, expected = self._saved(tmp_path)
         assert bool((expected.ids < 0).any()), "training makes no negative ids: signed modulo would pass"
         back = self.make_table()
@@ -206,14 +204,12 @@ class LoadTests(TableCase):
             load(shard, tmp_path)
             owned = expected.ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
             self.assert_holds(shard, expected.part(owned), what=f"shard {index} of {count}")
-            with saver(shard, tmp_path / str(index)) as saving:
-                saving.save(1)
+            save(shard, tmp_path / str(index))
             load(back, tmp_path / str(index), merge=True)
         self.assert_holds(back, expected, what=f"{count} shards loaded into one table")
 
     def _saved(self, path: Path) -> tuple[Table, Image]:
         table = self.trained()
         expected = self.image(table)
-        with saver(table, path) as saving:
-            saving.save(1)
+        save(table, path)
         return table, expected

@@ -6,14 +6,19 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sentinels
 from crafted import Crafted
+from gate import Gate
+from round_trip import Save
 
+import asyncckpt
 from asyncckpt.engine.process.save_lock import save_lock
 
 
@@ -26,6 +31,33 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(saved_once: Path, tmp_path: Path) -> Crafted:
     """A small sound checkpoint."""
     return Crafted(root=Path(shutil.copytree(saved_once, tmp_path / "root")), step=sentinels.STEP)
+
+
+@pytest.fixture(params=["staged", "blocking"])
+def save(request: pytest.FixtureRequest, tmp_path: Path) -> Save:
+    """Save a state as step 0, in the background or blocking."""
+
+    def run(state: Any, **options: Any) -> asyncckpt.SaveResult:
+        with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none", **options) as saver:
+            return saver.save_async(0).result() if request.param == "staged" else saver.save(0)
+
+    return run
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.may_go_on.set()
+
+
+@pytest.fixture
+def saver(tmp_path: Path, gate: Gate) -> Iterator[asyncckpt.Saver]:
+    """A Saver whose saves wait at the gate."""
+    made = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(5.0)}, filter_func=gate)
+    yield made
+    gate.may_go_on.set()
+    made.close()
 
 
 @pytest.fixture(autouse=True)

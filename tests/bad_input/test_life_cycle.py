@@ -1,13 +1,11 @@
-"""Cases 107 to 117 within one process: interruptions, loops, threads, callbacks, handlers and deadlines."""
+"""Cases 111 to 117 within one process: calls out of order, threads, callbacks, handlers and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import errno
 import logging
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,248 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from gate import DEADLINE_S, Gate, failing, wait_for
 
 import asyncckpt
 from asyncckpt.commit import transaction
 from asyncckpt.engine.process import background as background_module
 from asyncckpt.engine.save import run_save as save_job
-from asyncckpt.storage.directory import Directory
 
-DEADLINE_S = 60
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
 IOFailedError, SaveInProgressError = asyncckpt.IOFailedError, asyncckpt.SaveInProgressError
-
-
-class Gate:
-    """A filter that holds a save until it may go on."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.may_go_on = threading.Event()
-
-    def __call__(self, blocks: Any) -> Any:
-        self.reached.set()
-        assert self.may_go_on.wait(DEADLINE_S)
-        return blocks
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
-    yield made
-    made.may_go_on.set()
-
-
-@pytest.fixture
-def saver(tmp_path: Path, gate: Gate) -> Iterator[asyncckpt.Saver]:
-    """A Saver whose saves wait at the gate."""
-    made = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.arange(5.0)}, filter_func=gate)
-    yield made
-    gate.may_go_on.set()
-    made.close()
-
-
-def failing(blocks: Any) -> Any:
-    raise ValueError("my reason")
-
-
-def interrupt_main_thread() -> None:
-    ident = threading.main_thread().ident
-    assert ident is not None
-    signal.pthread_kill(ident, signal.SIGINT)
-
-
-def interrupting_waits(monkeypatch: pytest.MonkeyPatch, *, times: int, after: threading.Event | None = None) -> None:
-    """The first waits of the main thread for a future are interrupted, when they have begun and `after` is set."""
-    real = concurrent.futures.Future.exception
-    left = [times]
-
-    def exception(self: Any, timeout: float | None = None) -> Any:
-        if threading.current_thread() is threading.main_thread() and not self.done() and left[0] > 0:
-            left[0] -= 1
-            assert after is None or after.wait(DEADLINE_S)
-            interrupt_main_thread()
-        return real(self, timeout)
-
-    monkeypatch.setattr(concurrent.futures.Future, "exception", exception)
-
-
-# -- 107 and 108: Ctrl-C -----------------------------------------------------------------------------------------------
-
-
-def test_case_107_interrupt_in_a_blocking_save_ends_it(
-    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The background reads what the caller owns, so the interruption comes out only when that has ended."""
-    with monkeypatch.context() as patched:
-        interrupting_waits(patched, times=1, after=gate.reached)
-        real = asyncckpt.SaveFuture.cancel
-        patched.setattr(asyncckpt.SaveFuture, "cancel", lambda self: (real(self), gate.may_go_on.set())[0])
-        with pytest.raises(KeyboardInterrupt):
-            saver.save(0)
-    saver.wait_idle(0)
-    assert asyncckpt.list_steps(tmp_path) == []
-    assert saver.save(1).step == 1
-
-
-def test_case_107_second_interrupt_does_not_wait(
-    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And yet nothing of a half captured state is committed."""
-    with monkeypatch.context() as patched:
-        interrupting_waits(patched, times=2, after=gate.reached)
-        with pytest.raises(KeyboardInterrupt):
-            saver.save(0)
-    with pytest.raises(SaveInProgressError, match="save of step 0"):
-        saver.save_async(1)
-    gate.may_go_on.set()
-    assert saver.save_async(1, on_busy="wait").result(DEADLINE_S).step == 1
-    assert asyncckpt.list_steps(tmp_path) == [1]
-
-
-def test_case_107_interrupt_in_a_wait_leaves_the_save_alone(
-    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    future = saver.save_async(0)
-    with monkeypatch.context() as patched:
-        interrupting_waits(patched, times=3)
-        for wait in (future.result, saver.wait_idle, saver.close):
-            with pytest.raises(KeyboardInterrupt):
-                wait()
-    assert future.state in ("staged", "filtering")
-    with pytest.raises(UsageError, match="is closed"):
-        saver.save_async(1)
-    gate.may_go_on.set()
-    saver.close()  # Again, to the end.
-    assert future.result(0).step == 0
-    assert asyncckpt.list_steps(tmp_path) == [0]
-
-
-def test_case_107_interrupt_before_the_background_has_the_job(
-    tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While its thread is being started, for example."""
-    gate.may_go_on.set()
-
-    def interrupted(function: Any, name: str) -> Any:
-        raise KeyboardInterrupt
-
-    for staged in (False, True):
-        with monkeypatch.context() as patched:
-            patched.setattr("asyncckpt.pipeline.threads.start_thread", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                saver.save_async(0) if staged else saver.save(0)
-    assert saver.save(0).step == 0
-
-
-@pytest.mark.parametrize("phase", ["before the commit", "between commit and sync"])
-def test_case_107_108_interrupt_in_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    """The commit is the background's: the interruption of the main thread neither undoes it nor leaves it in doubt."""
-    committing, may_go_on = threading.Event(), threading.Event()
-    name = "publish" if phase == "before the commit" else "sync"
-    real = getattr(Directory, name)
-
-    def held(self: Directory, *arguments: Any) -> Any:
-        if self.path.name == "manifests" and threading.current_thread() is not threading.main_thread():
-            committing.set()
-            assert may_go_on.wait(DEADLINE_S)
-        return real(self, *arguments)
-
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
-        monkeypatch.setattr(Directory, name, held)
-        future = saver.save_async(0)
-        assert committing.wait(DEADLINE_S)
-        with monkeypatch.context() as patched:
-            interrupting_waits(patched, times=1)
-            with pytest.raises(KeyboardInterrupt):
-                future.result()
-        assert future.state == "committing"
-        assert future.cancel() is False, "too late"
-        assert asyncckpt.list_steps(tmp_path) == ([] if phase == "before the commit" else [0])
-        may_go_on.set()
-        assert future.result(DEADLINE_S).step == 0
-    assert asyncckpt.verify(tmp_path).step == 0
-
-
-def test_case_108_commit_that_cannot_be_confirmed_is_resolvable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Directory.sync
-
-    def broken(self: Directory) -> None:
-        if self.path.name == "manifests":
-            raise IOFailedError("folder 'manifests' cannot be synced: Input/output error", errno=errno.EIO)
-        real(self)
-
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}) as saver:
-        with monkeypatch.context() as patched:
-            patched.setattr(Directory, "sync", broken)
-            with pytest.raises(asyncckpt.IndeterminateError, match=r"step 0 .*perhaps not durable.*resolve") as caught:
-                saver.save(0)
-        assert caught.value.resolve() is True
-        assert asyncckpt.list_steps(tmp_path) == [0]
-        assert asyncckpt.verify(tmp_path).step == 0
-
-
-# -- 110: asyncio ------------------------------------------------------------------------------------------------------
-
-
-def test_case_110_loop_closed_while_it_waits(tmp_path: Path, saver: asyncckpt.Saver, gate: Gate) -> None:
-    loop = asyncio.new_event_loop()
-    future = saver.save_async(0)
-    waiting = loop.create_task(wait_for(future))
-    loop.run_until_complete(asyncio.sleep(0))
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        loop.run_until_complete(waiting)
-    abandoned = loop.create_task(wait_for(future))
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    gate.may_go_on.set()
-    assert future.result(DEADLINE_S).step == 0
-    assert not abandoned.done()
-    abandoned.get_coro().close()  # type: ignore[union-attr]
-    assert saver.save_async(1).result(DEADLINE_S).step == 1
-
-
-async def wait_for(future: asyncckpt.SaveFuture) -> asyncckpt.SaveResult:
-    return await future
-
-
-async def test_case_110_time_out_of_an_await(saver: asyncckpt.Saver, gate: Gate) -> None:
-    future = saver.save_async(0)
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(wait_for(future), 0.01)
-    assert not future.done()
-    assert future.state in ("staged", "filtering")
-    gate.may_go_on.set()
-    assert (await future).step == 0
-
-
-async def test_case_110_error_after_a_cancelled_await_is_not_lost(tmp_path: Path) -> None:
-    gate = Gate()
-
-    def fail_at_the_gate(blocks: Any) -> Any:
-        gate(blocks)
-        return failing(blocks)
-
-    saver = asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, filter_func=fail_at_the_gate)
-    task = asyncio.ensure_future(wait_for(saver.save_async(0)))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    gate.may_go_on.set()
-    with pytest.raises(FilterError, match="my reason"):
-        await asyncio.to_thread(saver.close)
-
-
-async def test_case_110_awaited_in_another_loop(saver: asyncckpt.Saver, gate: Gate) -> None:
-    future = saver.save_async(0)
-    elsewhere = asyncio.to_thread(lambda: asyncio.run(wait_for(future)))
-    task = asyncio.ensure_future(elsewhere)
-    gate.may_go_on.set()
-    assert (await future).step == (await task).step == 0
 
 
 # -- 111 and 112: calls out of order, and at the same time -------------------------------------------------------------

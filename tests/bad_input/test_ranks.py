@@ -98,7 +98,7 @@ def _name(value: Any) -> str | None:
     return value.__name__[1:] if callable(value) else None
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -113,7 +113,7 @@ def test_case_040_parts_of_ranks(tmp_path: Path, change: Any, match: str) -> Non
     refuse(tmp_path, change, match)
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -130,7 +130,7 @@ def test_case_041_missing_or_twice_over_ranks(tmp_path: Path, change: Any, match
     refuse(tmp_path, change, match)
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -21,7 +21,7 @@ from asyncckpt.shard import stream
 from tests.dcp.model import differences, image_of, make, train
 from tests.dcp.test_one_process import blank, rich_state
 
-pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:torch.distributed is")]
+pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
 @pytest.mark.parametrize("thread_count", [1, 3])

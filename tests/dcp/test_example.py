@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dcp_fsdp.py"
 SECONDS_MAX = 120

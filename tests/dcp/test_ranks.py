@@ -16,7 +16,7 @@ import asyncckpt
 from asyncckpt.dcp import StorageReader
 from tests.dcp.model import differences, image_of, make, put_back, state_of
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S_MAX = 120.0

@@ -18,7 +18,7 @@ from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 POINTS_MAX = 400
 Tensors = dict[str, torch.Tensor]

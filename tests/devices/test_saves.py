@@ -16,7 +16,7 @@ from asyncckpt.staging.pool import pool
 from tests.devices.training import differing
 from tests.simulated_device import SimulatedRuntime
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 Tensors = dict[str, torch.Tensor]
 

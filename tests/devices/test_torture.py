@@ -21,7 +21,7 @@ from tests.devices.training import Trainer, differing
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 SEEDS_COUNT = 45
 STEPS = 3

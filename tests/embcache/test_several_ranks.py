@@ -12,7 +12,7 @@ from tests.embcache import job_ranks
 from tests.embcache.models import Image, Net, image, owners, union
 from tests.ranks.forked import run
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
 
 def trained(steps: int, *, admit_after: int = 1) -> Image:

@@ -16,7 +16,7 @@ from asyncckpt.adapters import FixedTable
 from asyncckpt.devices.library_kernels import LibraryKernels
 from tests.simulated_device import SimulatedRuntime
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 ROWS, DIM = 300, 5
 

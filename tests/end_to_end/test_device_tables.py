@@ -22,7 +22,10 @@ from asyncckpt.tables import HashTable, MultiLevelTable, Uniform
 from tests.simulated_device import SimulatedRuntime
 from tests.unit.tables.simulated_rows import tables_on_a_device
 
-pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:cache of table", "ignore:asyncckpt:RuntimeWarning")]
+pytestmark = [
+    pytest.mark.any_core,
+    pytest.mark.filterwarnings("ignore:cache of table", "ignore:asyncckpt:RuntimeWarning"),
+]
 
 Contents = dict[int, tuple[float, ...]]
 

@@ -16,7 +16,7 @@ from asyncckpt.model.sharded import Piece, Sharded
 from tests.end_to_end.merged_ranks import as_boxes, save_each
 from tests.end_to_end.ranks_world import Holder, chunk
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @contextmanager

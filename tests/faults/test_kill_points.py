@@ -41,7 +41,7 @@ def test_kill_at_every_operation_leaves_old_or_new(
     kill_at_every_operation(SCENARIOS[name], lanes, templates, run_folders)
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 def test_kill_at_every_operation_leaves_old_or_new_on_disk(
     lanes: ForkLanes, templates: Templates, tmp_path: Path
 ) -> None:
@@ -49,7 +49,7 @@ def test_kill_at_every_operation_leaves_old_or_new_on_disk(
     kill_at_every_operation(SCENARIOS["retention"], lanes, templates, folders, every=5)
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 @pytest.mark.parametrize("damage", ["an acknowledged manifest is gone", "a byte of the newest data has changed"])
 def test_check_finds_a_third_answer(
     damage: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]

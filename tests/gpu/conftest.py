@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE not in item.path.parents:
             continue
-        item.add_marker(pytest.mark.once)
+        item.add_marker(pytest.mark.any_core)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
         elif not device.IS_CUDA and item.get_closest_marker("cuda_only"):

@@ -131,27 +131,6 @@ def copy_rows(
         assert np.array_equal(world.read(target), expected)
 
 
-def copy_rows_to_bfloat16(world: World, *, to_host: bool = False) -> None:
-    """One column is rounded as torch does, the other one copied."""
-    rows, width = 70, 5
-    floats = world.random.standard_normal((rows, width)).astype(np.float32) * np.float32(1e3)
-    floats[:4, 0] = [np.inf, -np.inf, 0.0, -0.0]
-    floats[5, :3] = np.array([0x3F808000, 0x3F818000, 0x00000001], dtype=np.uint32).view(np.float32)  # Ties, tiny.
-    others = world.bytes(rows * 7)
-    chosen = world.random.permutation(rows)[:40]
-    source, other = world.put(floats), world.put(others)
-    target, other_target = (world.guarded(40 * bytes, on_host=to_host) for bytes in (2 * width, 7))
-    columns = np.array(
-        [[source.data_ptr(), target.data_ptr(), 4 * width], [other.data_ptr(), other_target.data_ptr(), 7]],
-        dtype=np.uint64,
-    )
-    numbers = world.put(chosen.astype(np.int64)).data_ptr()
-    world.library.copy_rows(world.device, columns, numbers, None, len(chosen), world.stream, to_bfloat16=[True, False])
-    expected = torch.from_numpy(floats[chosen]).to(torch.bfloat16).view(torch.uint8).numpy().reshape(-1)
-    assert np.array_equal(world.read(target), expected)
-    assert np.array_equal(world.read(other_target), others.reshape(rows, 7)[chosen].reshape(-1))
-
-
 def copy_marked_rows(world: World, *, row_bytes: int = 48, to_host: bool = False) -> None:
     """Rows whose mark is above a bound."""
     rows, above = 600, 7
@@ -215,7 +194,6 @@ CALLS: tuple[Callable[[World], None], ...] = (
     lambda world: copy_batch(world, to_host=True, device_table=True),
     *(lambda world, size=size: copy_rows(world, row_bytes=size) for size in ROW_BYTES),
     lambda world: copy_rows(world, to_host=True),
-    copy_rows_to_bfloat16,
     copy_marked_rows,
     fingerprints,
     registered_memory,

@@ -20,7 +20,7 @@ from asyncckpt.errors import DeadlineError, IOFailedError, PeerError
 from asyncckpt.storage.directory import Directory
 from tests.ranks.channels import DEADLINE_S, KINDS, StuckStore, at_once, channels, gather
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @pytest.fixture(params=KINDS)

@@ -30,7 +30,7 @@ from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, PeerE
 from asyncckpt.storage.directory import Directory
 from tests.ranks.channels import DEADLINE_S, at_once, channels, file_channels, gather, open_at
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def leave_session(folder: Path, roster: dict[int, str], ranks_count: int = 2) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks.processes import await_ranks, free_port, start_rank
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 RUN_S_MAX = 120.0
 

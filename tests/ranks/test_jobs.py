@@ -12,7 +12,7 @@ from tests.ranks import job_ranks, replica_ranks
 from tests.ranks.forked import run
 from tests.ranks.training import differences, image, load_whole, run_alone
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
 
 def check(path: Path, steps: dict[int, int], ranks_count: int) -> None:

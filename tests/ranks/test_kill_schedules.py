@@ -20,7 +20,7 @@ from tests.ranks.kill_points import OF_COORDINATOR, OF_PARTICIPANT
 from tests.ranks.schedule_rank import Schedule, run_rank
 from tests.ranks.training import differences, image, load_whole, run_alone
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.any_core, pytest.mark.timeout(300)]
 
 RUN_S_MAX = 90.0
 AT_ONCE = 8

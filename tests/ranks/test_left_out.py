@@ -12,7 +12,7 @@ import asyncckpt
 from tests.ranks.left_out_ranks import SHAPE, filtered, one_piece_less, only_replicated_tables, whole
 from tests.ranks.test_jobs import run
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("how", ["drop", "rename", "cast"])

@@ -23,7 +23,7 @@ from asyncckpt.errors import CorruptError, PeerError
 from tests.ranks.channels import DEADLINE_S
 from tests.ranks.processes import free_port
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import asyncckpt
 from tests.ranks.processes import NAME_SERVER_PATIENCE, REPOSITORY, free_port
 from tests.ranks.training import differences, image, load_whole, run_alone
 
-pytestmark = [pytest.mark.once, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
 RUN_S_MAX = 120.0
 

@@ -29,18 +29,11 @@ class Library(Protocol):
     def copy(self, device: int, segments: U64, stream: int) -> None: ...
     def copy_batch(self, device: int, segments: U64, table: int, stream: int, **more: Any) -> None: ...
     def copy_rows(
-        self,
-        device: int,
-        columns: U64,
-        source_rows: int | None,
-        target_rows: int | None,
-        count: int,
-        stream: int,
-        **more: Any,
+        self, device: int, columns: U64, source_rows: int | None, target_rows: int | None, count: int, stream: int
     ) -> None: ...
     def fingerprints(self, device: int, columns: U64, rows_count: int, prints: int, stream: int) -> None: ...
     def copy_marked_rows(
-        self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int, **more: Any
+        self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int
     ) -> None: ...
 
 
@@ -57,14 +50,7 @@ class PlainLibrary:
         core.copy(segments, threads=1)
 
     def copy_rows(
-        self,
-        device: int,
-        columns: U64,
-        source_rows: int | None,
-        target_rows: int | None,
-        count: int,
-        stream: int,
-        **more: Any,
+        self, device: int, columns: U64, source_rows: int | None, target_rows: int | None, count: int, stream: int
     ) -> None:
         core.copy_rows(columns, _rows_at(source_rows, count), _rows_at(target_rows, count), threads=1)
 
@@ -72,9 +58,7 @@ class PlainLibrary:
         found = core.fingerprints(np.ascontiguousarray(columns), rows_count)
         host_view(prints, 8 * rows_count).numpy()[:] = found.view(np.uint8)
 
-    def copy_marked_rows(
-        self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int, **more: Any
-    ) -> None:
+    def copy_marked_rows(self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int) -> None:
         rows = np.flatnonzero(host_view(marks, rows_count).numpy() > above)
         core.copy_rows(columns, rows, rows, threads=1)
 
@@ -115,14 +99,7 @@ class QueuedLibrary:
         self._queue(device, stream, "copy_batch", run, spans)
 
     def copy_rows(
-        self,
-        device: int,
-        columns: U64,
-        source_rows: int | None,
-        target_rows: int | None,
-        count: int,
-        stream: int,
-        **more: Any,
+        self, device: int, columns: U64, source_rows: int | None, target_rows: int | None, count: int, stream: int
     ) -> None:
         columns = columns.copy()
         for address in (source_rows, target_rows):
@@ -135,7 +112,7 @@ class QueuedLibrary:
                 end = count if address is None else int(_rows_at(address, count).max(initial=-1)) + 1
                 spans.append(np.stack([columns[:, side], columns[:, 2] * np.uint64(end)], axis=1))
             self._runtime.check_reachable(np.concatenate(spans), device, "copy_rows")
-            self._library.copy_rows(device, columns, source_rows, target_rows, count, stream, **more)
+            self._library.copy_rows(device, columns, source_rows, target_rows, count, stream)
 
         self._queue(device, stream, "copy_rows", run)
 
@@ -146,14 +123,12 @@ class QueuedLibrary:
         work = partial(self._library.fingerprints, device, columns, rows_count, prints, stream)
         self._queue(device, stream, "fingerprints", work, spans)
 
-    def copy_marked_rows(
-        self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int, **more: Any
-    ) -> None:
+    def copy_marked_rows(self, device: int, columns: U64, marks: int, above: int, rows_count: int, stream: int) -> None:
         columns = columns.copy()
         spans = [np.array([[marks, rows_count]], dtype=np.uint64)]
         for side in (0, 1):
             spans.append(np.stack([columns[:, side], columns[:, 2] * np.uint64(rows_count)], axis=1))
-        work = partial(self._library.copy_marked_rows, device, columns, marks, above, rows_count, stream, **more)
+        work = partial(self._library.copy_marked_rows, device, columns, marks, above, rows_count, stream)
         self._queue(device, stream, "copy_marked_rows", work, np.concatenate(spans))
 
     def _queue(self, device: int, stream: int, name: str, work: Callable[[], object], spans: U64 | None = None) -> None:

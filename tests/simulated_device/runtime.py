@@ -59,8 +59,6 @@ class SimulatedRuntime:
     the CUDA library compiled for the CPU, "plain" over copies of the core.
     """
 
-    name = "simulated"
-
     def __init__(
         self,
         devices_count: int = 1,

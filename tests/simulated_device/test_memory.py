@@ -6,7 +6,7 @@ import pytest
 
 from tests.simulated_device.memory import Region
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def test_the_byte_behind_a_region_is_not_one_of_it() -> None:

@@ -19,7 +19,7 @@ from asyncckpt.errors import DeviceError
 from tests.simulated_device import SimulatedRuntime, SimulationFault
 from tests.simulated_device.memory import OutOfMemory
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def fate_of_child(work: object) -> int:

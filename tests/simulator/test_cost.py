@@ -6,7 +6,7 @@ import pytest
 
 from bench.ranks import measure
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @pytest.mark.parametrize("ranks_count", [2, 9])

@@ -12,7 +12,7 @@ from tests.simulator.job import run_seed
 from tests.simulator.mutants import MUTANTS, CountsPreparedOfAnyAttempt, DecidesAgain, installed
 from tests.simulator.schedule import PROFILES
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 SEEDS_PER_TEST = 300
 MUTANT_SEEDS_MAX = 4000

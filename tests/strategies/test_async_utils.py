@@ -16,7 +16,7 @@ from asyncckpt.errors import DeadlineError, PeerError, UsageError
 from asyncckpt.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest, ThreadAsyncCaller
 from bench.memory_channel import MemoryExchange
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 LONG_S = 60.0
 
 

@@ -14,7 +14,7 @@ from asyncckpt.model.sharded import Piece
 from asyncckpt.strategies.boxes import clipped, flat_boxes, pieces_of
 from asyncckpt.strategies.mapping import ShardedTensor
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def placed(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -14,7 +14,7 @@ from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.strategies import CommonLoad, CommonSave, ShardedSave
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 SAVE, LOAD = CommonSave(), CommonLoad()
 
 

@@ -21,7 +21,7 @@ from asyncckpt.strategies.mapping import (
     split_unique_key,
 )
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def test_rank_offsets_place_a_piece() -> None:

@@ -24,7 +24,7 @@ from asyncckpt.errors import NotFoundError, UnsupportedError
 from tests.strategies.rank_runs import run_ranks
 
 IS_THERE = importlib.util.find_spec("megatron") is not None
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 needs_megatron = pytest.mark.skipif(not IS_THERE, reason="megatron-core is not installed: make test-megatron")
 WHOLE = torch.arange(24.0).reshape(4, 6)
 

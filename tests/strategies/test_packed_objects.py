@@ -17,7 +17,7 @@ import torch
 from asyncckpt.errors import CorruptError, NotFoundError, UsageError
 from asyncckpt.strategies.packed_objects import pack, unpack
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 class Backend(Enum):

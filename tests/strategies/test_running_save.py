@@ -20,7 +20,7 @@ from asyncckpt.strategies.async_utils import AsyncRequest
 from asyncckpt.strategies.running_save import HeldFile, RunningSave, wait_for_release
 from asyncckpt.strategies.sharded_state import ShardedSave
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 LONG_S = 60.0
 
 

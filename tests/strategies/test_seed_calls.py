@@ -21,7 +21,7 @@ from asyncckpt.errors import CheckpointError, IncompatibleError, NotFoundError, 
 from asyncckpt.strategies import async_utils, base
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 ABSTRACT, CONCRETE, PROPERTY = "abstract", "concrete", "property"
 DIR = "checkpoint_dir"
 # (class or "" for the module, name) -> (parameters, kind); a class of the page has its base class as its kind.

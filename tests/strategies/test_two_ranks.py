@@ -13,7 +13,7 @@ from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
 from tests.strategies.rank_process import WHOLE
 from tests.strategies.rank_runs import run_ranks
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def test_two_ranks_save_and_one_loads(tmp_path: Path) -> None:

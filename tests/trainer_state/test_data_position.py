@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 import asyncckpt
 from asyncckpt.trainer_state import DataPosition, ResumableSampler, SeededSamples
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 class Augmented(Dataset[Any]):

@@ -12,7 +12,7 @@ import asyncckpt
 from asyncckpt.format.values import decode_value, encode_value
 from asyncckpt.trainer_state.plain import from_plain, to_plain
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 TENSORS = [
     torch.arange(6).reshape(2, 3),

@@ -19,7 +19,7 @@ from tests.trainer_state.run import Run
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS_COUNT = 33  # Two epochs and a half, of 13 batches each.
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @pytest.fixture(autouse=True)

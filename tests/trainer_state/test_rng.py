@@ -14,7 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.trainer_state import RngState
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @pytest.fixture(autouse=True)

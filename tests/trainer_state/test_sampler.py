@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 import asyncckpt
 from asyncckpt.trainer_state import ResumableSampler
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def of_all_ranks(

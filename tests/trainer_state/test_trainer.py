@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import asyncckpt
 from asyncckpt.trainer_state import DataPosition, ResumableSampler, RngState, StepCounter, TrainerState
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def trainer(**more: Any) -> TrainerState:

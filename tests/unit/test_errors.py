@@ -19,7 +19,7 @@ from asyncckpt.errors import (
     close_beside,
 )
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 ERRORS = [
     CorruptError("a file is damaged", found=b"x", expected=[1], hint="load another"),

@@ -11,7 +11,7 @@ from asyncckpt.coordination.agreement import Agreement, Verdict
 from asyncckpt.errors import CorruptError, PeerError
 from bench.memory_channel import MemoryExchange
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 LONG_S = 60.0
 DONE = Verdict()
 RUNNING = Verdict(running=True)

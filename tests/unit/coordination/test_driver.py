@@ -29,7 +29,7 @@ from asyncckpt.errors import ConflictError, IndeterminateError, IOFailedError, P
 from asyncckpt.format.names import Attempt
 from bench.memory_channel import MemoryExchange
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 LONG = Limits(begin_s=30, silence_s=20, save_s=60)
 SHORT = Limits(begin_s=0.4, silence_s=1.0, save_s=30)

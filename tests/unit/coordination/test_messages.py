@@ -28,7 +28,7 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, U
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.names import Attempt
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 ATTEMPT = Attempt(step=120, id="0123456789abcdef" * 2)
 MESSAGES: list[Message] = [

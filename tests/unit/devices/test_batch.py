@@ -15,7 +15,7 @@ from asyncckpt.errors import DeviceError
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.memory import OutOfMemory
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 class Thing:

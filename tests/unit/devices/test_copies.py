@@ -19,7 +19,7 @@ from asyncckpt.devices.copies import Copy, RowCopy, SegmentCopy, TensorCopy
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.runtime import KernelsChoice
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 TARGET_BYTES = 256 << 10
 GUARD = 0xA5

@@ -21,7 +21,7 @@ from asyncckpt.staging.pool import pool
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device import runtime as runtime_module
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def test_a_wait_ends_with_the_device() -> None:

@@ -10,7 +10,7 @@ from asyncckpt.devices.fetch import to_host, wait_for
 from asyncckpt.errors import DeviceError
 from tests.simulated_device import SimulatedRuntime
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def test_tensors_of_the_host_are_not_copied_without_need() -> None:

@@ -15,7 +15,7 @@ from asyncckpt.errors import DeviceError, UsageError
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.schedule import DeviceLost
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 BYTES = 4096
 ROW_BYTES = 64

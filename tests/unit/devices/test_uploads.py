@@ -22,7 +22,7 @@ from asyncckpt.native import U8
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.torch_queue import alias
 
-pytestmark = pytest.mark.once  # Of all this, only the simulated devices use the core.
+pytestmark = pytest.mark.any_core  # Of all this, only the simulated devices use the core.
 
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex64, torch.complex128)
 
@@ -259,6 +259,23 @@ def test_many_small_targets_take_a_few_operations(kernels: Any) -> None:
         assert used < (10 if kernels == "plain" else 210)
         found = [runtime.read(target)[0].item() for target in targets]
         assert found == list(range(200))
+
+
+@pytest.mark.parametrize("kernels", ["plain", "torch"])
+def test_one_part_of_a_window_goes_to_several_targets(kernels: Any) -> None:
+    """A short one within a long one, as of two boxes of one block: what follows them has a place of its own."""
+    runtime = SimulatedRuntime(seed=4, kernels=kernels)
+    with runtime.installed():
+        parts = [(0, 280), (0, 40), (80, 160), (480, 760)]
+        targets = [runtime.new_tensor((end - begin,), torch.uint8) for begin, end in parts]
+        with Uploads(runtime) as uploads:
+            window = uploads.window(800)
+            window[:] = np.random.default_rng(4).integers(0, 256, 800, dtype=np.uint8)
+            expected = [window[begin:end].tolist() for begin, end in parts]
+            for target, (begin, end) in zip(targets, parts, strict=True):
+                uploads.put_bytes(target, 0, window[begin:end])
+            uploads.launch()
+        assert [runtime.read(target).tolist() for target in targets] == expected
 
 
 @pytest.mark.parametrize("kernels", ["plain", "torch"])

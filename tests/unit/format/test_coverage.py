@@ -14,7 +14,7 @@ from asyncckpt.errors import UnsupportedError
 from asyncckpt.format import limits
 from asyncckpt.format.coverage import Box, covers
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 

@@ -26,7 +26,7 @@ from asyncckpt.format.tree import TENSOR, VALUE, Node
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 ATTEMPT = Attempt(step=7, id=f"{5:032x}")
 HEADER_BYTES = 4096

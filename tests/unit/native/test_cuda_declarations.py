@@ -1,4 +1,4 @@
-"""cuda_declarations.py says the same as csrc/include/asyncckpt_cuda.h."""
+"""cuda.py says the same as csrc/include/asyncckpt_cuda.h."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.native import cuda_declarations, declarations
+from asyncckpt.native import cuda, declarations
 
 HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt_cuda.h"
 VALUES = {
@@ -45,12 +45,12 @@ def allowed(c_type: str) -> list[Any]:
 
 
 def test_same_functions() -> None:
-    assert sorted(name for name, _, _ in functions()) == sorted(cuda_declarations.CUDA_FUNCTIONS)
+    assert sorted(name for name, _, _ in functions()) == sorted(cuda.CUDA_FUNCTIONS)
 
 
 @pytest.mark.parametrize(("name", "result", "arguments"), functions(), ids=lambda value: str(value)[:24])
 def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
-    declared_result, declared_arguments = cuda_declarations.CUDA_FUNCTIONS[name]
+    declared_result, declared_arguments = cuda.CUDA_FUNCTIONS[name]
     assert declared_result in allowed(result)
     assert len(declared_arguments) == len(arguments)
     for declared, argument in zip(declared_arguments, arguments, strict=True):
@@ -60,11 +60,9 @@ def test_same_arguments(name: str, result: str, arguments: list[str]) -> None:
 
 def test_same_constants() -> None:
     numbers = {name: int(value) for name, value in re.findall(r"(AC_\w+)(?: =)? (\d+)u?", header_text())}
-    assert numbers["AC_CUDA_ABI_VERSION"] == cuda_declarations.CUDA_ABI_VERSION
-    assert numbers["AC_DEVICE"] == cuda_declarations.DEVICE
-    assert numbers["AC_CUDA_AS_IS"] == cuda_declarations.AS_IS
-    assert numbers["AC_CUDA_TO_BFLOAT16"] == cuda_declarations.TO_BFLOAT16
+    assert numbers["AC_CUDA_ABI_VERSION"] == cuda.CUDA_ABI_VERSION
+    assert numbers["AC_DEVICE"] == cuda.DEVICE
 
 
 def test_the_status_is_none_of_the_core() -> None:
-    assert max(declarations.OK, declarations.SHORT) < cuda_declarations.DEVICE
+    assert max(declarations.OK, declarations.SHORT) < cuda.DEVICE

@@ -32,7 +32,7 @@ from asyncckpt.plan.contents import contents_of, joined_tree
 from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, overlap
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 HEADER_BYTES = 4096
 
 

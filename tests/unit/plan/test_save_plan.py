@@ -9,7 +9,7 @@ import torch
 
 from asyncckpt.plan.save_plan import LeafFacts
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def tensors() -> list[torch.Tensor]:

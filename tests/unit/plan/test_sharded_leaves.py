@@ -26,7 +26,7 @@ from asyncckpt.errors import UnsupportedError
 from asyncckpt.model.sharded import Sharded, sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def test_every_byte_comes_over(tmp_path: Path, seed: int, kernels: Any) -> None:
     assert torch.equal(rows.reshape(-1), torch.arange(15000.0))
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 def test_small_tensors_come_over_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimulatedRuntime(seed=5)
     waits: list[object] = []
@@ -69,7 +69,7 @@ def test_small_tensors_come_over_together(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(waits) < 30
 
 
-@pytest.mark.once
+@pytest.mark.any_core
 def test_what_was_copied_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the pinned memory of a blocking save would be as large as what it saves."""
     runtime = SimulatedRuntime(seed=6)

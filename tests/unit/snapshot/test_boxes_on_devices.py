@@ -20,7 +20,7 @@ from tests.simulated_device import SimulatedRuntime
 from tests.unit.snapshot import test_boxes as of_boxes
 from tests.unit.snapshot.test_boxes import Box, MemoryReader, load_into, raw_of, some_values, spec_of, taken
 
-pytestmark = pytest.mark.once  # What is read is the same as on the host, and so is how.
+pytestmark = pytest.mark.any_core  # What is read is the same as on the host, and so is how.
 
 
 def on_device(runtime: SimulatedRuntime, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Any:

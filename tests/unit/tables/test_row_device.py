@@ -20,7 +20,7 @@ from tests.simulated_device.library import PlainLibrary
 from tests.unit.tables.multi_level_world import World, batch, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
 
-pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")]
+pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")]
 
 SEEDS = range(5)
 

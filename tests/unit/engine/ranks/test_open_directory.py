@@ -11,7 +11,7 @@ from asyncckpt.errors import IOFailedError
 from asyncckpt.options import RankOptions
 from bench.memory_channel import MemoryExchange
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 def test_rank_0_gives_the_directory_back_when_the_others_cannot_be_reached(

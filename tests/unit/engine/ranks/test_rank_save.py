@@ -13,7 +13,7 @@ from asyncckpt.errors import CorruptError, NotFoundError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 
 @pytest.mark.parametrize("gone", [True, False])

@@ -29,7 +29,7 @@ from asyncckpt.model.sharded import Piece, Sharded, sharded
 from asyncckpt.plan.state import flatten
 from asyncckpt.tables import HashTable
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.any_core
 
 SIZES = st.lists(st.integers(0, 1000), max_size=30)
 
