@@ -3,9 +3,13 @@
 Retention is for a writer that holds LOCK. A checkpoint stays when it is wanted, or when the chain of one that stays
 needs it. A manifest goes when its step does, or when a compacted one stands for it.
 
-Order: unlink manifests, children before what they build upon -> sync manifests/ -> remove data folders that no manifest
-names -> sync data/. A crash in between leaves unreferenced data, never a manifest without data nor a delta without its
-parents. An unreadable manifest stops everything, for its references are unknown.
+1. Rename the manifests to manifests/.r-<manifest>, children before what they build upon. A delta that is published from
+   now on does not find them when it looks for what it builds upon, and is not acknowledged.
+2. Look once more: when something was published before 1 and not seen, rename them back, and begin anew.
+3. Unlink them, sync manifests/. Only one who has unlinked a manifest removes its data folder; then sync data/.
+
+A crash in between leaves what the next sweep renames back, or data that no manifest names; never a manifest without
+data nor a delta without its parents. An unreadable manifest stops everything, for its references are unknown.
 
 Sweep removes temporary manifests, and attempt folders that no manifest names: only one of step N can name a folder of
 step N. LOCK keeps other writers away; where it does not work, a folder without a manifest may be that of a save that is
@@ -40,7 +44,16 @@ from asyncckpt.errors import (
     UnsupportedError,
 )
 from asyncckpt.format.manifest import ManifestHead
-from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, attempt_of_swept, swept_name
+from asyncckpt.format.names import (
+    attempt_id_of_temporary,
+    attempt_of_directory,
+    attempt_of_swept,
+    compacted_manifest_name,
+    manifest_name,
+    manifest_of_retired,
+    retired_name,
+    swept_name,
+)
 
 # One directory is no place for two retentions at once, and which directory it is does not matter. Saves go on beside
 # it: see _keep_latest.
@@ -96,16 +109,51 @@ def _keep_latest(
     with claims.removing(place, removed) as is_free:
         if not is_free or manifests_by_step(root) != manifests:
             return None
-        for name, head in zip(victims, going, strict=True):
-            root.manifests.remove_file(name)
-            if head.kind == "delta":
-                root.manifests.sync()  # Before what it builds upon goes.
-        root.manifests.sync()
+        gone = _retire(root, dict(zip(victims, going, strict=True)), seen=manifests)
+    if gone is None:
+        return None
     heads.forget(victims)
-    folders = {head.folder_name for head in going} - {head.folder_name for head in kept.values()}
-    remove_folders(root, sorted(folders))
+    remove_folders(root, sorted({head.folder_name for head in gone} - {head.folder_name for head in kept.values()}))
     root.data.sync()
     return removed
+
+
+def _retire(
+    root: CheckpointRoot, victims: dict[str, ManifestHead], *, seen: dict[int, list[str]]
+) -> list[ManifestHead] | None:
+    """Remove manifests, children first; return those that this call has unlinked. None: others are there than seen."""
+    gone: list[ManifestHead] = []
+
+    def unlink(name: str) -> None:
+        if root.manifests.remove_file(retired_name(name)):
+            gone.append(victims[name])
+
+    try:
+        _in_order(root, victims, lambda name: root.manifests.move(name, retired_name(name)))
+        known = {name for names in seen.values() for name in names}
+        if any(name not in known for names in manifests_by_step(root).values() for name in names):
+            return None
+        _in_order(root, victims, unlink)
+        root.manifests.sync()
+        return gone
+    finally:
+        _put_back(root, reversed(victims))
+
+
+def _in_order(root: CheckpointRoot, victims: dict[str, ManifestHead], act: Callable[[str], object]) -> None:
+    """Act on manifests, children first; what is done to a delta is durable before its parents' turn comes."""
+    for name, head in victims.items():
+        act(name)
+        if head.kind == "delta":
+            root.manifests.sync()
+
+
+def _put_back(root: CheckpointRoot, manifests: Iterable[str]) -> None:
+    """Give those of these manifests that are set aside their names again."""
+    for name in manifests:
+        if root.manifests.exists(retired_name(name)):
+            with contextlib.suppress(CheckpointError):  # Another one has done so, or removed it.
+                root.manifests.publish(retired_name(name), name)
 
 
 def _with_parents(wanted: Sequence[int], heads: KnownHeads) -> dict[int, ManifestHead]:
@@ -138,6 +186,9 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
     take it out once they have published it or given it up. One that cannot be removed does not keep the others:
     IOFailedError naming those that stay, at the end.
     """
+    if not _retaining.locked():
+        found = sorted(root.manifests.names())
+        _put_back(root, [manifest for name in found if (manifest := manifest_of_retired(name)) is not None])
     names = root.data.names()
     try:
         strays = _strays(root, heads, names, keep_attempts)
@@ -154,7 +205,7 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
         root.manifests.sync()
     for name in strays:
         with contextlib.suppress(CheckpointError):  # Somebody else is about it.
-            root.data.move_folder(name, swept_name(name))
+            root.data.move(name, swept_name(name))
     swept = [*(name for name in names if attempt_of_swept(name) is not None), *map(swept_name, strays)]
     return removed + _end_swept(root, swept) if swept else removed
 
@@ -173,6 +224,8 @@ def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_atte
     manifests = manifests_by_step(root)
     strays = []
     for step, folders in by_step.items():
+        if _is_retired(root, step):
+            continue
         if step not in manifests:
             strays += folders
         elif len(folders) > 1 or len(manifests[step]) > 1:
@@ -190,16 +243,22 @@ def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
         attempt = attempt_of_swept(name)
         assert attempt is not None
         try:
-            if attempt.directory not in _named(heads, manifests.get(attempt.step, [])):
+            named = _named(heads, manifests.get(attempt.step, []))
+            if attempt.directory not in named and not _is_retired(root, attempt.step):
                 going.append(name)
                 continue
         except (*_UNREADABLE, NotFoundError):
             pass  # It may name the folder.
         with contextlib.suppress(CheckpointError):  # Another sweep has done so.
-            root.data.move_folder(name, attempt.directory)
+            root.data.move(name, attempt.directory)
             root.data.sync()
     remove_folders(root, going)
     return [name.removeprefix(swept_name("")) for name in going]
+
+
+def _is_retired(root: CheckpointRoot, step: int) -> bool:
+    """Return whether a manifest of a step is set aside, to be removed or put back."""
+    return any(root.manifests.exists(retired_name(of(step))) for of in (manifest_name, compacted_manifest_name))
 
 
 def _named(heads: KnownHeads, manifests: list[str]) -> set[str]:

@@ -4,6 +4,7 @@
     manifests/000000000120.json            the step, 12 digits
     manifests/000000000120.full.json       the same step, compacted: a full checkpoint that stands for it
     manifests/.m-<attempt>                 a manifest before its publication
+    manifests/.r-000000000120.json         one of a step that is being removed
     data/000000000120-<attempt>/r00000-000.safetensors
     data/.s-000000000120-<attempt>             such a folder while it is swept away
 
@@ -28,6 +29,7 @@ _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
 _TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _SWEPT = ".s-"
+_RETIRED = ".r-"
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
 _SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT_DIR.pattern})/(?P<name>{_SHARD.pattern})")
@@ -96,6 +98,17 @@ def attempt_id_of_temporary(name: str) -> str | None:
     """Return the id of the attempt of a manifest that is not yet published; None for another file."""
     match = _TEMPORARY.fullmatch(name)
     return match.group(1) if match else None
+
+
+def retired_name(manifest: str) -> str:
+    """Return the name that a manifest has while its step is removed."""
+    return _RETIRED + manifest
+
+
+def manifest_of_retired(name: str) -> str | None:
+    """Return the own name of a manifest whose step is being removed; None for others."""
+    manifest = name.removeprefix(_RETIRED)
+    return manifest if manifest != name and step_of_manifest(manifest) is not None else None
 
 
 def attempt_of_directory(name: str) -> Attempt | None:

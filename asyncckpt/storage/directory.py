@@ -271,15 +271,18 @@ class Directory:
             raise io_failed(f"{str(self.path / target)!r} cannot be published", error) from error
         self.made.pop(source, None)
 
-    def move_folder(self, source: str, target: str) -> None:
-        """Give a folder another name; one that is not empty is never replaced."""
-        with _door(f"folder {str(self.path / source)!r} cannot be moved to {target!r}"):
+    def move(self, source: str, target: str) -> None:
+        """Give a file or a folder another name; a file is replaced, a folder that is not empty never is."""
+        with _door(f"{str(self.path / source)!r} cannot be moved to {target!r}"):
             os.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def remove_file(self, name: str) -> None:
+    def remove_file(self, name: str) -> bool:
+        """Remove a file; return whether it was there."""
+        self.made.pop(name, None)
         with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
-        self.made.pop(name, None)
+            return True
+        return False
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder of plain files; ignore what others remove meanwhile."""

@@ -23,14 +23,14 @@ STATE = {"x": torch.arange(3.0)}
 @pytest.fixture
 def may_remove(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Manifests of checkpoints are removed when it is set."""
-    event, remove = threading.Event(), Directory.remove_file
+    event, move = threading.Event(), Directory.move
 
-    def held(self: Directory, name: str) -> None:
-        if name.endswith(".json"):
+    def held(self: Directory, source: str, target: str) -> None:
+        if source.endswith(".json"):
             assert event.wait(WAIT_S_MAX)
-        remove(self, name)
+        move(self, source, target)
 
-    monkeypatch.setattr(Directory, "remove_file", held)
+    monkeypatch.setattr(Directory, "move", held)
     yield event
     event.set()
 
@@ -163,7 +163,7 @@ def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytes
 
 def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[str] = []
-    move = Directory.move_folder
+    move = Directory.move
 
     def note(self: Directory, source: str, target: str) -> None:
         moved.append(source)
@@ -176,9 +176,9 @@ def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, m
             saver.wait_idle(WAIT_S_MAX)
         stray = f"{5:012d}-{'ab' * 16}"
         (tmp_path / "data" / stray).mkdir()
-        monkeypatch.setattr(Directory, "move_folder", note)
+        monkeypatch.setattr(Directory, "move", note)
         for step in (7, 8):
             first.save(step)
             first.wait_idle(WAIT_S_MAX)
-    assert moved == [stray]
+    assert moved == [stray, f"{5:012d}.json"]
     assert asyncckpt.list_steps(tmp_path) == [6, 7, 8]

@@ -17,7 +17,13 @@ from asyncckpt.commit.discover import KnownHeads, manifests_by_step, mark_verifi
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, attempt_of_swept, split_shard_path
+from asyncckpt.format.names import (
+    attempt_id_of_temporary,
+    attempt_of_directory,
+    attempt_of_swept,
+    manifest_of_retired,
+    split_shard_path,
+)
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
 
@@ -94,5 +100,5 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
     for folder in own:
         with root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
-    temporary = [name for name in root.manifests.names() if attempt_id_of_temporary(name)]
+    temporary = [n for n in root.manifests.names() if attempt_id_of_temporary(n) or manifest_of_retired(n)]
     return tuple(sorted([*folders, *files, *temporary]))

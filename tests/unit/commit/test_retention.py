@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.commit import retention
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
@@ -138,28 +140,52 @@ def test_no_delta_is_ever_without_its_parents(tmp_path: Path, monkeypatch: pytes
     found = two_chains(tmp_path)
     full(tmp_path, 6, replaces=found[6].digest)
     full(tmp_path, 8)
-    removals: list[str | None] = []
-    remove_file, sync = Directory.remove_file, Directory.sync
+    done: list[str | None] = []  # Names of manifests that went, None for a sync.
+    plain = {name: getattr(Directory, name) for name in ("move", "remove_file", "sync")}
 
-    def note_removal(self: Directory, name: str) -> None:
-        removals.append(name)
-        remove_file(self, name)
-        for step in asyncckpt.list_steps(tmp_path):
-            load(tmp_path, step)
+    def noted(operation: str) -> Callable[..., object]:
+        def run(self: Directory, *names: str) -> object:
+            done.append(names[0] if names else None)
+            result: object = plain[operation](self, *names)
+            for step in asyncckpt.list_steps(tmp_path):
+                load(tmp_path, step)
+            return result
 
-    def note_sync(self: Directory) -> None:
-        removals.append(None)
-        sync(self)
+        return run
 
-    monkeypatch.setattr(Directory, "remove_file", note_removal)
-    monkeypatch.setattr(Directory, "sync", note_sync)
+    for operation in plain:
+        monkeypatch.setattr(Directory, operation, noted(operation))
     assert retain(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
-    order = [name for name in removals if name is not None]
     wanted = ["7", "6", "6.full", "5", "4", "3", "2", "1"]
-    assert order == [f"{name[0]:0>12}{name[1:]}.json" for name in wanted]
-    for at, name in enumerate(removals):
-        if name is not None and name.partition(".")[0] in {f"{step:012d}" for step in (7, 5, 3, 2)}:
-            assert removals[at + 1] is None, "a delta's removal is durable before its parents go"
+    manifests = [f"{name[0]:0>12}{name[1:]}.json" for name in wanted]
+    assert [name for name in done if name is not None] == [*manifests, *(f".r-{name}" for name in manifests)]
+    for at, name in enumerate(done):
+        if name is not None and name.removeprefix(".r-").partition(".")[0] in {f"{step:012d}" for step in (7, 5, 3, 2)}:
+            assert done[at + 1] is None, "a delta's removal is durable before its parents go"
+
+
+def test_what_a_crash_has_left_aside_is_put_back(tmp_path: Path) -> None:
+    """A second writer, of a directory whose locks do not work, may build upon it."""
+    two_chains(tmp_path)
+    steps = asyncckpt.list_steps(tmp_path)
+    for name in os.listdir(tmp_path / "manifests"):
+        os.rename(tmp_path / "manifests" / name, tmp_path / "manifests" / f".r-{name}")
+    assert asyncckpt.list_steps(tmp_path) == []
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        assert sweep(root, KnownHeads(root)) == []
+    assert asyncckpt.list_steps(tmp_path) == steps
+    for step in steps:
+        asyncckpt.verify(tmp_path, step)
+
+
+def test_data_of_what_is_set_aside_is_no_stray(tmp_path: Path) -> None:
+    """A sweep may come while a retention of this process is about it."""
+    full(tmp_path, 1)
+    (tmp_path / "manifests" / f"{1:012d}.json").rename(tmp_path / "manifests" / f".r-{1:012d}.json")
+    with retention._retaining, CheckpointRoot.for_reading(tmp_path) as root:
+        assert sweep(root, KnownHeads(root)) == []
+    (tmp_path / "manifests" / f".r-{1:012d}.json").rename(tmp_path / "manifests" / f"{1:012d}.json")
+    asyncckpt.verify(tmp_path, 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
