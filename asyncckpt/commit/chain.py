@@ -10,13 +10,14 @@ Anything else is a CorruptError that prints the chain: what a delta builds upon 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.commit.discover import read_manifest
+from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
 from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
 
 STEPS_SHOWN_MAX = 16
@@ -32,13 +33,13 @@ def read_chain(root: CheckpointRoot, step: int) -> Chain:
     return Chain((newest, *chain_below(newest.head, partial(read_manifest, root))))
 
 
-def chain_below(head: ManifestHead, read: Callable[[int], Sealed]) -> list[Sealed]:
+def chain_below(head: ManifestHead, read: Callable[[int], Sealed], *, count: int | None = None) -> list[Sealed]:
     """Return what a checkpoint builds upon, newest first; CorruptError when the chain is broken.
 
-    read: the manifest of a step, or its head; NotFoundError where there is none.
+    read: the manifest of a step, or its head; NotFoundError where there is none. count: how many of them at most.
     """
     below: list[Sealed] = []
-    for number, parent in enumerate(head.parents):
+    for number, parent in enumerate(head.parents[:count]):
         try:
             found = read(parent.step)
         except NotFoundError as error:
@@ -49,6 +50,42 @@ def chain_below(head: ManifestHead, read: Callable[[int], Sealed]) -> list[Seale
         if _is_end(head, number, found):
             break
     return below
+
+
+class KnownChain:
+    """What the deltas of one writer build upon.
+
+    A delta builds upon the delta before it, and upon what that did. So that one is read and checked, and all below it
+    only looked at: while its files have the names, sizes and versions that they had, it is what was checked before.
+    """
+
+    def __init__(self, root: CheckpointRoot, heads: KnownHeads) -> None:
+        self._root = root
+        self._heads = heads
+        self._parents: tuple[ParentFacts, ...] = ()
+        self._found: list[ManifestHead] = []  # Fewer than parents, where one is compacted.
+        self._versions: list[tuple[int, ...]] = []
+
+    def check(self, head: ManifestHead) -> None:
+        """Check that all that a delta builds upon is there, with all files. CorruptError."""
+        is_known = bool(self._found) and all(map(self._is_unchanged, self._found, self._versions))
+        if is_known and self._parents == head.parents:
+            return
+        is_next = is_known and self._parents == head.parents[1:]
+        below = chain_below(head, self._heads.of_step, count=1 if is_next else None)
+        for sealed in below:
+            check_files(self._root, sealed.head)
+        rest = is_next and below[0].head.kind == "delta"
+        self._found = [*(sealed.head for sealed in below), *(self._found if rest else ())]
+        self._versions = [self._heads.version(found.file_name) for found in self._found]
+        self._parents = head.parents
+
+    def _is_unchanged(self, found: ManifestHead, version: tuple[int, ...]) -> bool:
+        root = self._root
+        with contextlib.suppress(CheckpointError):
+            if root.manifests.version(found.file_name) == version:
+                return all(root.root.size(file.path) == file.bytes for file in found.files)
+        return False
 
 
 def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:

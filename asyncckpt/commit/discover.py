@@ -91,6 +91,11 @@ class KnownHeads:
             return known[1]
         return self._keep(name, version, decode_head(_bytes_of(self._root, name), name))
 
+    def version(self, name: str) -> tuple[int, ...]:
+        """Return the version of the file that was read, or published, under this name; () when it was forgotten."""
+        known = self._heads.get(name)
+        return () if known is None else known[0]
+
     def of_step(self, step: int) -> SealedHead:
         """Return the head that counts for a step; CheckpointError when it cannot be read."""
         return _read_of_step(self._root, step, self.of)

@@ -44,7 +44,7 @@ from typing import Any, Literal, TypeVar
 
 import aiofiles
 
-from asyncckpt.commit.chain import chain_below
+from asyncckpt.commit.chain import KnownChain
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
@@ -83,6 +83,10 @@ class Commits:
     @cached_property
     def heads(self) -> KnownHeads:
         return KnownHeads(self.root)
+
+    @cached_property
+    def chain(self) -> KnownChain:
+        return KnownChain(self.root, self.heads)
 
     def retain(self, count: int | None, *, protected: Callable[[], Collection[int]]) -> None:
         """Let all but the newest checkpoints go (None: none). Never raises: the new checkpoint is committed."""
@@ -272,8 +276,7 @@ class Transaction:
         if not head.parents:
             return
         try:
-            for found in chain_below(head, self._commits.heads.of_step):
-                check_files(self._root, found.head)
+            self._commits.chain.check(head)
         except CorruptError as error:
             raise _without_parents(head, str(error)) from error
         if claims.is_removed(self._claim.place, head.parents[0].step):
