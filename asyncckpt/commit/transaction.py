@@ -312,8 +312,8 @@ class Transaction:
 
     def _check_after(self, head: ManifestHead) -> None:
         self._check_place()
-        self._check_parents(head)
         check_files(self._root, head, self.folder)
+        self._check_parents(head)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.engine.save.run_save
+from asyncckpt.commit.chain import KnownChain
 from asyncckpt.commit.claims import Claims
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import keep_latest, sweep
@@ -228,6 +229,14 @@ def delete_files(path: Path) -> None:
         file.unlink()
 
 
+def delete_old_folders(path: Path) -> None:
+    """All but those of the newest step that has one."""
+    folders = sorted((path / "data").iterdir())
+    for folder in folders:
+        if folder.name[:12] != folders[-1].name[:12]:
+            shutil.rmtree(folder)
+
+
 def replace_files(path: Path) -> None:
     """By others of the same size."""
     for file in (path / "data").rglob("*.safetensors"):
@@ -240,6 +249,7 @@ def replace_files(path: Path) -> None:
     ("writer", "clean"),
     [
         *((writer, clean) for writer in WRITERS for clean in (delete_folders, delete_files)),
+        ("delta", delete_old_folders),
         # What a delta builds upon is not read again.
         *((writer, replace_files) for writer in WRITERS if writer != "delta"),
     ],
@@ -297,6 +307,23 @@ def test_what_is_deleted_right_before_the_rename_is_found_by_the_look_behind_it(
     monkeypatch.setattr(Transaction, "_check_after", lambda *_: None)
     with pytest.raises(asyncckpt.CorruptError):
         refused_beside_a_cleaner("Saver", delete_folders, templates["Saver"], tmp_path)
+
+
+def test_parents_that_are_deleted_right_before_the_rename_are_missed_behind_it(
+    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KnownChain, "_is_unchanged", lambda *_: True)
+    with pytest.raises(asyncckpt.CorruptError):
+        refused_beside_a_cleaner("delta", delete_old_folders, templates["delta"], tmp_path)
+
+
+@pytest.mark.slow
+def test_parents_that_are_set_aside_right_before_the_rename_are_missed_behind_it(
+    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KnownChain, "_is_unchanged", lambda *_: True)
+    with pytest.raises(asyncckpt.CorruptError):
+        refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=1, keep=1)
 
 
 def test_what_is_published_before_its_folder_is_moved_is_found_by_the_sweep_that_looks_again(
