@@ -7,13 +7,15 @@ from typing import Any
 
 from asyncckpt.errors import UsageError
 
+INT_MAX = 2**63 - 1
 
-def check_int(name: str, value: Any, *, at_least: int, at_most: int | None = None, optional: bool = False) -> None:
+
+def check_int(name: str, value: Any, *, at_least: int, at_most: int = INT_MAX, optional: bool = False) -> None:
     """Check for an int, not a bool, within bounds; with `optional`, None too."""
     if optional and value is None:
         return
-    if type(value) is not int or value < at_least or (at_most is not None and value > at_most):
-        bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most is not None else "")
+    if type(value) is not int or not at_least <= value <= at_most:
+        bounds = f"an int of at least {at_least}" + (f", at most {at_most}" if at_most < INT_MAX else "")
         bounds += ", or None" if optional else ""
         raise UsageError(f"{name} is wrong", found=value, expected=bounds)
 
@@ -26,9 +28,15 @@ def check_seconds(name: str, value: Any, *, above_zero: bool = False) -> None:
         raise UsageError(f"{name} is wrong", found=value, expected="more than 0 seconds")
 
 
+def check_timeout(timeout: Any) -> None:
+    """Check for seconds that a wait can take, or None."""
+    if timeout is not None:
+        check_seconds("timeout", timeout)
+
+
 def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
     """Check for one of some words."""
-    if value not in choices:
+    if type(value) not in map(type, choices) or value not in choices:
         raise UsageError(f"{name} is wrong", found=value, expected=choices)
 
 

@@ -54,7 +54,7 @@ def cast(name: str, dtype: torch.dtype) -> RowFilter:
     its normal range). A number beyond the range of the smaller dtype is a FilterError, and so is an infinite one where
     that has none.
     """
-    if dtype not in FLOATS | INTEGERS:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS | INTEGERS:
         expected = sorted(str(known) for known in supported_dtypes() if known in FLOATS | INTEGERS)
         raise UsageError("cast goes to a float or integer dtype", found=str(dtype), expected=expected)
     return EncodeBlocks(_name(name), {"kind": "cast", "dtype": str(dtype).removeprefix("torch.")})

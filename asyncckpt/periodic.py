@@ -59,6 +59,8 @@ class PeriodicSaver:
         check_int("every_steps", every_steps, at_least=1, optional=True)
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds, above_zero=True)
+        if not callable(clock):
+            raise UsageError("clock is wrong", found=clock, expected="a callable that returns seconds")
         if on_error not in ("raise", "warn") and not callable(on_error):
             raise UsageError("on_error is wrong", found=on_error, expected="'raise', 'warn' or a callable")
         if every_seconds is not None and saver.ranks_count > 1:
@@ -78,6 +80,7 @@ class PeriodicSaver:
 
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun."""
+        check_int("step", step, at_least=0)
         is_due = self._is_due(step)
         try:
             self._collect()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.arguments import check_choice, check_type
+from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
@@ -223,6 +223,7 @@ class Saver:
 
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait for saves in flight and their retention; then raise the first error nobody has asked for."""
+        check_timeout(timeout)
         self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
         self._errors.raise_first()
 

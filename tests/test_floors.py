@@ -53,6 +53,7 @@ FLOORS = {
 NEIGHBOURS = {
     ("adapters", "tables"),
     ("model", "errors"),
+    ("model", "arguments"),
     ("arguments", "errors"),
     ("options", "arguments"),
     ("options", "errors"),

@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
+from asyncckpt.arguments import check_type
 from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.options import DeviceOptions, SaveOptions
@@ -58,6 +59,7 @@ class AsyncStager(DcpAsyncStager):
         device: DeviceOptions = DeviceOptions(),
         use_async_staging: bool = False,
     ) -> None:
+        check_type("use_async_staging", use_async_staging, bool)
         if use_async_staging and not hasattr(state_dict_saver, "AsyncSaveResponse"):
             raise UnsupportedError(
                 "use_async_staging needs a newer DCP", found=f"torch {torch.__version__}", hint="leave it out"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncckpt.arguments import check_type
 from asyncckpt.errors import UsageError
 
 
@@ -53,6 +54,9 @@ def sharded(
     tensor: torch.Tensor, begin: Sequence[int], whole_shape: Sequence[int], *, is_writer: bool = True
 ) -> Sharded:
     """Describe the usual case, one box per rank. Raises UsageError if the box is not within the whole."""
+    check_type("tensor", tensor, torch.Tensor)
+    check_type("begin", begin, Sequence)
+    check_type("whole_shape", whole_shape, Sequence)
     piece = Piece(tensor=tensor, begin=tuple(begin))
     return Sharded(whole_shape=tuple(whole_shape), dtype=tensor.dtype, pieces=(piece,), is_writer=is_writer)
 

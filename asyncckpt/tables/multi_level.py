@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from asyncckpt.arguments import check_choice, check_int
+from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
@@ -102,6 +102,7 @@ class MultiLevelTable(TrainedTable):
         for what, count in counts.items():
             check_int(f"{what} of table {name!r}", count, at_least=1)
         check_choice(f"policy of table {name!r}", policy, POLICIES)
+        check_type("pin_host_memory", pin_host_memory, bool)
         self._admit_after = admit_after
         self._undo_bytes_max = undo_bytes_max
         cache_device = checked_device(name, device)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from asyncckpt.arguments import check_int
+from asyncckpt.arguments import check_int, check_type
 from asyncckpt.model.table import TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
@@ -179,6 +179,7 @@ class TrainedTable(StoredTable):
 
     def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
         """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the table's device."""
+        check_type("insert", insert, bool)
         flat = flat_ids(ids, table=self._name)
         if insert:
             check_owned(flat, shard=self._shard, table=self._name)

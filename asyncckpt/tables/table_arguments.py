@@ -36,7 +36,7 @@ def checked_device(name: str, device: torch.device | str) -> torch.device:
     """
     try:
         checked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"device of table {name!r} is wrong", found=device) from error
     if checked.type == "meta":
         raise UsageError(f"device of table {name!r} is wrong", found=device, hint="rows need memory")

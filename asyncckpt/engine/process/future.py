@@ -27,6 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from asyncckpt.arguments import check_timeout
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.log import log_exception
@@ -100,6 +101,7 @@ class CheckpointFuture(Generic[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none."""
+        check_timeout(timeout)
         self._check_can_end()
         with self._waiting():
             try:
@@ -116,6 +118,7 @@ class CheckpointFuture(Generic[T]):
         With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
         be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
         """
+        check_timeout(timeout)
         if not self._staged.is_set():
             self._check_can_end()
         if not self._staged.wait(timeout):
