@@ -6,7 +6,8 @@ needs it. A manifest goes when its step does, or when a compacted one stands for
 1. Rename the manifests to manifests/.r-<manifest>, children before what they build upon. A delta that is published from
    now on does not find them when it looks for what it builds upon, and is not acknowledged.
 2. Look once more: when something was published before 1 and not seen, rename them back, and begin anew.
-3. Unlink them, sync manifests/. Only one who has unlinked a manifest removes its data folder; then sync data/.
+3. Unlink them, sync manifests/; stop when another one has put one back, for that needs what it builds upon. Only one
+   who has unlinked a manifest removes its data folder; then sync data/.
 
 A crash in between leaves what the next sweep renames back, or data that no manifest names; never a manifest without
 data nor a delta without its parents. An unreadable manifest stops everything, for its references are unknown.
@@ -28,11 +29,11 @@ import contextlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, check_files, manifests_by_step
+from asyncckpt.commit.discover import KnownHeads, by_step, check_files, manifests_by_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import (
     CheckpointError,
@@ -48,10 +49,9 @@ from asyncckpt.format.names import (
     attempt_id_of_temporary,
     attempt_of_directory,
     attempt_of_swept,
-    compacted_manifest_name,
-    manifest_name,
     manifest_of_retired,
     retired_name,
+    step_of_manifest,
     swept_name,
 )
 
@@ -87,6 +87,7 @@ def _keep_latest(
     Right before the removal, when nothing can be committed any more upon what goes, nothing new may be there.
     """
     place = root.root.identity
+    _put_back(root, _set_aside(root.manifests.names()))  # What a crash has left there builds upon others too.
     manifests = manifests_by_step(root)
     steps = sorted(manifests)
     # Twice the saves in flight: one that ends in between is protected by its Saver, as the newest of that.
@@ -110,50 +111,59 @@ def _keep_latest(
         if not is_free or manifests_by_step(root) != manifests:
             return None
         gone = _retire(root, dict(zip(victims, going, strict=True)), seen=manifests)
-    if gone is None:
-        return None
     heads.forget(victims)
     remove_folders(root, sorted({head.folder_name for head in gone} - {head.folder_name for head in kept.values()}))
     root.data.sync()
-    return removed
+    return removed if len(gone) == len(victims) else None
 
 
 def _retire(
     root: CheckpointRoot, victims: dict[str, ManifestHead], *, seen: dict[int, list[str]]
-) -> list[ManifestHead] | None:
-    """Remove manifests, children first; return those that this call has unlinked. None: others are there than seen."""
+) -> list[ManifestHead]:
+    """Remove manifests, children first; return those that are gone: not all when others are there than seen."""
     gone: list[ManifestHead] = []
-
-    def unlink(name: str) -> None:
-        if root.manifests.remove_file(retired_name(name)):
-            gone.append(victims[name])
-
     try:
-        _in_order(root, victims, lambda name: root.manifests.move(name, retired_name(name)))
-        known = {name for names in seen.values() for name in names}
-        if any(name not in known for names in manifests_by_step(root).values() for name in names):
-            return None
-        _in_order(root, victims, unlink)
+        for name in _in_order(root, victims):
+            root.manifests.move(name, retired_name(name))
+        staying = {name for names in seen.values() for name in names if name not in victims}
+        if any(name not in staying for names in manifests_by_step(root).values() for name in names):
+            return gone
+        for name in _in_order(root, victims):
+            # Where putting back is link and unlink, there may be both names for a moment.
+            if not root.manifests.remove_file(retired_name(name)) or root.manifests.exists(name):
+                break
+            gone.append(victims[name])
         root.manifests.sync()
         return gone
     finally:
         _put_back(root, reversed(victims))
 
 
-def _in_order(root: CheckpointRoot, victims: dict[str, ManifestHead], act: Callable[[str], object]) -> None:
-    """Act on manifests, children first; what is done to a delta is durable before its parents' turn comes."""
+def _in_order(root: CheckpointRoot, victims: dict[str, ManifestHead]) -> Iterator[str]:
+    """Give manifests, children first; what is done to a delta is durable before its parents' turn comes."""
     for name, head in victims.items():
-        act(name)
+        yield name
         if head.kind == "delta":
             root.manifests.sync()
 
 
 def _put_back(root: CheckpointRoot, manifests: Iterable[str]) -> None:
-    """Give those of these manifests that are set aside their names again."""
-    for name in manifests:
-        if root.manifests.exists(retired_name(name)):
-            with contextlib.suppress(CheckpointError):  # Another one has done so, or removed it.
-                root.manifests.publish(retired_name(name), name)
+    """Give those of these manifests that are set aside their names again, durably."""
+    aside = [name for name in manifests if root.manifests.exists(retired_name(name))]
+    for name in aside:
+        try:
+            root.manifests.publish(retired_name(name), name)
+        except ConflictError:  # The step was saved anew, or a crash came between link and unlink.
+            root.manifests.remove_file(retired_name(name))
+        except CheckpointError:
+            continue  # Another one has done so, or removed it.
+    if aside:
+        root.manifests.sync()
+
+
+def _set_aside(names: Iterable[str]) -> list[str]:
+    """Return the own names of manifests that are set aside, parents first."""
+    return sorted(manifest for name in names if (manifest := manifest_of_retired(name)) is not None)
 
 
 def _with_parents(wanted: Sequence[int], heads: KnownHeads) -> dict[int, ManifestHead]:
@@ -186,9 +196,11 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
     take it out once they have published it or given it up. One that cannot be removed does not keep the others:
     IOFailedError naming those that stay, at the end.
     """
-    if not _retaining.locked():
-        found = sorted(root.manifests.names())
-        _put_back(root, [manifest for name in found if (manifest := manifest_of_retired(name)) is not None])
+    if _retaining.acquire(blocking=False):  # Else one of this process may be about it; the next sweep will do it.
+        try:
+            _put_back(root, _set_aside(root.manifests.names()))
+        finally:
+            _retaining.release()
     names = root.data.names()
     try:
         strays = _strays(root, heads, names, keep_attempts)
@@ -216,15 +228,15 @@ def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_atte
     `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
     have one.
     """
-    by_step: dict[int, list[str]] = defaultdict(list)
+    folders_of: dict[int, list[str]] = defaultdict(list)
     for name in names:
         attempt = attempt_of_directory(name)
         if attempt is not None and attempt.id not in keep_attempts:
-            by_step[attempt.step].append(name)
-    manifests = manifests_by_step(root)
+            folders_of[attempt.step].append(name)
+    manifests, retired = _manifests_and_retired(root)
     strays = []
-    for step, folders in by_step.items():
-        if _is_retired(root, step):
+    for step, folders in folders_of.items():
+        if step in retired:
             continue
         if step not in manifests:
             strays += folders
@@ -237,14 +249,14 @@ def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_atte
 
 def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
     """Remove, or move back, what was moved aside, now or before a crash; returns the attempt folders that are gone."""
-    manifests, heads = manifests_by_step(root), KnownHeads(root)
+    (manifests, retired), heads = _manifests_and_retired(root), KnownHeads(root)
     going = []
     for name in swept:
         attempt = attempt_of_swept(name)
         assert attempt is not None
         try:
             named = _named(heads, manifests.get(attempt.step, []))
-            if attempt.directory not in named and not _is_retired(root, attempt.step):
+            if attempt.directory not in named and attempt.step not in retired:
                 going.append(name)
                 continue
         except (*_UNREADABLE, NotFoundError):
@@ -256,9 +268,13 @@ def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
     return [name.removeprefix(swept_name("")) for name in going]
 
 
-def _is_retired(root: CheckpointRoot, step: int) -> bool:
-    """Return whether a manifest of a step is set aside, to be removed or put back."""
-    return any(root.manifests.exists(retired_name(of(step))) for of in (manifest_name, compacted_manifest_name))
+def _manifests_and_retired(root: CheckpointRoot) -> tuple[dict[int, list[str]], set[int | None]]:
+    """Return the manifests of every step, and the steps of which one is set aside, to be removed or put back.
+
+    From one listing: what is put back after one look and before another would be seen by neither.
+    """
+    names = root.manifests.names()
+    return by_step(names), {step_of_manifest(name) for name in _set_aside(names)}
 
 
 def _named(heads: KnownHeads, manifests: list[str]) -> set[str]:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.engine.save.run_save
+from asyncckpt.commit import retention
 from asyncckpt.commit.chain import KnownChain
 from asyncckpt.commit.claims import Claims
 from asyncckpt.commit.discover import KnownHeads
@@ -81,6 +82,29 @@ class Strike:
                 self._is_acting = False
 
 
+class LockOfEach:
+    """A lock of the second writer's process, and one of the other's."""
+
+    def __init__(self, is_second: Callable[[], bool]) -> None:
+        self._is_second = is_second
+        self._locks = threading.Lock(), threading.Lock()
+
+    def _own(self) -> threading.Lock:
+        return self._locks[self._is_second()]
+
+    def acquire(self, *, blocking: bool) -> bool:
+        return self._own().acquire(blocking=blocking)
+
+    def release(self) -> None:
+        self._own().release()
+
+    def __enter__(self) -> None:
+        self._own().acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._own().release()
+
+
 class SecondWriter:
     """Sweeps and keeps `keep` steps on a thread of its own, but stops at its operation `at` until `end`."""
 
@@ -118,6 +142,7 @@ class SecondWriter:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Claims, "needed", lambda *who: set() if self.is_here() else needed(*who))
             patch.setattr(Claims, "removing", removing)
+            patch.setattr(retention, "_retaining", LockOfEach(self.is_here))
             yield
 
     def end(self) -> None:

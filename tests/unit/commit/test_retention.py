@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Callable
@@ -176,6 +177,117 @@ def test_what_a_crash_has_left_aside_is_put_back(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == steps
     for step in steps:
         asyncckpt.verify(tmp_path, step)
+
+
+def test_what_a_crash_has_left_aside_keeps_what_it_builds_upon(tmp_path: Path) -> None:
+    """The sweep before may have left it: another retention of this process, in whichever directory, was at work."""
+    two_chains(tmp_path)
+    (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
+    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
+
+
+def test_what_is_aside_of_a_step_that_was_saved_anew_is_removed(tmp_path: Path) -> None:
+    full(tmp_path, 1)
+    (tmp_path / "manifests" / f"{1:012d}.json").rename(tmp_path / "manifests" / f".r-{1:012d}.json")
+    full(tmp_path, 1)
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        sweep(root, KnownHeads(root))
+    assert names(tmp_path) == {f"{1:012d}.json"}
+    assert len(folders(tmp_path)) == 1
+    load(tmp_path, 1)
+
+
+def test_a_sweep_puts_back_what_no_retention_of_this_process_is_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_chains(tmp_path)
+    (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
+    publish = Directory.publish
+
+    def checked(self: Directory, *names: str) -> None:
+        assert retention._retaining.locked(), "a retention that begins now is not heard of"
+        publish(self, *names)
+
+    monkeypatch.setattr(Directory, "publish", checked)
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        sweep(root, KnownHeads(root))
+    assert not retention._retaining.locked()
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def put_back_by_rename(manifests: Path, name: str) -> None:
+    (manifests / f".r-{name}").rename(manifests / name)
+
+
+def put_back_by_link(manifests: Path, name: str) -> None:
+    """Where there is no rename that refuses to replace: the first half of it."""
+    (manifests / name).hardlink_to(manifests / f".r-{name}")
+
+
+def save_anew(manifests: Path, name: str) -> None:
+    """As a delta of the step before, which is perhaps aside: then it is not acknowledged, as here."""
+    root, step = manifests.parent, int(name[:12])
+    parent = manifests / f"{step - 1:012d}.json"
+    if parent.exists() and not (manifests / name).exists():
+        with CheckpointRoot.for_reading(root) as opened:
+            found = KnownHeads(opened).of(parent.name)
+        facts = ParentFacts(step=step - 1, attempt=found.head.attempt, digest=found.digest)
+        delta(root, step, (facts, *found.head.parents))
+
+
+@pytest.mark.parametrize("act", [put_back_by_rename, put_back_by_link, save_anew])
+@pytest.mark.parametrize("which", [0, -1])
+def test_no_delta_is_left_without_its_parents_whoever_else_is_about_them(
+    act: Callable[[Path, str], None], which: int, tmp_path: Path
+) -> None:
+    """Another process, whose lock does not work, does one thing at any moment of a retention."""
+    is_done = True
+    for at in range(1, 1000):
+        if not is_done:
+            break
+        root = tmp_path / str(at)
+        two_chains(root)
+        is_done = retain_beside(root, lambda name, root=root: act(root / "manifests", name), at=at, which=which)
+        for step in asyncckpt.list_steps(root):
+            load(root, step)
+    assert at > 20
+
+
+def retain_beside(root: Path, act: Callable[[str], None], *, at: int, which: int) -> bool:
+    """Retain, and act on what is aside before the operation of this number. Return whether there are so many."""
+    count = 0
+
+    def watched(plain: Callable[..., object]) -> Callable[..., object]:
+        def run(self: Directory, *arguments: str) -> object:
+            nonlocal count
+            count += 1
+            aside = sorted(name.removeprefix(".r-") for name in names(root) if name.startswith(".r-"))
+            if count == at and aside:
+                act(aside[which])
+            return plain(self, *arguments)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for operation in ("move", "remove_file", "sync", "names", "remove_folder"):
+            patch.setattr(Directory, operation, watched(getattr(Directory, operation)))
+        with contextlib.suppress(asyncckpt.CheckpointError):  # What it is about was taken from it.
+            retain(root, 1)
+    return count >= at
+
+
+def test_a_sweep_looks_no_closer_the_more_checkpoints_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    stat = Directory._stat
+    monkeypatch.setattr(Directory, "_stat", lambda self, name: looks.append(name) or stat(self, name))
+    two_chains(tmp_path)
+    looks.clear()
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        sweep(root, KnownHeads(root))
+    assert looks == []
 
 
 def test_data_of_what_is_set_aside_is_no_stray(tmp_path: Path) -> None:
