@@ -118,6 +118,7 @@ class HashTableLoad(HeldTable):
         self._check_held("insert")
         flat = flat_ids(ids, table=self._table)
         check_owned(flat, shard=self._shard, table=self._table)
+        self._store.place.follow()  # Ids are inserted on another thread than the one that began the load.
         return torch.from_numpy(self._store.insert(flat, filled=self._filled))
 
     def first_row(self) -> int | None:

@@ -113,6 +113,25 @@ def test_a_cut_shows_what_other_streams_have_queued(monkeypatch: pytest.MonkeyPa
         assert {id: newest[row, 0].item() for row, id in enumerate(ids)} == {id: expected[id] for id in ids}
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_load_on_another_stream_neither_overtakes_nor_is_overtaken(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A load inserts ids on threads of its own, whose current stream is not that of training."""
+    ids = np.arange(30)
+    with tables_on_a_device(monkeypatch, seed=seed) as place:
+        table = HashTable("user", 2, capacity=64, optimizer_slots={"sum": torch.float32})
+        rows = table.lookup(ids)
+        for _ in range(5):
+            training_op(place, table.slot("sum"), rows, 1.0)
+        load = table.begin_load(clear=True, rows_count=30, filled={"embedding"})
+        with place.runtime.on(place.runtime.new_stream()):
+            load.insert(torch.from_numpy(ids))
+        load.end(True)
+        training_op(place, table.slot("sum"), table.lookup(ids), 2.0)
+        assert torch.equal(place.runtime.read(table.slot("sum"))[:30], torch.full((30, 2), 2.0))
+
+
 def test_a_lookup_waits_for_what_the_one_before_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     with tables_on_a_device(monkeypatch, seed=1) as place:
         table = new_table(cache_rows=2, capacity=8)
