@@ -11,6 +11,7 @@ sources.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,11 @@ from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import path_name, unique_names
+from asyncckpt.format.tree import Path, path_name, unique_names
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, OwnsIds, Table
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 LoadInfo = dict[str, dict[str, list[str]]]
@@ -142,7 +143,8 @@ class _Match:
     def __init__(self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool) -> None:
         self.problems: list[str] = []
         self._chain, self._contents, self._targets, self._strict = chain, contents, targets, strict
-        self._builders = [ObjectLeaves(item, contents.values) for item in targets.rebuilt if not item.is_module]
+        objects = [item for item in targets.rebuilt if not item.is_module]
+        self._builders = {item.path: ObjectLeaves(item, contents.values) for item in objects}
 
     def dense(self, name: str, target: InPlace | None, sources: dict[str, list[str]]) -> Iterator[DenseLoad]:
         """Return the load of a tensor; target None: for the state dict of an object."""
@@ -155,7 +157,7 @@ class _Match:
             self.problems.append(f"source {source!r} of {name!r} is not in the checkpoint")
             return
         if target is None:
-            builder = next((found for found in self._builders if found.item.holds(stored.path)), None)
+            builder = owner_of(stored.path, self._builders)
             target, given = (None, None) if builder is None else builder.find(stored)
             yield DenseLoad(target=target, source=stored, given=given)
             return
@@ -169,15 +171,20 @@ class _Match:
     def objects(self, dense: Sequence[DenseLoad]) -> tuple[Rebuilt, ...]:
         """Return the objects whose tensors are all loaded. One with none of them loaded is left alone."""
         loaded = {load.source.path for load in dense if load.is_for_object}
+        wanted: dict[Path, list[Path]] = defaultdict(list)
+        for path in self._contents.leaf_paths:
+            owner = self._targets.owner_of(path)
+            if owner is not None:
+                wanted[owner.path].append(path)
         chosen = []
         for item in self._targets.rebuilt:
             if not self._contents.has(item.path):
                 continue
-            wanted = {path for path in self._contents.leaf_paths if item.holds(path)}
-            if item.is_module or wanted <= loaded:
+            left_out = [path for path in wanted[item.path] if path not in loaded]
+            if item.is_module or not left_out:
                 chosen.append(item)
-            elif wanted & loaded:
-                name = path_name(next(iter(wanted - loaded)))
+            elif len(left_out) < len(wanted[item.path]):
+                name = path_name(left_out[0])
                 self.problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
         return tuple(chosen)
 
@@ -274,14 +281,12 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
 
     Nor is what only some of the ranks had: other ranks may want it now.
     """
-    modules = [item for item in targets.rebuilt if item.is_module]
-    return [
-        name
-        for name in unexpected
-        if name in contents.dense
-        and contents.dense[name].path in contents.sure_paths
-        and any(item.holds(contents.dense[name].path) for item in modules)
-    ]
+
+    def is_inside(path: Path) -> bool:
+        owner = targets.owner_of(path)
+        return owner is not None and owner.is_module and path in contents.sure_paths
+
+    return [name for name in unexpected if name in contents.dense and is_inside(contents.dense[name].path)]
 
 
 def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:

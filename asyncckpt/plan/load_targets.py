@@ -17,7 +17,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
 from asyncckpt.plan.state import FlatState, flatten
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,6 @@ class Rebuilt:
     def is_module(self) -> bool:
         return isinstance(self.owner, torch.nn.Module)
 
-    def holds(self, path: Path) -> bool:
-        return path[: len(self.path)] == self.path
-
 
 @dataclass(frozen=True)
 class DenseTargets:
@@ -97,18 +97,26 @@ class DenseTargets:
     rebuilt: tuple[Rebuilt, ...]
     values: tuple[Path, ...]
 
+    @cached_property
+    def _owners(self) -> dict[Path, Rebuilt]:
+        return {item.path: item for item in self.rebuilt}
+
+    def owner_of(self, path: Path) -> Rebuilt | None:
+        """Return the object that a leaf is inside of."""
+        return owner_of(path, self._owners)
+
 
 def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTargets:
     """Take a target state apart; UsageError for a leaf that cannot be written."""
     flat = flatten(state)
-    rebuilt = _rebuilt(flat)
+    owners = _rebuilt(flat)
     in_place: list[InPlace] = []
     outside: list[Path] = []
     names = tensor_names(flat.tree, tables=tables)
     values = iter(flat.values)
     number = -1
     for path, node in leaves(flat.tree):
-        item = next((item for item in rebuilt if item.holds(path)), None)
+        item = owner_of(path, owners)
         if node is VALUE:
             value = next(values)
             if item is None:
@@ -122,14 +130,19 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    return DenseTargets(in_place=tuple(in_place), rebuilt=tuple(rebuilt), values=tuple(outside))
+    return DenseTargets(in_place=tuple(in_place), rebuilt=tuple(owners.values()), values=tuple(outside))
 
 
-def _rebuilt(flat: FlatState) -> list[Rebuilt]:
-    """Return the objects with a state dict, but for those inside of others, which load them."""
-    found: list[Rebuilt] = []
+def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:
+    """Return the one of these, given by their paths, at or above a path. None is inside another one."""
+    return next((owners[path[:end]] for end in range(len(path) + 1) if path[:end] in owners), None)
+
+
+def _rebuilt(flat: FlatState) -> dict[Path, Rebuilt]:
+    """Return the objects with a state dict by their paths, but for those inside of others, which load them."""
+    found: dict[Path, Rebuilt] = {}
     for path, owner in flat.stateful:
-        if any(outer.holds(path) for outer in found):
+        if owner_of(path, found) is not None:
             continue
         if not callable(getattr(owner, "load_state_dict", None)):
             raise UsageError(
@@ -137,7 +150,7 @@ def _rebuilt(flat: FlatState) -> list[Rebuilt]:
             )
         tree = descend(flat.tree, path)
         assert tree is not None
-        found.append(Rebuilt(path=path, owner=owner, tree=tree))
+        found[path] = Rebuilt(path=path, owner=owner, tree=tree)
     return found
 
 

@@ -35,7 +35,7 @@ from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
-from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets
+from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, owner_of
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
 
@@ -166,13 +166,18 @@ def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[Leaf
 
 def give_state_dicts(plan: LoadPlan, contents: Contents, rebuilt: Mapping[LeafPath, Any]) -> None:
     """Call load_state_dict of every object: modules with their own tensors, others with those rebuilt."""
-    kinds = {path: node for path, node in leaves(contents.tree)}
+    owners = {item.path: item for item in plan.objects}
+    kinds: dict[LeafPath, dict[LeafPath, Node]] = {path: {} for path in owners}
+    for path, node in leaves(contents.tree):
+        owner = owner_of(path, owners)
+        if owner is not None:
+            kinds[owner.path][path] = node
     for item in plan.objects:
         if item.is_module:
             values = [contents.values.get(path, own) for path, own in item.values.items()]
             state = rebuild(item.tree, iter(item.tensors.values()), iter(values))
         else:
-            state = _stored_state(item, rebuilt, contents, kinds)
+            state = _stored_state(item, rebuilt, contents, kinds[item.path])
         try:
             item.owner.load_state_dict(state)
         except CheckpointError:
@@ -189,17 +194,16 @@ def _stored_state(
 ) -> Any:
     node = descend(contents.tree, item.path)
     assert node is not None
-    below = [p for p in kinds if item.holds(p)]
     leaf_tensors = [
-        tensors[p].numpy() if kinds[p][0] == "array" else tensors[p] for p in below if kinds[p] is not VALUE
+        tensors[p].numpy() if kinds[p][0] == "array" else tensors[p] for p in kinds if kinds[p] is not VALUE
     ]
-    values = [contents.values[p] for p in below if kinds[p] is VALUE]
+    values = [contents.values[p] for p in kinds if kinds[p] is VALUE]
     return rebuild(node, iter(leaf_tensors), iter(values))
 
 
 def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
     """Return the plain values of a checkpoint by dotted name, except those inside of objects."""
-    paths = [path for path in contents.values if not any(item.holds(path) for item in targets.rebuilt)]
+    paths = [path for path in contents.values if targets.owner_of(path) is None]
     names = unique_names(path_name(path) for path in paths)
     return {name: contents.values[path] for name, path in zip(names, paths, strict=True)}
 
