@@ -14,6 +14,7 @@ from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.engine.load.verify import verify as verify_root
 from asyncckpt.format.dtypes import supported_dtypes
+from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role
 from asyncckpt.storage.directory import check_path
@@ -122,6 +123,7 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
 
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
+    check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
         manifest = read_manifest(root, newest_step(root) if step is None else step)
     head = manifest.head
@@ -189,5 +191,6 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyRepor
 
     Raises CorruptError that says what is wrong.
     """
+    check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
         return verify_root(root, step)
