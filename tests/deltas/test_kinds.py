@@ -349,7 +349,7 @@ def test_a_save_is_full_after_one_whose_parent_others_have_removed(tmp_path: Pat
     with Saver(path=tmp_path, hashtables={"t": table}, deltas=DeltaPolicy()) as saver:
         saver.save(1)
         (tmp_path / "manifests" / "000000000001.json").unlink()
-        with pytest.raises(asyncckpt.ConflictError, match="step 1, which .* of step 2 builds upon, is not there"):
+        with pytest.raises(asyncckpt.ConflictError, match=r"step 1, which .* of step 2 builds upon, is not there"):
             saver.save(2, kind=kind)
         assert [saver.save(3).kind, saver.save(4).kind] == ["full", "delta"]
     assert asyncckpt.verify(tmp_path).steps == (4, 3)
