@@ -94,6 +94,8 @@ def _make_root(path: Path, *, exact_modes: bool) -> None:
     if os.path.islink(path):
         raise UsageError("path is a symbolic link to nothing", found=str(path))
     if not os.path.isdir(path.parent):
+        if os.path.exists(path.parent):
+            raise UsageError("path is not in a folder", found=str(path.parent))
         raise UsageError(
             f"folder {str(path.parent)!r} does not exist",
             hint="only the last part of the path is made; make its parent",

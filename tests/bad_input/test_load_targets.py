@@ -419,6 +419,9 @@ def test_case_105_step_that_is_no_number(small: Crafted, step: Any) -> None:
         asyncckpt.Loader(small.root, step=step)
     with asyncckpt.Saver(path=small.root) as saver, pytest.raises(UsageError, match="step is wrong"):
         saver.save_async(step)
+    for question in (asyncckpt.describe, asyncckpt.verify, asyncckpt.compact):
+        with pytest.raises(UsageError, match="step is wrong"):
+            question(small.root, step)
 
 
 def test_case_105_steps_end_at_twelve_digits(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
 from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget
 from asyncckpt.engine.save.write_files import write_files
+from asyncckpt.errors import ConflictError
 from asyncckpt.model.result import SaveResult
 from asyncckpt.staging.pool import pool
 
@@ -123,7 +124,9 @@ async def _save_alone(job: SaveJob) -> Committed:
         head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ConflictError) and job.target.memory.newest is job.choice.base:
+            job.target.memory.newest = None  # Others have removed what deltas build upon: the next save is a full one.
         await transaction.give_up()
         raise
     return Committed(written, published.parent, parents, published.manifest_bytes)
