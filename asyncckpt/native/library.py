@@ -16,13 +16,12 @@ from dataclasses import astuple
 
 import numpy as np
 
+from asyncckpt.native import contract
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
     U8,
     U64,
-    CancelledDrain,
-    CoreIOError,
     Digester,
     DrainOptions,
     FileImage,
@@ -30,15 +29,6 @@ from asyncckpt.native.contract import (
     Memory,
     Progress,
     Reads,
-    ShortFile,
-    check_files,
-    check_ids,
-    check_mark,
-    check_marks,
-    check_reads,
-    check_row_pairs,
-    check_table,
-    checked_row_columns,
 )
 from asyncckpt.native.declarations import (
     CANCELLED,
@@ -77,31 +67,31 @@ class NativeCore:
         return int(self._library.ac_cores_count())
 
     def copy(self, segments: U64, *, threads: int = 0) -> None:
-        check_table(segments, columns_count=3, name="segments")
+        contract.check_table(segments, columns_count=3, name="segments")
         call(self._library.ac_copy, segments.ctypes.data, len(segments), threads)
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, *, threads: int = 0) -> None:
-        check_table(columns, columns_count=3, name="columns")
-        sources, targets, count = check_row_pairs(source_rows, target_rows)
+        contract.check_table(columns, columns_count=3, name="columns")
+        sources, targets, count = contract.check_row_pairs(source_rows, target_rows)
         rows = [None if side is None else side.ctypes.data for side in (sources, targets)]
         call(self._library.ac_copy_rows, columns.ctypes.data, len(columns), *rows, count, threads)
 
     def fingerprints(self, columns: U64, rows_count: int, *, threads: int = 1) -> U64:
-        row_columns = checked_row_columns(columns, rows_count)
+        row_columns = contract.checked_row_columns(columns, rows_count)
         found = np.empty(rows_count, dtype=np.uint64)
         places = row_columns.ctypes.data, len(columns), rows_count, found.ctypes.data
         call(self._library.ac_fingerprint, *places, threads)
         return found
 
     def mark(self, marks: U8, rows: I64, value: int) -> None:
-        check_marks(marks, writable=True)
-        check_mark(value, name="value")
-        rows = check_ids(rows, name="rows")
+        contract.check_marks(marks, writable=True)
+        contract.check_mark(value, name="value")
+        rows = contract.check_ids(rows, name="rows")
         call(self._library.ac_mark, marks.ctypes.data, len(marks), rows.ctypes.data, len(rows), value)
 
     def marked(self, marks: U8, above: int, *, threads: int = 0) -> I64:
-        check_marks(marks, writable=False)
-        check_mark(above, name="above")
+        contract.check_marks(marks, writable=False)
+        contract.check_mark(above, name="above")
         room = max(_MARKED_ROOM_MIN, len(marks) // _MARKED_PART)
         while True:
             rows: I64 = np.empty(room, dtype=np.int64)
@@ -124,7 +114,7 @@ class NativeCore:
         self._library.ac_memory_advise_huge(address, bytes)
 
     def digest(self, spans: U64, *, threads: int = 1) -> U8:
-        check_table(spans, columns_count=2, name="spans")
+        contract.check_table(spans, columns_count=2, name="spans")
         digests = _empty_digests(len(spans))
         call(self._library.ac_digest, spans.ctypes.data, len(spans), digests.ctypes.data, threads)
         return digests
@@ -133,8 +123,8 @@ class NativeCore:
         return NativeDigester(self._library)
 
     def drain(self, files: Sequence[FileImage], spans: U64, options: DrainOptions, progress: Progress) -> U8:
-        check_table(spans, columns_count=2, name="spans")
-        check_files(files)
+        contract.check_table(spans, columns_count=2, name="spans")
+        contract.check_files(files)
         extents = [np.array(file.extents, dtype=np.uint64).reshape(-1, 2) for file in files]
         tables = [
             AcFile(table.ctypes.data, len(table), file.fd, file.direct)
@@ -150,7 +140,7 @@ class NativeCore:
         call(self._library.ac_write, fd, address, bytes, offset, direct)
 
     def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
-        check_reads(reads)
+        contract.check_reads(reads)
         items = np.empty(len(reads.places), dtype=_READ_ITEM)
         items["place"], items["fd"], items["direct"] = reads.places, reads.fds, reads.direct
         taken = _empty_digests(len(items)) if digests else None
@@ -187,10 +177,10 @@ def raise_error(error: AcError) -> None:
     if error.status == NO_MEMORY:
         raise MemoryError(message)
     if error.status == CANCELLED:
-        raise CancelledDrain(message)
+        raise contract.CancelledDrain(message)
     if error.status == SHORT:
-        raise ShortFile(message, error.item)
-    raise CoreIOError(error.sys_errno, message, error.item)
+        raise contract.ShortFile(message, error.item)
+    raise contract.CoreIOError(error.sys_errno, message, error.item)
 
 
 class _Window:
@@ -289,7 +279,7 @@ class NativeIdMap:
         return self._rows_by(self._library.ac_idmap_find, ids)
 
     def insert(self, ids: I64) -> tuple[I64, I64]:
-        ids = check_ids(ids)
+        ids = contract.check_ids(ids)
         rows, new_rows = np.empty_like(ids), np.empty_like(ids)
         new_count = c_uint64()
         places = ids.ctypes.data, len(ids), rows.ctypes.data, new_rows.ctypes.data
@@ -315,7 +305,7 @@ class NativeIdMap:
         self._library.ac_idmap_clear(self._handle)
 
     def _rows_by(self, function: Callable[..., int], ids: I64) -> I64:
-        ids = check_ids(ids)
+        ids = contract.check_ids(ids)
         rows = np.empty(len(ids), dtype=np.int64)
         call(function, self._handle, ids.ctypes.data, len(ids), rows.ctypes.data)
         return rows
