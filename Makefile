@@ -18,6 +18,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
+FAULTS = tests/faults tests/reshard
+WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
@@ -41,7 +43,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-slow test-random test-torchrec test-megatron test-gpu lint bench \
+.PHONY: help demo test test-suite test-native test-twin test-faults test-slow test-random test-torchrec test-megatron test-gpu lint bench \
 	bench-gpu gpu-package clean distclean
 
 help: ## this list
@@ -50,13 +52,16 @@ help: ## this list
 demo: $(READY) ## a training run, killed in the middle of a save and resumed; about a minute
 	$(BIN)/python -m demo $(ARGS)
 
-test: lint test-native test-suite test-twin ## all that must pass before a change goes in
+test: lint test-native test-suite test-twin ## lint, types, and the suite on the compiled core and on its twin
 
-test-suite: $(READY) ## the suite on the compiled core
-	ASYNCCKPT_NATIVE=1 $(PYTEST) $(PARALLEL) $(ARGS)
+test-suite: $(READY) ## the suite on the compiled core, but for test-faults
+	ASYNCCKPT_NATIVE=1 $(PYTEST) $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
-	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
+
+test-faults: $(READY) ## saves whose operations fail, or that are killed or lose power at every one; all numbers of ranks
+	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs $(ARGS)
