@@ -43,8 +43,8 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-faults test-slow test-random test-torchrec test-megatron test-gpu lint bench \
-	bench-gpu gpu-package clean distclean
+.PHONY: help demo test test-suite test-native test-twin test-faults test-slow test-random test-torchrec test-megatron \
+	test-gpu lint bench bench-gpu gpu-package clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,7 @@ test-twin: $(READY) ## the suite on the portable twin, but for what shows nothin
 
 test-faults: $(READY) ## saves whose operations fail, or that are killed or lose power at every one; all numbers of ranks
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs $(ARGS)
