@@ -35,8 +35,8 @@ def check_timeout(timeout: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[object, ...]) -> None:
-    """Check for one of some words."""
-    if type(value) not in map(type, choices) or value not in choices:
+    """Check for one of some words, or a bool where that is one of them."""
+    if not isinstance(value, (str, bool)) or value not in choices:
         raise UsageError(f"{name} is wrong", found=value, expected=choices)
 
 

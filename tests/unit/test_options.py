@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,8 @@ def test_a_call_may_have_a_policy_of_its_own(tmp_path: Path) -> None:
                 saver.save(1, on_busy="raise")
         finally:
             save_lock.release(load)
+
+
+def test_a_word_may_be_that_of_an_enum() -> None:
+    word = enum.Enum("Word", {"QUEUE": "queue"}, type=str)
+    assert asyncckpt.BusyPolicy(word.QUEUE).action == "queue"  # type: ignore[arg-type]
