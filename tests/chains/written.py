@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import xxhash
 
-from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.encodings import encode
 from asyncckpt.format.header import render_header
 from asyncckpt.format.manifest import (
@@ -30,6 +29,7 @@ from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_na
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 from asyncckpt.native import U8, core
+from asyncckpt.plan.image import array_spec
 
 SHARD = "r00000-000.safetensors"
 ROLES = {"id": Role.ID, "embedding": Role.WEIGHT}
@@ -172,17 +172,7 @@ def _digest(raw: bytes) -> bytes:
 
 
 def _spec(name: str, values: torch.Tensor, *, role: Role, leaf: int | None = None) -> BlockSpec:
-    stored, shape = stored_dtype(values.dtype, owner=name), tuple(values.shape)
-    return BlockSpec(
-        name=name,
-        role=role,
-        dtype=stored.name,
-        stored_dtype=stored.stored,
-        stored_itemsize=stored.stored_itemsize,
-        shape=shape,
-        stored_shape=stored.stored_shape(shape),
-        leaf=leaf,
-    )
+    return replace(array_spec(name, values.dtype, tuple(values.shape), role), leaf=leaf)
 
 
 def _column_spec(table: str, column: str, values: torch.Tensor) -> BlockSpec:
