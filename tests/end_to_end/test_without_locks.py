@@ -342,15 +342,6 @@ def test_parents_that_are_deleted_right_before_the_rename_are_missed_behind_it(
         refused_beside_a_cleaner("delta", delete_old_folders, templates["delta"], tmp_path)
 
 
-@pytest.mark.slow
-def test_parents_that_are_set_aside_right_before_the_rename_are_missed_behind_it(
-    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(KnownChain, "_is_unchanged", lambda *_: True)
-    with pytest.raises(asyncckpt.CorruptError):
-        refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=1, keep=1)
-
-
 def test_what_is_published_before_its_folder_is_moved_is_found_by_the_sweep_that_looks_again(
     templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
