@@ -33,16 +33,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import io
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
-import aiofiles
+from aiofiles.threadpool import wrap
+from aiofiles.threadpool.binary import AsyncFileIO
 
 from asyncckpt.commit.chain import KnownChain
 from asyncckpt.commit.claims import Claim, claims, step_exists
@@ -124,6 +126,7 @@ class Transaction:
         self._claim = claim
         self._commits = commits
         self._root = commits.root
+        self._file: IO[bytes] = io.BytesIO()  # The manifest's, from _prepare on.
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
 
     @staticmethod
@@ -166,8 +169,10 @@ class Transaction:
         head = draft.head
         self._claim.parents[:] = [parent.step for parent in head.parents[:1]]
         try:
-            raw, fd = await self._on_thread(self._prepare, draft)
-            await self._write(fd, raw)
+            # As few handovers as can be: beside a busy trainer, each one waits for the interpreter.
+            raw = await self._on_thread(self._prepare, draft)
+            with self._writing():
+                await _write_all(wrap(self._file, executor=self._commits.threads), raw)
             await self._on_thread(self._publish, head)
         except BaseException as error:
             if isinstance(error, InDoubt):
@@ -207,31 +212,26 @@ class Transaction:
     async def _on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._commits.threads, function, *arguments)
 
-    def _prepare(self, draft: Draft) -> tuple[bytearray, int]:
-        """Return the bytes of the manifest, proven, and a new file for them."""
+    def _prepare(self, draft: Draft) -> bytearray:
+        """Return the bytes of the manifest, proven; open a new file for them."""
         raw = encode_proven(draft)
         if self._commits.durable:
             self.folder.sync()
-        return raw, self._root.manifests.create_file(temporary_manifest_name(self.attempt))[0]
+        fd, _ = self._root.manifests.create_file(temporary_manifest_name(self.attempt))
+        self._file = os.fdopen(fd, "wb", buffering=0)
+        return raw
 
-    async def _write(self, fd: int, raw: bytearray) -> None:
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            try:
-                # Not `async with`: its end goes to asyncio's own threads, which take no work once the interpreter has
-                # begun to end.
-                file = await aiofiles.open(fd, "wb", buffering=0, closefd=False, executor=self._commits.threads)
-                try:
-                    await _write_all(file, raw)
-                finally:
-                    await file.close()
-                if self._commits.durable:
-                    await self._on_thread(os.fsync, fd)
-            finally:
-                os.close(fd)
+            yield
         except OSError as error:
             raise io_failed(f"manifest of step {self.attempt.step} cannot be written", error) from error
 
     def _publish(self, head: ManifestHead) -> None:
+        with self._writing(), self._file:
+            if self._commits.durable:
+                os.fsync(self._file.fileno())
         self._check_place()
         self._check_others(head)
         check_files(self._root, head, self.folder)
@@ -241,6 +241,8 @@ class Transaction:
     def _abandon(self) -> None:
         """Remove what the attempt left, as far as that works; what stays is unreferenced and swept later."""
         self._state = "abandoned"
+        with contextlib.suppress(OSError):
+            self._file.close()
         with contextlib.suppress(CheckpointError, OSError):
             self._root.manifests.remove_file(temporary_manifest_name(self.attempt))
         with contextlib.suppress(CheckpointError, OSError):
@@ -328,7 +330,7 @@ def _without_parents(head: ManifestHead, why: str) -> ConflictError:
     )
 
 
-async def _write_all(file: aiofiles.threadpool.binary.AsyncFileIO, raw: bytes | bytearray) -> None:
+async def _write_all(file: AsyncFileIO, raw: bytes | bytearray) -> None:
     """Write all bytes; a raw file may take less than it is given."""
     rest = memoryview(raw)
     while rest:

@@ -240,11 +240,11 @@ class Directory:
     def check_file(self, name: str, *, bytes: int) -> None:
         """Raise CorruptError unless this is the name of a regular file of this size: the one created here, if any."""
         status = self._file_status(name)
-        shown = repr(str(self.path / name))
         if status.st_size != bytes:
-            raise CorruptError(f"{shown} has the wrong size", found=status.st_size, expected=bytes)
+            what = f"{str(self.path / name)!r} has the wrong size"
+            raise CorruptError(what, found=status.st_size, expected=bytes)
         if self.made.get(name, _identity(status)) != _identity(status):
-            raise CorruptError(f"{shown} is another file than the one that was written")
+            raise CorruptError(f"{str(self.path / name)!r} is another file than the one that was written")
 
     def _file_status(self, name: str) -> os.stat_result:
         status = self._stat(name)
@@ -255,11 +255,12 @@ class Directory:
         return status
 
     def _stat(self, name: str) -> os.stat_result | None:
-        with _door(f"{str(self.path / name)!r} cannot be looked up"):
-            try:
-                return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            except FileNotFoundError:
-                return None
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise io_failed(f"{str(self.path / name)!r} cannot be looked up", error) from error
 
     def publish(self, source: str, target: str) -> None:
         """Rename without replacing, in this folder; ConflictError when the target exists."""
