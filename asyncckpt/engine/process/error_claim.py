@@ -17,7 +17,6 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from asyncckpt.errors import DeadlineError, SaveCancelledError
@@ -38,7 +37,6 @@ class ErrorClaim:
         self._called = threading.Event()  # No callback is left to be called.
         self._called.set()
         self._calling: int | None = None  # The thread that calls them.
-        inner.add_done_callback(partial(_wake_all, self._loops))
 
     @property
     def is_open(self) -> bool:
@@ -94,6 +92,14 @@ class ErrorClaim:
             with self._guard:
                 self._loops.remove(woken)
 
+    def wake_loops(self) -> None:
+        """Wake those who await, when `inner` is done."""
+        with self._guard:
+            loops = tuple(self._loops)
+        for woken in loops:
+            with contextlib.suppress(RuntimeError):  # Its loop is closed.
+                woken.get_loop().call_soon_threadsafe(_wake, woken)
+
     def add_callback(self, call: Callable[[], object]) -> None:
         """Register a callback, which must not raise: it is called when the future is done, now if that is so."""
         with self._guard:
@@ -112,12 +118,6 @@ class ErrorClaim:
                         self._called.set()
 
         self._inner.add_done_callback(run)
-
-
-def _wake_all(loops: list[asyncio.Future[None]], _: object) -> None:
-    for woken in tuple(loops):
-        with contextlib.suppress(RuntimeError):  # Its loop is closed.
-            woken.get_loop().call_soon_threadsafe(_wake, woken)
 
 
 def _wake(woken: asyncio.Future[None]) -> None:

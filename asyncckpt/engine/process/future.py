@@ -181,10 +181,10 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             self._driven.pop(task, None)
             raise
 
-    def _wait_done(self, timeout: float) -> None:
-        """Wait for the outcome without asking for it. DeadlineError."""
+    def _wait_done(self, timeout: float, *, until: float | None = None) -> None:
+        """Wait for the outcome without asking for it. DeadlineError after `timeout`, or at a time that follows from it."""
         try:
-            self._inner.exception(timeout)
+            self._inner.exception(timeout if until is None else max(0.0, until - time.monotonic()))
         except concurrent.futures.TimeoutError:  # Until Python 3.11 another one than the builtin.
             raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value) from None
 
@@ -213,12 +213,14 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._state = state
         self._staged.set()
         self._inner.set_result(result)
+        self._claim.wake_loops()  # Behind the callbacks.
 
     def fail(self, error: BaseException) -> None:
         self._state = FutureState.CANCELLED if isinstance(error, SaveCancelledError) else FutureState.FAILED
         self._staged.set()
         _failed.add(self)
         self._inner.set_exception(error)
+        self._claim.wake_loops()
 
     def end_with(self, work: Callable[[], T]) -> None:
         """Do the work here, and resolve with its result or fail with its error."""
@@ -325,7 +327,7 @@ class OpenErrors:
             future._check_can_end()
         until = time.monotonic() + timeout
         for future in in_flight:
-            future._wait_done(max(0.0, until - time.monotonic()))
+            future._wait_done(timeout, until=until)
 
     def _watched(self) -> list[CheckpointFuture[Any]]:
         if self._pid != os.getpid():  # The guard may be held by a thread that is not here.
