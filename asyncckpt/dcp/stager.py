@@ -23,9 +23,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
 from asyncckpt.arguments import check_type
+from asyncckpt.engine.process.background import result_of
 from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
-from asyncckpt.options import DeviceOptions, SaveOptions
+from asyncckpt.options import DEVICE_DEADLINE_S, DeviceOptions, SaveOptions
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
@@ -93,9 +94,9 @@ class AsyncStager(DcpAsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Wait until the newest staged state is complete. DeviceError."""
+        """Wait until the newest staged state is complete. DeviceError, DeadlineError."""
         if self._newest is not None:
-            self._newest.result()
+            result_of(self._newest, "the staging", DEVICE_DEADLINE_S)
 
     def close(self) -> None:
         """Nothing to close: arenas belong to the process."""

@@ -20,12 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.pipeline.threads import IdleEndingThreads
 
 T = TypeVar("T")
@@ -181,6 +182,15 @@ def check_may_wait(what: str, *pools: IdleEndingThreads) -> None:
         raise UsageError(
             f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
         )
+
+
+def result_of(future: Future[T], what: str, deadline_s: float) -> T:
+    """Wait for work on another thread and return what it returns, or raise what it raises. DeadlineError."""
+    try:
+        future.exception(deadline_s)
+    except FutureTimeoutError:  # Until Python 3.11 another one than the builtin.
+        raise DeadlineError(f"{what} did not end within {deadline_s} s") from None
+    return future.result(0)
 
 
 async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:

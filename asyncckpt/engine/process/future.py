@@ -182,7 +182,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             raise
 
     def _wait_done(self, timeout: float, *, until: float | None = None) -> None:
-        """Wait for the outcome without asking for it. DeadlineError after `timeout`, or at a time that follows from it."""
+        """Wait for the outcome without asking for it. DeadlineError after `timeout` s, which may have begun before."""
         try:
             self._inner.exception(timeout if until is None else max(0.0, until - time.monotonic()))
         except concurrent.futures.TimeoutError:  # Until Python 3.11 another one than the builtin.
