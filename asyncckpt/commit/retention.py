@@ -18,9 +18,11 @@ about to publish. So no folder is removed under its own name:
 
 1. Rename it to data/.s-<folder>. A save that looks for its folder after it has published does not find it from now on,
    and is not acknowledged.
-2. Look once more whether a manifest names it. If so, it was published before 1: rename it back. Else remove it.
+2. Look once more whether a manifest names it. If so, it was published before 1: rename it back.
+3. Else rename it to data/.d-<folder>, and remove it. Another sweep, which may find a manifest by now, does not rename
+   that back while its files go.
 
-What a crash leaves between the two goes through 2 with the next sweep.
+What a crash leaves aside goes through 2 and 3 with the next sweep.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from asyncckpt.format.names import (
     attempt_id_of_temporary,
     attempt_of_directory,
     attempt_of_swept,
+    doomed_name,
     manifest_of_retired,
     retired_name,
     step_of_manifest,
@@ -254,18 +257,23 @@ def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
     for name in swept:
         attempt = attempt_of_swept(name)
         assert attempt is not None
+        folder = attempt.directory
+        if name == doomed_name(folder):
+            going.append(folder)
+            continue
         try:
-            named = _named(heads, manifests.get(attempt.step, []))
-            if attempt.directory not in named and attempt.step not in retired:
-                going.append(name)
+            if folder not in _named(heads, manifests.get(attempt.step, [])) and attempt.step not in retired:
+                with contextlib.suppress(CheckpointError):  # Another sweep has done so, or moved it back.
+                    root.data.move(name, doomed_name(folder))
+                going.append(folder)
                 continue
         except (*_UNREADABLE, NotFoundError):
             pass  # It may name the folder.
         with contextlib.suppress(CheckpointError):  # Another sweep has done so.
-            root.data.move(name, attempt.directory)
+            root.data.move(name, folder)
             root.data.sync()
-    remove_folders(root, going)
-    return [name.removeprefix(swept_name("")) for name in going]
+    remove_folders(root, map(doomed_name, going))
+    return going
 
 
 def _manifests_and_retired(root: CheckpointRoot) -> tuple[dict[int, list[str]], set[int | None]]:
