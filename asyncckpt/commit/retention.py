@@ -5,7 +5,8 @@ needs it. A manifest goes when its step does, or when a compacted one stands for
 
 1. Rename the manifests to manifests/.r-<manifest>, children before what they build upon. A delta that is published from
    now on does not find them when it looks for what it builds upon, and is not acknowledged.
-2. Look once more: when something was published before 1 and not seen, rename them back, and begin anew.
+2. Look once more: when something was published before 1 and not seen, or another retention has set something aside,
+   which it may put back, rename them back, and begin anew.
 3. Unlink them, sync manifests/; stop when another one has put one back, for that needs what it builds upon. Only one
    who has unlinked a manifest removes its data folder; then sync data/.
 
@@ -129,7 +130,9 @@ def _retire(
         for name in _in_order(root, victims):
             root.manifests.move(name, retired_name(name))
         staying = {name for names in seen.values() for name in names if name not in victims}
-        if any(name not in staying for names in manifests_by_step(root).values() for name in names):
+        listed = root.manifests.names()
+        others = {name for names in by_step(listed).values() for name in names} - staying
+        if others or not victims.keys() >= set(_set_aside(listed)):
             return gone
         for name in _in_order(root, victims):
             # Where putting back is link and unlink, there may be both names for a moment.

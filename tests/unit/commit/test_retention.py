@@ -216,6 +216,23 @@ def test_a_sweep_puts_back_what_no_retention_of_this_process_is_about(
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_what_another_retention_sets_aside_keeps_what_it_builds_upon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another process, whose lock does not work, hides a delta from our listing, and may put it back."""
+    two_chains(tmp_path)
+    plain, looks = Directory.names, iter(range(2))
+
+    def names_without(self: Directory) -> list[str]:
+        if next(looks, None) == 1:
+            (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
+        return plain(self)
+
+    monkeypatch.setattr(Directory, "names", names_without)
+    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
+
+
 def put_back_by_rename(manifests: Path, name: str) -> None:
     (manifests / f".r-{name}").rename(manifests / name)
 
