@@ -5,8 +5,8 @@ needs it. A manifest goes when its step does, or when a compacted one stands for
 
 1. Rename the manifests to manifests/.r-<manifest>, children before what they build upon. A delta that is published from
    now on does not find them when it looks for what it builds upon, and is not acknowledged.
-2. Look once more: when something was published before 1 and not seen, or another retention has set something aside,
-   which it may put back, rename them back, and begin anew.
+2. Look once more: when something was published before 1 and not seen, or another retention has removed or set aside
+   something else, which it may put back, rename them back, and begin anew.
 3. Unlink them, sync manifests/; stop when another one has put one back, for that needs what it builds upon. Only one
    who has unlinked a manifest removes its data folder; then sync data/.
 
@@ -102,7 +102,7 @@ def _keep_latest(
     kept = _with_parents(wanted, heads)
     for head in kept.values():
         check_files(root, head)
-    speaking = {names[-1] for step, names in manifests.items() if step in kept}
+    speaking = {head.file_name for head in kept.values()}
     victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
     if not victims:
         return []
@@ -131,8 +131,8 @@ def _retire(
             root.manifests.move(name, retired_name(name))
         staying = {name for names in seen.values() for name in names if name not in victims}
         listed = root.manifests.names()
-        others = {name for names in by_step(listed).values() for name in names} - staying
-        if others or not victims.keys() >= set(_set_aside(listed)):
+        is_seen = {name for names in by_step(listed).values() for name in names} == staying
+        if not is_seen or not victims.keys() >= set(_set_aside(listed)):
             return gone
         for name in _in_order(root, victims):
             # Where putting back is link and unlink, there may be both names for a moment.
