@@ -15,9 +15,11 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, SaveOptions
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.storage.directory import check_path
 
 
+@uninterrupted
 def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
     """Fold the chain of a delta checkpoint (default: the newest) into a full one of the same step.
 
@@ -40,7 +42,7 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     except BaseException:
         # Interrupted: wait for the thread, which owns open files and may be committing.
         progress.cancel()
-        future.exception(SAVE_DEADLINE_S)
+        wait_until_done(future, SAVE_DEADLINE_S)
         raise
 
 

@@ -20,6 +20,7 @@ FLOORS = {
     "options": 0,
     "model": 0,
     "arguments": 0,
+    "signals": 0,
     "native": 1,
     "format": 2,
     "storage": 2,

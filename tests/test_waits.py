@@ -18,6 +18,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "asyncckpt"
 WITHOUT_ARGUMENTS = {"acquire", "wait", "join", "result", "exception", "get"}
 # Those that do when they are called without a second argument or a timeout; and an executor's `map`.
 WITHOUT_TIMEOUT = {"wait_for", "as_completed"}
+# Our own, whose second argument is the limit.
+IN_STEPS = {"wait_until_done", "wait_in_steps"}
 FUNCTIONS = {"wait", "asyncio.wait", "futures.wait", "concurrent.futures.wait", "as_completed"}
 
 DONE = "it is done: nothing is waited for"
@@ -41,8 +43,10 @@ ALLOWED = {
     ("devices/current_runtime.py", "self._runtime.record(self._runtime.current_stream(device)).wait()"): EVENT,
     ("devices/host_copies.py", "runtime.record(batch.stream).wait()"): EVENT,
     ("engine/process/background.py", "woken.wait()"): "the background itself, between jobs that run",
-    ("engine/process/background.py", "future.result()"): "a commit, which cannot be left: it waits for the disk alone",
-    ("engine/process/background.py", "future.exception()"): "the same, interrupted",
+    ("engine/process/background.py", "wait_until_done(future, None)"): (
+        "a commit, which cannot be left: it waits for the disk alone"
+    ),
+    ("engine/process/background.py", "future.result()"): DONE,
     ("engine/save/device_stage.py", "fences.wait()"): EVENT,
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
@@ -55,6 +59,7 @@ ALLOWED = {
     ("shard/stream.py", "running.pop().result()"): MEMORY,
     ("snapshot/layer_rows.py", "threads.map(_newest, stacks)"): "work of processors on rows in memory",
     ("snapshot/restore.py", "threads.map(_insert, tables)"): "the same",
+    ("signals.py", "wait(max(0.0, min(left, STEP_S)))"): "one step",
     ("strategies/async_utils.py", "future.exception()"): DONE,
     ("strategies/async_utils.py", "self._ranks.get()"): "no queue: what ranks agree on, with the deadline of a peer",
     ("embcache/ranks.py", "self._agreement.get()"): "the same",
@@ -76,6 +81,8 @@ def is_endless(call: ast.Call) -> bool:
     if any(keyword.arg in ("timeout", "blocking") for keyword in call.keywords):
         return False
     written, count = ast.unparse(call.func), len(call.args) + len(call.keywords)
+    if written in IN_STEPS:
+        return ast.unparse(call.args[1]) in ("None", "math.inf")
     if written in FUNCTIONS:
         return count < 2 or (not any(k.arg == "timeout" for k in call.keywords) and len(call.args) < 2)
     if not isinstance(call.func, ast.Attribute):
@@ -114,6 +121,8 @@ def test_every_wait_has_a_limit() -> None:
         "asyncio.wait(tasks)",
         "asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)",
         "wait([future])",
+        "wait_until_done(future, None)",
+        "wait_in_steps(event.wait, math.inf)",
     ],
 )
 def test_an_endless_wait_is_found(wait: str) -> None:
@@ -132,6 +141,7 @@ def test_an_endless_wait_is_found(wait: str) -> None:
         "condition.wait_for(done, 1)",
         "asyncio.wait(tasks, timeout=1)",
         "wait([future], 1)",
+        "wait_until_done(future, timeout)",
         "map(work, items)",
     ],
 )

@@ -8,11 +8,10 @@ bug, and a bug must not become a hang.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from asyncckpt.errors import DeadlineError
 from asyncckpt.model.table import TableSchema
+from asyncckpt.signals import uninterrupted, wait_in_steps
 
 TABLE_WAIT_S_MAX = 600.0
 
@@ -27,7 +26,8 @@ class TableLock:
 
     def acquire(self, use: str) -> None:
         """Wait for the table; `use` names what holds it from now on. Raises DeadlineError."""
-        if not self._lock.acquire(timeout=TABLE_WAIT_S_MAX):
+        is_free = self._lock.acquire(blocking=False)
+        if not is_free and not wait_in_steps(lambda seconds: self._lock.acquire(timeout=seconds), TABLE_WAIT_S_MAX):
             holder = self._holder
             what = f"{use} of table {self._table!r} waited {TABLE_WAIT_S_MAX} s for {holder or 'another use'} of it"
             raise DeadlineError(what, hint="a cut holds its table until fence(), a load until end()")
@@ -38,23 +38,38 @@ class TableLock:
         self._holder = ""
         self._lock.release()
 
-    @contextmanager
-    def hold(self, use: str) -> Iterator[None]:
-        """Hold the table for a block of code."""
-        self.acquire(use)
-        try:
-            yield
-        finally:
-            self.release()
+    def hold(self, use: str) -> _Hold:
+        """Hold the table for a block of code, which no signal handler interrupts."""
+        return _Hold(self, use)
 
-    @contextmanager
-    def hold_for_result(self, use: str) -> Iterator[None]:
-        """Acquire the lock for what a block of code returns, which releases it later; release it if the block fails."""
-        self.acquire(use)
+    def hold_for_result(self, use: str) -> _Hold:
+        """Acquire the lock for what such a block returns, which releases it later; release it if the block fails."""
+        return _Hold(self, use, goes_on=True)
+
+
+class _Hold:
+    def __init__(self, lock: TableLock, use: str, *, goes_on: bool = False) -> None:
+        self._lock = lock
+        self._use = use
+        self._goes_on = goes_on
+
+    def __enter__(self) -> None:
+        uninterrupted.__enter__()
         try:
-            yield
+            self._lock.acquire(self._use)
         except BaseException:
-            self.release()
+            uninterrupted.__exit__()
+            raise
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        goes_on = self._goes_on and failed is None
+        if not goes_on:
+            self._lock.release()
+        try:
+            uninterrupted.__exit__()
+        except BaseException:
+            if goes_on:
+                self._lock.release()
             raise
 
 

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Executor, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.pipeline.threads import IdleEndingThreads
+from asyncckpt.signals import uninterrupted, wait_until_done
 
 T = TypeVar("T")
 
@@ -85,6 +85,7 @@ class Background:
                 self._jobs.remove(job)
             return not job.is_begun
 
+    @uninterrupted
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait."""
         check_may_wait(what)
@@ -99,11 +100,12 @@ class Background:
         job = Job(run=run, fail=future.set_exception, beside=True)
         try:
             self.submit(job)
-            return future.result()
+            wait_until_done(future, None)
         except BaseException:
             if not self.withdraw(job):
-                future.exception()
+                wait_until_done(future, None)
             raise
+        return future.result()
 
     def is_current_thread(self) -> bool:
         return _loop_thread.is_current_thread()
@@ -186,10 +188,8 @@ def check_may_wait(what: str, *pools: IdleEndingThreads) -> None:
 
 def result_of(future: Future[T], what: str, deadline_s: float) -> T:
     """Wait for work on another thread and return what it returns, or raise what it raises. DeadlineError."""
-    try:
-        future.exception(deadline_s)
-    except FutureTimeoutError:  # Until Python 3.11 another one than the builtin.
-        raise DeadlineError(f"{what} did not end within {deadline_s} s") from None
+    if not wait_until_done(future, deadline_s):
+        raise DeadlineError(f"{what} did not end within {deadline_s} s")
     return future.result(0)
 
 

@@ -37,6 +37,7 @@ from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
+from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
 from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")
@@ -96,9 +97,11 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     def progress(self) -> SaveProgress:
         return SaveProgress(bytes_done=self.native_progress.bytes_done, bytes_total=self._bytes_total)
 
+    @uninterrupted
     def done(self) -> bool:
         return self._inner.done()
 
+    @uninterrupted
     def result(self, timeout: float | None = None) -> T:
         """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds.
 
@@ -109,6 +112,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             raise error
         return self._inner.result(0)
 
+    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none. DeadlineError as `result`."""
         check_timeout(timeout)
@@ -118,6 +122,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             self._claim.claim()
             return self._inner.exception(0)
 
+    @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
         after `timeout` seconds (None: DEVICE_DEADLINE_S).
@@ -128,10 +133,10 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         check_timeout(timeout)
         if not self._staged.is_set():
             self._check_can_end()
-        timeout = DEVICE_DEADLINE_S if timeout is None else timeout
-        if not self._staged.wait(timeout):
+        if not wait_in_steps(self._staged.wait, DEVICE_DEADLINE_S if timeout is None else timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
+    @uninterrupted
     def cancel(self) -> bool:
         """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
         with self._guard:
@@ -139,6 +144,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
                 self.native_progress.cancel()
             return self.native_progress.cancelled
 
+    @uninterrupted
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Call function(self) when done, on the background thread (now, when done). Its errors are only logged."""
 
@@ -183,10 +189,8 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 
     def _wait_done(self, timeout: float, *, until: float | None = None) -> None:
         """Wait for the outcome without asking for it. DeadlineError after `timeout` s, which may have begun before."""
-        try:
-            self._inner.exception(timeout if until is None else max(0.0, until - time.monotonic()))
-        except concurrent.futures.TimeoutError:  # Until Python 3.11 another one than the builtin.
-            raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value) from None
+        if not wait_until_done(self._inner, timeout if until is None else max(0.0, until - time.monotonic())):
+            raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value)
 
     def _check_can_end(self) -> None:
         """Raise UsageError where a wait would have no end."""

@@ -22,6 +22,7 @@ from typing import Literal
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.options import OnBusy
+from asyncckpt.signals import STEP_S, uninterrupted
 
 
 @dataclass(eq=False)
@@ -66,8 +67,10 @@ class SaveLock:
                         hint="await it, or pass on_busy='wait', 'skip' or 'queue'",
                     )
                 self._check_may_wait()
-                if not self._changed.wait(max(0.0, until - time.monotonic())) and self._held:
+                if time.monotonic() >= until:
                     raise DeadlineError(f"a {self._held[0]} did not end within {deadline_s} s")
+                self._changed.wait(STEP_S)
+                uninterrupted.look()
             self._held.append(ticket)
             return True
 
