@@ -262,6 +262,35 @@ def test_a_third_queued_save_raises_on_a_loop(tmp_path: Path, run: Any, gate: Ga
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
 
 
+class HeldLoad:
+    """An object whose load waits until it may go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": torch.zeros(9)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reached.set()
+        assert self.may_go_on.wait(DEADLINE_S)
+
+
+def test_a_save_that_is_queued_behind_a_load_raises_on_a_loop(tmp_path: Path, run: Any) -> None:
+    async def main() -> None:
+        held = HeldLoad()
+        async with asyncckpt.Saver(path=tmp_path, tensors={"held": held}, on_busy="queue") as saver:
+            await saver.save_async(1)
+            loading = asyncckpt.Loader(tmp_path, tensors={"held": held}).load_async()
+            with pytest.raises(asyncckpt.SaveInProgressError, match=r"load of .*stop its event loop.*when_free"):
+                saver.save_async(2)
+            await turns_while(saver.when_free(), held.may_go_on.set)
+            await saver.save_async(2)
+            assert (await loading).step == 1
+
+    run(main())
+
+
 def test_blocking_calls_may_wait_on_a_loop(tmp_path: Path, run: Any, gate: Gate) -> None:
     async def main() -> None:
         async with make(tmp_path, filter_func=gate, on_busy="wait") as saver:
@@ -371,22 +400,11 @@ def test_following_beside_saves(tmp_path: Path, run: Any) -> None:
 def test_a_follower_is_closed_while_it_loads(tmp_path: Path, run: Any) -> None:
     """The loop goes on while what reads the files of the update ends."""
 
-    class Held:
-        def __init__(self) -> None:
-            self.reached, self.may_go_on = threading.Event(), threading.Event()
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"w": torch.zeros(9)}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.reached.set()
-            assert self.may_go_on.wait(DEADLINE_S)
-
-    with asyncckpt.Saver(path=tmp_path, tensors={"held": Held()}) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"held": HeldLoad()}) as saver:
         saver.save(1)
 
     async def main() -> None:
-        held = Held()
+        held = HeldLoad()
         follower = asyncckpt.follow(tmp_path)
         update = await follower.__anext__()
         loading = asyncio.create_task(update.load(tensors={"held": held}))

@@ -25,11 +25,14 @@ def on_event_loop() -> bool:
 
 def action_here(busy: BusyPolicy) -> OnBusy:
     """Return what an asynchronous call does while the save lock is held. SaveInProgressError where it must not wait."""
-    if busy.action != "wait" or not on_event_loop():
+    if busy.action not in ("wait", "queue") or not on_event_loop():
         return busy.action
-    for ticket in save_lock.in_flight()[:1]:
-        raise SaveInProgressError(f"a {ticket} is in flight, {_WOULD_STOP}", hint="await when_free() before the call")
-    return "raise"
+    for ticket in save_lock.in_flight():
+        # A save queues at once behind saves of the background.
+        if busy.action == "wait" or ticket.kind != "save" or ticket.thread is not None:
+            what = f"a {ticket} is in flight, {_WOULD_STOP}"
+            raise SaveInProgressError(what, hint="await when_free() before the call")
+    return "raise" if busy.action == "wait" else "queue"
 
 
 def check_may_wait_here(what: str) -> None:
