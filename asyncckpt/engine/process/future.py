@@ -75,7 +75,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._pools = pools
         self.step = step
         self.path = path
-        self._what = what
+        self._what = self.__name__ = what  # As which asyncio shows a task of it.
         self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
         self._inner.set_running_or_notify_cancel()
