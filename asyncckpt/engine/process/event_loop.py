@@ -47,5 +47,5 @@ async def when_free(deadline_s: float) -> None:
     until = time.monotonic() + deadline_s
     while in_flight := save_lock.in_flight():
         if time.monotonic() >= until:
-            raise DeadlineError(f"a {in_flight[0]} did not end within {deadline_s} s")
+            raise DeadlineError(f"a {in_flight[0]} did not end within {deadline_s:g} s")
         await asyncio.sleep(BUSY_POLL_S)
