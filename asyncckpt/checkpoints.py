@@ -17,6 +17,7 @@ from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
 __all__ = [
@@ -121,6 +122,7 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
         return committed_steps(root)
 
 
+@uninterrupted
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
     check_step(step)
@@ -186,6 +188,7 @@ def _rank_info(part: RankPart, files: list[FileFacts]) -> RankInfo:
     )
 
 
+@uninterrupted
 def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyReport:
     """Read and check every byte of one checkpoint (default: the newest), and for a delta of its whole chain.
 

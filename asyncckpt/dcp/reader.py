@@ -33,6 +33,7 @@ from asyncckpt.format.values import decode_value
 from asyncckpt.native import Progress
 from asyncckpt.plan.load_targets import writable_tensor
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter, queue_boxes
 from asyncckpt.snapshot.windows import Scatter, scatter_all
 from asyncckpt.storage.directory import check_path
@@ -82,6 +83,7 @@ class StorageReader(DcpStorageReader):
             self._path = check_path(checkpoint_id)
         self._stored = None
 
+    @uninterrupted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py."""
         with CheckpointRoot.for_reading(self._path) as root:
@@ -109,6 +111,7 @@ class StorageReader(DcpStorageReader):
             )
         return plans
 
+    @uninterrupted
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         stored, progress = self._read_once(), Progress()
         chain = stored.chain

@@ -26,6 +26,7 @@ from asyncckpt.arguments import check_type
 from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
 from asyncckpt.options import DeviceOptions, SaveOptions
+from asyncckpt.signals import uninterrupted, wait_until_done
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
@@ -73,6 +74,7 @@ class AsyncStager(DcpAsyncStager):
     def should_synchronize_after_execute(self) -> bool:
         return False
 
+    @uninterrupted
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Return a copy of the state on the CPU, of the same structure; with use_async_staging a Future of it.
 
@@ -92,9 +94,11 @@ class AsyncStager(DcpAsyncStager):
         copied.settle()
         return staged
 
+    @uninterrupted
     def synchronize_staging(self) -> None:
         """Wait until the newest staged state is complete. DeviceError."""
         if self._newest is not None:
+            wait_until_done(self._newest, None)
             self._newest.result()
 
     def close(self) -> None:

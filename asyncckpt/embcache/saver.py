@@ -36,6 +36,7 @@ from asyncckpt.model.result import SaveResult
 from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, RankOptions, SaveKind
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.saver import Saver as DirectorySaver
+from asyncckpt.signals import uninterrupted
 
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
@@ -136,6 +137,7 @@ class Saver:
     def world_size(self) -> int:
         return self._world_size
 
+    @uninterrupted
     def save(
         self,
         module: nn.Module,
@@ -152,6 +154,7 @@ class Saver:
         folder, step = self._begin(module, path, step)
         return folder.saver.save(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
+    @uninterrupted
     def save_async(
         self,
         module: nn.Module,
@@ -169,6 +172,7 @@ class Saver:
         folder, step = self._begin(module, path, step)
         return folder.saver.save_async(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
+    @uninterrupted
     def load(
         self,
         module: nn.Module,
@@ -221,11 +225,13 @@ class Saver:
             if ticket is not None:
                 save_lock.release(ticket)
 
+    @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
         for folder in self._open.values():
             folder.saver.wait_idle(timeout)
 
+    @uninterrupted
     def close(self) -> None:
         """Wait for saves in flight, let go of all folders, raise the first error nobody has asked for. Idempotent."""
         self._closed = True
