@@ -91,11 +91,11 @@ def _hand_over(job: SaveJob, begun: float) -> None:
     try:
         job.stall_seconds = time.perf_counter() - begun
         background.submit(work)
-        job.ticket.thread = None
+        save_lock.hand_over(job.ticket)
         if is_live:
             job.future._inner.exception(SAVE_DEADLINE_S)
     except BaseException:
-        job.ticket.thread = None
+        save_lock.hand_over(job.ticket)
         if background.withdraw(work):
             end_save(job, ok=False)
         elif is_live:
