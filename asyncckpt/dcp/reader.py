@@ -119,9 +119,10 @@ class StorageReader(DcpStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         stored = self._read_once()
         chain = stored.chain
-        with CheckpointRoot.for_reading(self._path) as root:
-            reader = self._reader or self._open_files(root, chain)
-        self._reader = None
+        reader, self._reader = self._reader, None
+        if reader is None:
+            with CheckpointRoot.for_reading(self._path) as root:
+                reader = self._open_files(root, chain)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         with save_lock_held("load", self._path, chain.step), reader:
             read_tensors(reader, tensors, planner, stored)
