@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +44,25 @@ def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:
             first.arena_touches_count,
             first.arenas_count,
         )
+
+
+def test_saves_of_large_values_keep_none_of_them(tmp_path: Path) -> None:
+    """What a Saver remembers of its checkpoints is what retention and chains need."""
+    state: dict[str, Any] = {"x": torch.ones(4), "loader": b""}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none") as saver:
+        tracemalloc.start()
+        try:
+            for step in range(24):
+                state["loader"] = os.urandom(1 << 20)
+                saver.save(step)
+                if step == 3:
+                    gc.collect()
+                    before, _ = tracemalloc.get_traced_memory()
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert after - before < 4 << 20
 
 
 def test_arena_grows_with_the_table_and_keeps_what_it_has(tmp_path: Path) -> None:
