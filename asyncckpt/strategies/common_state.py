@@ -105,7 +105,8 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
                 raise error from None
             return found
         packed = stored.new_common()
-        stored.load({COMMON: packed})
+        with stored.loading():
+            stored.load({COMMON: packed})
         state: StateDict = unpack(packed, owner=f"common state of {str(checkpoint_dir)!r}")
         return state
 

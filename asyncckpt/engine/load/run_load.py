@@ -128,7 +128,7 @@ def _load_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
         mark_verified(root, step)
-    return replace(report, rows=rows, bytes_read=bytes_read, seconds=time.perf_counter() - begun)
+    return replace(with_scalars(report, targets), rows=rows, bytes_read=bytes_read, seconds=time.perf_counter() - begun)
 
 
 def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
@@ -142,6 +142,12 @@ def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTarget
         missing=plan.missing,
         unexpected=plan.unexpected,
     )
+
+
+def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:
+    """Return a report, now that all is filled, with the NumPy scalars among its values."""
+    found = {name: array[()] for name, array in targets.scalars.items() if name in report.loaded}
+    return replace(report, values={**report.values, **found}) if found else report
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[LeafPath, Any], dict[str, int]]:
