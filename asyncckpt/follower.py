@@ -29,8 +29,9 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
 from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_update, seen_step
 from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
@@ -43,7 +44,6 @@ from asyncckpt.storage.directory import check_path
 __all__ = ["Follower", "TableUpdate", "Update", "follow"]
 
 T = TypeVar("T")
-BUSY_POLL_S = 0.02  # How often a load looks whether another one, or a save, has ended.
 
 
 def follow(
@@ -149,7 +149,7 @@ class Follower:
         current, self._current = self._current, None
         found, self._found = self._found, None
         if current is not None:
-            current._release()
+            await _in_thread(current._release)  # A load or a read may be about it still.
         if found is not None:
             found.close()
 
@@ -288,9 +288,7 @@ async def _acquire_save_lock(ticket: Ticket) -> None:
     """Take the save lock without blocking the loop. DeadlineError."""
     until = time.monotonic() + BUSY_DEADLINE_S
     while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
-        if time.monotonic() > until:
-            raise DeadlineError(f"saves and loads in flight did not end within {BUSY_DEADLINE_S} s")
-        await asyncio.sleep(BUSY_POLL_S)
+        await when_free(max(0.0, until - time.monotonic()))
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
@@ -25,7 +27,7 @@ from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
-from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError, close_beside
+from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError, closing_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -251,6 +253,42 @@ class Saver:
 
         Interrupted while it waits, it leaves the directory locked until the save in flight has ended.
         """
+        self._end()
+        self._errors.raise_first()
+
+    async def aclose(self) -> None:
+        """Close without stopping the event loop, as `async with` does; raises as `close`.
+
+        Cancelled, it goes on by itself, and the error is that of the next `close`, or printed at exit.
+        """
+        await asyncio.to_thread(self._end)
+        self._errors.raise_first()
+
+    async def when_free(self, timeout: float | None = None) -> None:
+        """Wait, without stopping the event loop, until no save or load of this process is in flight.
+
+        A save_async that follows without another await finds it free, unless another thread was faster. DeadlineError
+        after `timeout` seconds (None: the deadline of on_busy).
+        """
+        check_timeout(timeout)
+        await when_free(self._busy.deadline if timeout is None else timeout)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            self.close()
+
+    async def __aenter__(self) -> Saver:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            await self.aclose()
+
+    def _end(self) -> None:
+        """Take no more saves, wait for those in flight, and give the directory back."""
         self._closed = True
         if not self._finalizer.alive:
             return
@@ -258,13 +296,6 @@ class Saver:
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
         self._finalizer()
-        self._errors.raise_first()
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        close_beside(error, self.close, "closing the Saver raised")
 
     def _start(
         self,

@@ -23,11 +23,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
 from asyncckpt.arguments import check_type
+from asyncckpt.engine.process.background import result_of
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
-from asyncckpt.options import BusyPolicy, DeviceOptions, SaveOptions
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.options import DEVICE_DEADLINE_S, BusyPolicy, DeviceOptions, SaveOptions
+from asyncckpt.signals import uninterrupted
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
@@ -99,10 +100,9 @@ class AsyncStager(DcpAsyncStager):
 
     @uninterrupted
     def synchronize_staging(self) -> None:
-        """Wait until the newest staged state is complete. DeviceError."""
+        """Wait until the newest staged state is complete. DeviceError, DeadlineError."""
         if self._newest is not None:
-            wait_until_done(self._newest, None)
-            self._newest.result()
+            result_of(self._newest, "the staging", DEVICE_DEADLINE_S)
 
     def close(self) -> None:
         """Nothing to close: arenas belong to the process."""

@@ -9,6 +9,7 @@ A load: check everything on all ranks, agree, then fill the tables (see load_ran
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections import OrderedDict
@@ -19,18 +20,19 @@ from typing import Any
 
 from torch import nn
 
-from asyncckpt.arguments import check_seconds
+from asyncckpt.arguments import check_seconds, check_timeout
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
 from asyncckpt.embcache.rank_folders import METADATA_KEY, earlier_steps, rank_folders, steps_of
 from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
+from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
 from asyncckpt.engine.ranks.saver_ranks import Ranks
-from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, close_beside
+from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, closing_beside
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
@@ -242,11 +244,35 @@ class Saver:
         finally:
             self._peers.close()
 
+    async def aclose(self) -> None:
+        """Close without stopping the event loop, as `async with` does; raises as `close`. Cancelled, close it again."""
+        self._closed = True
+        for folder in tuple(self._open.values()):
+            await asyncio.to_thread(folder.saver._end)
+        await asyncio.to_thread(self._peers.close)
+        self._close_folders()
+
+    async def when_free(self, timeout: float | None = None) -> None:
+        """Wait, without stopping the event loop, until no save or load of this process is in flight.
+
+        See asyncckpt.Saver.when_free.
+        """
+        check_timeout(timeout)
+        await when_free(self._busy.deadline if timeout is None else timeout)
+
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        close_beside(error, self.close, "closing the Saver raised")
+        with closing_beside(error, "closing the Saver raised"):
+            self.close()
+
+    async def __aenter__(self) -> Saver:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            await self.aclose()
 
     def _begin(
         self, module: nn.Module, path: str | os.PathLike[str], step: int | None
@@ -301,9 +327,10 @@ class Saver:
         while self._open:
             _, folder = self._open.popitem(last=False)
             try:
-                folder.saver.close()
+                with closing_beside(first, "closing another folder raised"):
+                    folder.saver.close()
             except CheckpointError as error:
-                first = first or error
+                first = error
         if first is not None:
             raise first
 

@@ -23,7 +23,7 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
-from asyncckpt.engine.process.background import background, check_may_wait, rewriters
+from asyncckpt.engine.process.background import background, check_may_wait, result_of, rewriters
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import IncompatibleError, UsageError
@@ -34,10 +34,10 @@ from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import Role
 from asyncckpt.native import Progress
-from asyncckpt.options import SaveOptions
+from asyncckpt.options import SAVE_DEADLINE_S, SaveOptions
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.target import ShardTarget
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 from asyncckpt.strategies.stored_state import children, values_of
 
@@ -56,8 +56,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
         return
     check_may_wait("a removal")
     removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix)
-    wait_until_done(removing, None)
-    if not removing.result():
+    if not result_of(removing, "a removal", SAVE_DEADLINE_S):
         what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
         warnings.warn(what, stacklevel=3)
 

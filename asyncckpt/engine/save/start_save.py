@@ -13,6 +13,7 @@ from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
+from asyncckpt.engine.process.event_loop import action_here, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
@@ -55,7 +56,8 @@ def start_save(
         check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
-    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline):
+    on_busy = action_here(busy) if staged else busy.action
+    if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=busy.deadline):
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
@@ -184,7 +186,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         deadline_s=deadline_s,
         limit_bytes=options.host_memory_limit,
         layout=layout,
-        before_wait=lambda: check_may_wait("a staging arena"),
+        before_wait=lambda: check_may_wait_here("a staging arena"),
     )
     pending = Pending()
     try:
