@@ -7,8 +7,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
-from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
@@ -131,6 +132,8 @@ class Saver:
         self._errors = OpenErrors()
         self._counts = _Counts()
         self._closed = False
+        self._callers: list[int] = []  # The threads whose calls use the directory now.
+        self._calls_changed = threading.Condition()
         self._pid = os.getpid()
         opened = open_directory(
             check_path(path), index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
@@ -198,11 +201,11 @@ class Saver:
         Beside training and saves, without a stall. The future's result says `skipped` for a step that is full already.
         See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
-        self._check_open()
-        self._errors.raise_first()
-        future = start_compaction(self._target, step)
-        self._errors.watch(future)
-        return future
+        with self._using_directory():
+            self._errors.raise_first()
+            future = start_compaction(self._target, step)
+            self._errors.watch(future)
+            return future
 
     def _leave_out_call(self, error: BaseException) -> None:
         """Announce to the other ranks that this one does not make the save which they make now, because of an error.
@@ -218,8 +221,8 @@ class Saver:
 
         Returns a future; waiting for it is not needed. The state must not be resized until it is done.
         """
-        self._check_open()
-        return prepare_arena(self._target)
+        with self._using_directory():
+            return prepare_arena(self._target)
 
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait for saves in flight and their retention; then raise the first error nobody has asked for."""
@@ -232,13 +235,18 @@ class Saver:
         return self._counts.now(self._target.memory.plans.plans_made_count)
 
     def close(self) -> None:
-        """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent.
+        """Wait for saves in flight and calls of other threads, release the directory, raise the first error nobody has
+        asked for. Idempotent.
 
         Interrupted while it waits, it leaves the directory locked until the save in flight has ended.
         """
+        if threading.get_ident() in self._callers:
+            what = f"the Saver of {self.path!r} cannot be closed by what one of its calls calls"
+            raise UsageError(what, hint="close it when that call has returned")
         self._closed = True
         if not self._finalizer.alive:
             return
+        self._wait_for_calls(SAVE_DEADLINE_S)
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
@@ -260,7 +268,18 @@ class Saver:
         *,
         staged: bool,
     ) -> SaveFuture:
-        self._check_open()
+        with self._using_directory():
+            return self._start_open(step, kind, metadata, on_busy, staged=staged)
+
+    def _start_open(
+        self,
+        step: int | None,
+        kind: SaveKind,
+        metadata: Mapping[str, Any] | None,
+        on_busy: OnBusy | BusyPolicy | None,
+        *,
+        staged: bool,
+    ) -> SaveFuture:
         ranks = self._target.ranks
         call = None if ranks is None else ranks.next_call()
         try:
@@ -277,6 +296,29 @@ class Saver:
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
         return future
+
+    @contextmanager
+    def _using_directory(self) -> Iterator[None]:
+        """Keep the directory open for a call; UsageError when it is closed."""
+        self._check_open()
+        with self._calls_changed:
+            self._callers.append(threading.get_ident())
+        try:
+            self._check_open()  # Whoever closes it from now on waits for this call.
+            yield
+        finally:
+            with self._calls_changed:
+                self._callers.remove(threading.get_ident())
+                self._calls_changed.notify_all()
+
+    def _wait_for_calls(self, timeout: float) -> None:
+        """Wait until no thread uses the directory; UsageError where that would have no end."""
+        what = f"a call of the Saver of {self.path!r} on another thread"
+        with self._calls_changed:
+            if self._callers:
+                check_may_wait(what)
+            if not self._calls_changed.wait_for(lambda: not self._callers, timeout):
+                raise DeadlineError(f"{what} did not end within {timeout} s")
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""
