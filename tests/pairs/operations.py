@@ -24,7 +24,8 @@ POLL_S = 0.005
 class Operation:
     """run: takes the world and a side; returns the step that it has saved in run/, if that is what it does.
 
-    traits: see REFUSALS; and "saves" in run/, "fills" all of the live state, its "dense" tensors, or the "module".
+    traits: see REFUSALS; and "writes" to its room, "saves" in run/, "fills" all of the live state, its "dense" tensors,
+    or the "module".
     places: where it can be held, beside the storage. room: its directory.
     """
 
@@ -167,27 +168,27 @@ def _made(
 SAVE = "state_dict filter"
 LOAD = "fill load_state_dict"
 OPERATIONS = (
-    _made("save_async", save_async, "saves, locks, raises when busy, uses its Saver", SAVE),
-    _made("delta", _delta, "saves, locks, raises when busy, uses its Saver, builds upon a step", SAVE),
-    _made("blocking save", save, "saves, locks, raises when busy, uses its Saver", SAVE),
-    _made("queued save", _queued, "saves, locks, uses its Saver", SAVE),
-    _made("retention", prune, "saves, locks, removes", SAVE),
+    _made("save_async", save_async, "writes, saves, locks, raises when busy, uses its Saver", SAVE),
+    _made("delta", _delta, "writes, saves, locks, raises when busy, uses its Saver, builds upon a step", SAVE),
+    _made("blocking save", save, "writes, saves, locks, raises when busy, uses its Saver", SAVE),
+    _made("queued save", _queued, "writes, saves, locks, uses its Saver", SAVE),
+    _made("retention", prune, "writes, saves, locks, removes", SAVE),
     _made("load", load, "fills, locks, raises when busy", LOAD),
     _made("load_async", load_async, "fills, locks", LOAD),
     _made("follow", follow, "fills, locks", LOAD),
     _made("verify", verify, "names a step", "read"),
     _made("describe", describe, ""),
-    _made("compact", compact, "folds, uses its Saver, names a step", "read"),
-    _made("offline compact", compact_offline, "folds, names a step", "read"),
-    _made("prepare", prepare, "uses its Saver", "state_dict"),
-    _made("close", close, "closes"),
-    _made("dcp.save", dcp_save, "locks", room="dcp"),
-    _made("dcp.async_save", dcp_async_save, "locks", room="dcp"),
+    _made("compact", compact, "writes, folds, uses its Saver, names a step", "read"),
+    _made("offline compact", compact_offline, "writes, folds, names a step", "read"),
+    _made("prepare", prepare, "writes, uses its Saver", "state_dict"),
+    _made("close", close, "writes, closes"),
+    _made("dcp.save", dcp_save, "writes, locks", room="dcp"),
+    _made("dcp.async_save", dcp_async_save, "writes, locks", room="dcp"),
     _made("dcp.load", dcp_load, "locks, dense", "fill"),
-    _made("sharded save", sharded_save, "locks, saves sharded", room="mcore"),
+    _made("sharded save", sharded_save, "writes, locks, saves sharded", room="mcore"),
     _made("sharded load", sharded_load, "locks, dense, wants all tensors", "fill", "mcore"),
-    _made("remove_sharded_tensors", remove_tensors, "removes tensors", room="mcore"),
-    _made("module save", module_save, "locks, raises when busy", room="emb"),
+    _made("remove_sharded_tensors", remove_tensors, "writes, removes tensors", room="mcore"),
+    _made("module save", module_save, "writes, locks, raises when busy", room="emb"),
     _made("module load", module_load, "locks, module, raises when busy", "read", "emb"),
 )
 BY_NAME = {operation.name: operation for operation in OPERATIONS}

@@ -99,7 +99,7 @@ def check_world(world: World, ended: Iterable[Running]) -> None:
     traits = frozenset().union(*(running.operation.traits for running in ended))
     world.check_nothing_held()
     world.reopen()
-    known = {generation for pair in world.steps.values() for generation in pair} | {world.live}
+    known = {generation for pair in world.steps.values() for generation in pair} | {world.live} | world.foreign
     dense, rest = world.state.generation()
     allowed = known if traits & {"fills", "dense"} else {world.live}
     assert {dense, rest} <= allowed, f"live is {dense}, {rest}, not of {allowed}"

@@ -40,6 +40,7 @@ WAIT_S_MAX = 60.0
 SIDES = 2
 MEMORY_LIMIT = 64 << 20
 IDS = torch.arange(40)
+FOREIGN = 1e6  # What another process trains begins with this.
 POLICY = asyncckpt.BusyPolicy("wait", WAIT_S_MAX)
 
 
@@ -122,6 +123,7 @@ class World:
         x, y = self.state.dense.values()
         gate.is_half_filled = lambda: bool(x[-1] != y[-1, -1])
         self.live = 0.0
+        self.foreign: set[float] = set()  # What other processes have trained.
         self.steps: dict[int, tuple[float, float]] = {}
         self._savers: dict[int | str, asyncckpt.Saver] = {}
         self._modules_savers: dict[int, asyncckpt.embcache.Saver] = {}
@@ -214,6 +216,7 @@ class World:
         self.gate.open()
         for saver in (*self._savers.values(), *self._modules_savers.values()):
             saver.close()
+        self._savers, self._modules_savers = {}, {}
         if self._owned:
             shutil.rmtree(self.folder, ignore_errors=True)
 
