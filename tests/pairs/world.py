@@ -15,7 +15,7 @@ import gc
 import shutil
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ WAIT_S_MAX = 60.0
 SIDES = 2
 MEMORY_LIMIT = 64 << 20
 IDS = torch.arange(40)
+PEER_DEADLINE_S = 20.0
 FOREIGN = 1e6  # What another process trains begins with this.
 POLICY = asyncckpt.BusyPolicy("wait", WAIT_S_MAX)
 
@@ -64,12 +65,14 @@ class Held:
 class State:
     """What is saved, and what is loaded into."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, rank: int = 0, ranks_count: int = 1) -> None:
+        self.ids = IDS[IDS % ranks_count == rank]
+        self.rank = rank
         self.dense = {"x": torch.full((50,), -1.0), "y": torch.full((7, 30), -1.0)}
         self.held = Held(gate)
-        self.table = asyncckpt.HashTable("t", 4)
+        self.table = asyncckpt.HashTable("t", 4, shard=(rank, ranks_count))
         config = EmbCacheTableConfig(name="e", dim=4, feature_names=("f",), cache_rows=8, capacity=64)
-        self.module = EmbCacheEmbeddingBagCollection([config])
+        self.module = EmbCacheEmbeddingBagCollection([config], shard=(rank, ranks_count))
 
     @property
     def tables(self) -> dict[str, asyncckpt.HashTable]:
@@ -82,8 +85,8 @@ class State:
     @property
     def sharded(self) -> dict[str, Any]:
         return {
-            "x": ShardedTensor.from_rank_offsets("model.x", self.dense["x"]),
-            "y": ShardedTensor.from_rank_offsets("optimizer.y", self.dense["y"]),
+            "x": ShardedTensor.from_rank_offsets("model.x", self.dense["x"], replica_id=self.rank),
+            "y": ShardedTensor.from_rank_offsets("optimizer.y", self.dense["y"], replica_id=self.rank),
         }
 
     def train(self, generation: float) -> None:
@@ -91,7 +94,7 @@ class State:
             tensor.fill_(generation)
         self.held.generation = generation
         for table in (self.table, *self.module.tables().values()):
-            table.insert(IDS, torch.full((len(IDS), 4), generation))
+            table.insert(self.ids, torch.full((len(self.ids), 4), generation))
 
     def generation(self) -> tuple[float, float]:
         """Of the dense tensors, and of the rest. AssertionError when it is torn."""
@@ -99,27 +102,39 @@ class State:
         rest = {self.held.generation, *self.table.embedding[self.table.rows()].unique().tolist()}
         assert len(dense) == 1, f"the dense tensors are torn: {dense}"
         assert len(rest) == 1, f"object and table are torn: {rest}"
-        assert len(self.table.ids()) == len(IDS), "rows of the table are lost"
+        assert len(self.table.ids()) == len(self.ids), "rows of the table are lost"
         return dense.pop(), rest.pop()
 
     def module_generation(self) -> float:
         [table] = self.module.tables().values()
-        assert len(table.ids()) == len(IDS), "rows of the module are lost"
-        found = set(table.read(IDS)["embedding"].unique().tolist())
+        assert len(table.ids()) == len(self.ids), "rows of the module are lost"
+        found = set(table.read(self.ids)["embedding"].unique().tolist())
         assert len(found) == 1, f"the module is torn: {found}"
         return float(found.pop())
 
 
 class World:
-    """The directories, a state, and for each of two sides a Saver of either kind. Closed at the end."""
+    """The directories, a state, and for each of two sides a Saver of either kind. Closed at the end.
 
-    def __init__(self, gate: Gate, *, folder: Path | None = None) -> None:
+    of: this rank and how many save together. meet: wait for the other ranks.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        folder: Path | None = None,
+        of: tuple[int, int] = (0, 1),
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.of = of
+        self.meet = meet
         self.gate = gate
         self._owned = folder is None
         parent = MEMORY_FILE_SYSTEM if Path(MEMORY_FILE_SYSTEM).is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="asyncckpt-pairs-", dir=parent)) if folder is None else folder
         self.run, self.dcp, self.mcore, self.emb = (self.folder / name for name in ("run", "dcp", "mcore", "emb"))
-        self.state = State(gate)
+        self.state = State(gate, *of)
         x, y = self.state.dense.values()
         gate.is_half_filled = lambda: bool(x[-1] != y[-1, -1])
         self.live = 0.0
@@ -132,7 +147,9 @@ class World:
         """That of a side; "pruner" keeps one checkpoint only."""
         if side not in self._savers:
             self._savers[side] = asyncckpt.Saver(
+                *self.of,
                 path=self.run,
+                ranks=asyncckpt.RankOptions(peer_deadline=PEER_DEADLINE_S),
                 hashtables=self.state.tables,
                 tensors=self.state.tensors,
                 filter_func=self._filter,
@@ -166,13 +183,14 @@ class World:
         if "emb" in rooms:
             self.module_saver(0).save(self.state.module, self.emb)
         self.train()
+        self.meet()
 
     def _note(self, result: asyncckpt.SaveResult) -> None:
         self.steps[result.step] = (self.live, self.live)
 
     def loaded(self, step: int) -> tuple[float, float]:
         """What a step holds, as a load into new targets gives it."""
-        fresh = State(Gate())
+        fresh = State(Gate(), *self.of)
         asyncckpt.Loader(self.run, fresh.tables, fresh.tensors, step=step, on_busy=POLICY).load()
         return fresh.generation()
 
@@ -195,6 +213,7 @@ class World:
             assert time.monotonic() < until, f"arenas are taken: {[arena.state for arena in pool._arenas]}"
             gc.collect()
         assert not retention._retaining.locked()
+        self.meet()
 
     def check_last_save(self) -> None:
         """One more save commits, loads and leaves nothing behind it; old checkpoints go with it."""
@@ -202,6 +221,7 @@ class World:
         pruner = self.saver("pruner")
         step = pruner.save_async(on_busy=POLICY).result(WAIT_S_MAX).step
         pruner.wait_idle(WAIT_S_MAX)
+        self.meet()
         assert self.loaded(step) == (self.live, self.live)
         report = asyncckpt.verify(self.run)
         assert (report.step, report.strays) == (step, ())
