@@ -23,9 +23,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
 from asyncckpt.arguments import check_type
+from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
-from asyncckpt.options import DeviceOptions, SaveOptions
+from asyncckpt.options import BusyPolicy, DeviceOptions, SaveOptions
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
@@ -76,16 +77,18 @@ class AsyncStager(DcpAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Return a copy of the state on the CPU, of the same structure; with use_async_staging a Future of it.
 
-        UsageError for a tensor without storage, DeviceError.
+        Waits for loads in flight, and not for saves whose state is captured. UsageError for a tensor without storage,
+        DeviceError.
         """
         found: dict[int, torch.Tensor] = {}
-        _collect(state_dict, found)
-        copied = StagedTensors(list(found.values()), self._staging_options)
-        try:
-            staged: dict[str, Any] = _rebuild(state_dict, dict(zip(found, copied.tensors, strict=True)))
-        except BaseException:
-            copied.settle()
-            raise
+        with save_lock.held("staging", None, None, busy=BusyPolicy("queue")):
+            _collect(state_dict, found)
+            copied = StagedTensors(list(found.values()), self._staging_options)
+            try:
+                staged: dict[str, Any] = _rebuild(state_dict, dict(zip(found, copied.tensors, strict=True)))
+            except BaseException:
+                copied.settle()
+                raise
         if self._uses_async_staging:
             self._newest = Future()
             return _when_settled(copied, staged, self._newest)

@@ -10,6 +10,7 @@ A load: check everything on all ranks, agree, then fill the tables (see load_ran
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -199,10 +200,11 @@ class Saver:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
                 check_step(step)
-                wanted = Ticket(kind="load", path=source, step=step)  # For the folders of all ranks.
+                # For the folders of all ranks.
+                wanted = Ticket(kind="load", path=source, step=step, thread=threading.get_ident())
                 on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
-                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 ticket = wanted
+                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
             except Exception as failure:
                 error = failure

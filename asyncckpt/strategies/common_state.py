@@ -121,5 +121,6 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
 
 def _loaded_common(stored: StoredState) -> Any:
     packed = stored.new_common()
-    stored.load({COMMON: packed})
+    with stored.loading():
+        stored.load({COMMON: packed})
     return packed

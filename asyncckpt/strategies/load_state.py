@@ -80,10 +80,11 @@ def _loaded(state: Any, leaves: Sequence[tuple[tuple[Any, ...], Any]], stored: S
     _check(stored, tensors, keys)
     wanted = [_wanted(leaf, stored.tensors[leaf.key]) for _, leaf in tensors]
     packed = {key: stored.new_object(key) for key in dict.fromkeys(keys)}
-    _fill(stored, wanted, packed)
-    for item in wanted:
-        if item.filled is not item.tensor:
-            item.tensor.copy_(item.filled)
+    with stored.loading():
+        _fill(stored, wanted, packed)
+        for item in wanted:
+            if item.filled is not item.tensor:
+                item.tensor.copy_(item.filled)
     found = iter([item.tensor for item in wanted])
     objects = ((key, unpack(packed[key], owner=f"sharded object {key!r}")) for key in keys)
     taken = [next(objects)[1] if is_sharded_object(leaf) else next(found) for _, leaf in leaves]

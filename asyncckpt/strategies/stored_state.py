@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
+from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
@@ -23,6 +25,8 @@ from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.loader import Loader
+from asyncckpt.native import Progress
+from asyncckpt.options import BusyPolicy
 from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
 
 T = TypeVar("T")
@@ -68,8 +72,15 @@ class StoredState:
         return None if node is None else self._rebuilt(part, (COMMON,), node)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Fill the tensors of a state; see Loader for what it raises. Plain values in it are left alone."""
-        Loader(self.path, tensors=state, step=self.step, strict=False, on_busy="wait").load()
+        """Fill the tensors of a state; see Loader for what it raises. Plain values in it are left alone.
+
+        Under the save lock, which the caller holds: see `loading`.
+        """
+        Loader(self.path, tensors=state, step=self.step, strict=False)._run(Progress())
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Hold the save lock from before anything is filled until all of it is, in however many loads."""
+        return save_lock.held("load", self.path, self.step, busy=BusyPolicy("wait"))
 
     def _rebuilt(self, part: RankPart, path: TreePath, node: Node) -> Any:
         if part.rank not in self._values:

@@ -218,8 +218,9 @@ def test_a_signal_handler_cannot_wait_for_the_capture_that_it_interrupts(tmp_pat
 
     def handler(*_: Any) -> None:
         begun = time.monotonic()
-        with pytest.raises(UsageError, match="on the thread that makes it would wait for ever") as caught:
-            saver.save(99, on_busy="wait")
+        for on_busy in ("wait", "queue"):
+            with pytest.raises(UsageError, match="on the thread that makes it would wait for ever") as caught:
+                saver.save(99, on_busy=on_busy)
         answers.append((caught.value, time.monotonic() - begun))
 
     saver = asyncckpt.Saver(path=tmp_path, tensors={"o": Interrupted()}, on_busy=RAISE)

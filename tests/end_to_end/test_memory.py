@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.staging.pool import _cgroup_free_bytes, pool
+from asyncckpt.staging.pool import pool
 from tests.end_to_end.state import State, load_image
 
 
@@ -26,24 +26,6 @@ def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
         assert saver.statistics().fallback_count == 1
         assert saver.statistics().arena_bytes == 0
     assert load_image(tmp_path) == expected
-
-
-def test_default_limit_respects_cgroups(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "memory.max").write_text("1000\n")
-    (tmp_path / "a" / "memory.current").write_text("400\n")
-    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
-    (tmp_path / "a" / "b" / "memory.current").write_text("400\n")
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/a/b\n")
-    assert _cgroup_free_bytes(tmp_path, membership) == 600
-    (tmp_path / "memory" / "c").mkdir(parents=True)
-    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("500\n")
-    (tmp_path / "memory" / "c" / "memory.usage_in_bytes").write_text("450\n")
-    membership.write_text("5:cpu,memory:/c\n0::/a/b\n")
-    assert _cgroup_free_bytes(tmp_path, membership) == 50
-    membership.write_text("0::/nowhere\n")
-    assert _cgroup_free_bytes(tmp_path, membership) is None
 
 
 def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:

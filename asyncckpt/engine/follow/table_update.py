@@ -26,7 +26,7 @@ from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, report_of
+from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
@@ -165,7 +165,7 @@ class OpenUpdate:
         _, rows_over = fill(replace(plan, dense=(), tables=tuple(over), objects=()), reader, clear=False)
         give_state_dicts(plan, self._contents, rebuilt)
         return replace(
-            report,
+            with_scalars(report, targets),
             rows={item.name: 0 for item in changed} | rows | rows_over,
             bytes_read=reader.bytes_read - bytes_before,
             seconds=time.perf_counter() - begun,

@@ -62,6 +62,7 @@ class _OpenStep:
 
     chain: Chain
     contents: Contents
+    targets: DenseTargets
     plan: LoadPlan
     report: LoadReport
     reader: ChainReader
@@ -117,7 +118,7 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
         progress=progress,
         wanted=plan.wanted_blocks(chain),
     )
-    return _OpenStep(chain, contents, plan, report, reader)
+    return _OpenStep(chain, contents, targets, plan, report, reader)
 
 
 def _load_open(root: CheckpointRoot, request: LoadRequest, opened: _OpenStep) -> LoadReport:
@@ -135,7 +136,7 @@ def _load_open(root: CheckpointRoot, request: LoadRequest, opened: _OpenStep) ->
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
         mark_verified(root, chain.step)
-    return replace(opened.report, rows=rows, bytes_read=bytes_read)
+    return replace(with_scalars(opened.report, opened.targets), rows=rows, bytes_read=bytes_read)
 
 
 def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
@@ -149,6 +150,12 @@ def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTarget
         missing=plan.missing,
         unexpected=plan.unexpected,
     )
+
+
+def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:
+    """Return a report, now that all is filled, with the NumPy scalars among its values."""
+    found = {name: array[()] for name, array in targets.scalars.items() if name in report.loaded}
+    return replace(report, values={**report.values, **found}) if found else report
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[LeafPath, Any], dict[str, int]]:
