@@ -91,11 +91,12 @@ def test_two_savers(first: Operation, world: World) -> None:
     run_row(first, WITH_SAVERS, world, sides=2)
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READERS)
-def test_readers_beside_what_removes(name: str, world: World) -> None:
-    """At every operation of a reader what it reads is removed: it reads it all the same, or says that it is gone."""
+def test_readers_beside_what_removes(name: str, every: int, world: World) -> None:
+    """While it is held, what it reads is removed: it reads that all the same, or says that it is gone."""
     reader = BY_NAME[name]
-    for place in places_of(reader, world, every=1):
+    for place in places_of(reader, world, every=every):
         run_pair(world, reader, BY_NAME[REMOVERS[reader.room]], place)
 
 
@@ -151,7 +152,7 @@ def test_without_a_second_look_readers_find_damage(
 ) -> None:
     monkeypatch.setattr(f"asyncckpt.{module}.look_again", without_looking_again)
     with opened(gate) as world, pytest.raises(AssertionError, match=f"{name} beside .* failed"):
-        test_readers_beside_what_removes(name, world)
+        test_readers_beside_what_removes(name, 1, world)
 
 
 def test_without_a_claim_compactions_are_removed_while_they_commit(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def test_without_a_claim_compactions_are_removed_while_they_commit(gate: Gate, m
 
     monkeypatch.setattr(Claims, "needed", of_saves)
     with opened(gate) as world, pytest.raises(AssertionError, match="compact beside retention failed"):
-        test_readers_beside_what_removes("compact", world)
+        test_readers_beside_what_removes("compact", 1, world)
 
 
 def test_a_saver_that_closes_beside_a_call_is_found(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
