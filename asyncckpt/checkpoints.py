@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
+from asyncckpt.commit.discover import committed_steps, look_again, newest_step, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.engine.load.verify import VerifyReport
@@ -127,7 +127,7 @@ def describe(path: str | os.PathLike[str], step: int | None = None) -> Checkpoin
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
     check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
-        manifest = read_manifest(root, newest_step(root) if step is None else step)
+        manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
     head = manifest.head
     table_infos = _table_infos(manifest)
     return CheckpointInfo(

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from asyncckpt.arguments import check_choice
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import newest_step
+from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
@@ -139,24 +139,22 @@ class StorageReader(DcpStorageReader):
         return future
 
     def _open(self, root: CheckpointRoot) -> Chain:
-        """Open the step; a newer one, when it is gone while it is opened. A damaged file is reported where it is read:
-        what is raised here, newer versions of DCP raise as another error."""
-        step = newest_step(root) if self._step is None else self._step
-        while True:
-            chain: Chain | None = None
-            try:
-                chain = read_chain(root, step)
-                self._reader = self._open_files(root, chain)
-                self._finalizer = weakref.finalize(self, self._reader.close)
-                return chain
-            except (NotFoundError, CorruptError):
-                newest = newest_step(root)
-                if self._step is None and newest > step:
-                    step = newest
-                elif chain is None:
-                    raise
-                else:
-                    return chain
+        """Open the step. A damaged file is reported where it is read: what is raised here, newer versions of DCP raise
+        as another error."""
+        found: list[Chain] = []
+
+        def look() -> ChainReader:
+            found.clear()
+            found.append(read_chain(root, newest_step(root) if self._step is None else self._step))
+            return self._open_files(root, found[0])
+
+        try:
+            self._reader = look_again(root, look)
+            self._finalizer = weakref.finalize(self, self._reader.close)
+        except (NotFoundError, CorruptError):
+            if not found:
+                raise
+        return found[0]
 
     def _open_files(self, root: CheckpointRoot, chain: Chain) -> ChainReader:
         return ChainReader(root.data, chain, threads=READ_THREADS, verify=self._verify, progress=Progress())

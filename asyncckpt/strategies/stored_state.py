@@ -7,15 +7,15 @@ filled by a load.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from asyncckpt.commit.discover import newest_step, read_manifest
+from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
@@ -28,6 +28,8 @@ from asyncckpt.loader import Loader
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
 from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,13 @@ class StoredState:
         return rebuild(node, iter(tensors), iter(values))
 
 
-def open_stored(checkpoint_dir: str | os.PathLike[str], name: str) -> StoredState:
-    """Read the manifest of a part. NotFoundError, CorruptError, IncompatibleError, UnsupportedError."""
+def use_stored(checkpoint_dir: str | os.PathLike[str], name: str, use: Callable[[StoredState], T]) -> T:
+    """Use the newest checkpoint of a part; all over again when a save has replaced it meanwhile.
+
+    NotFoundError, CorruptError, IncompatibleError, UnsupportedError.
+    """
     with reading_root(checkpoint_dir, name) as root:
-        return StoredState(root.path, read_manifest(root, newest_step(root)))
+        return look_again(root, lambda: use(StoredState(root.path, read_manifest(root, newest_step(root)))))
 
 
 def values_of(part: RankPart) -> dict[TreePath, Json]:
