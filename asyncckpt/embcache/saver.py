@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from asyncckpt.model.result import SaveResult
 from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, RankOptions, SaveKind
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.saver import Saver as DirectorySaver
+from asyncckpt.signals import uninterrupted
 
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
@@ -138,6 +140,7 @@ class Saver:
     def world_size(self) -> int:
         return self._world_size
 
+    @uninterrupted
     def save(
         self,
         module: nn.Module,
@@ -154,6 +157,7 @@ class Saver:
         folder, step = self._begin(module, path, step)
         return folder.saver.save(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
+    @uninterrupted
     def save_async(
         self,
         module: nn.Module,
@@ -171,6 +175,7 @@ class Saver:
         folder, step = self._begin(module, path, step)
         return folder.saver.save_async(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
+    @uninterrupted
     def load(
         self,
         module: nn.Module,
@@ -201,10 +206,11 @@ class Saver:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
                 check_step(step)
-                wanted = Ticket(kind="load", path=source, step=step)  # For the folders of all ranks.
+                # For the folders of all ranks.
+                wanted = Ticket(kind="load", path=source, step=step, thread=threading.get_ident())
                 on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
-                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 ticket = wanted
+                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
             except Exception as failure:
                 error = failure
@@ -223,11 +229,13 @@ class Saver:
             if ticket is not None:
                 save_lock.release(ticket)
 
+    @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
         for folder in self._open.values():
             folder.saver.wait_idle(timeout)
 
+    @uninterrupted
     def close(self) -> None:
         """Wait for saves in flight, let go of all folders, raise the first error nobody has asked for. Idempotent."""
         self._closed = True

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
 
@@ -100,12 +101,11 @@ class Background:
         job = Job(run=run, fail=future.set_exception, beside=True)
         try:
             self.submit(job)
-            wait_until_done(future, None)
+            return result_of(future, what, SAVE_DEADLINE_S)
         except BaseException:
             if not self.withdraw(job):
-                wait_until_done(future, None)
+                wait_until_done(future, SAVE_DEADLINE_S)
             raise
-        return future.result()
 
     def is_current_thread(self) -> bool:
         return _loop_thread.is_current_thread()

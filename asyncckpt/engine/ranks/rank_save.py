@@ -23,7 +23,7 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of
 from asyncckpt.engine.process.background import committer, run_on, workers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.replicas import (
@@ -36,10 +36,11 @@ from asyncckpt.engine.ranks.replicas import (
     who_asks,
 )
 from asyncckpt.engine.ranks.saver_ranks import Ranks, talkers
+from asyncckpt.engine.save.delta_chain import settle
 from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
-from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError, PeerError
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import Attempt
@@ -53,13 +54,21 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
     """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
     ranks = share.ranks
     save = RankSave(job, share)
+    refused: CheckpointError | None = None
     try:
-        await save.leave_list()
-        outcome = await run_call(ranks.channel, share.call, save.begin(), save, ranks.limits, threads=talkers)
+        try:
+            save.settle_base()
+            await save.leave_list()
+        except CheckpointError as error:
+            refused = error
+        begin = save.begin() if refused is None else Failed(cause_of(refused))
+        outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers)
+        if refused is not None:
+            raise refused
     except BaseException as error:
         ranks.replicas.forget()
-        if isinstance(error, IndeterminateError):
-            job.target.memory.newest = None
+        if isinstance(error, IndeterminateError) or await save.is_base_lost(error):
+            job.target.memory.newest = None  # The next save is a full one, on all ranks.
         raise
     finally:
         if save.transaction is not None:
@@ -83,6 +92,13 @@ class RankSave:
     @property
     def ranks(self) -> Ranks:
         return self.share.ranks
+
+    def settle_base(self) -> None:
+        """Choose what a delta builds upon. All saves before this one have ended, so all ranks choose the same."""
+        job = self.job
+        job.choice = settle(job.choice, job.target.memory.newest, step=job.step)
+        if job.choice.base is not None:
+            job.claim.parents[:] = [job.choice.base.parent.step]
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here."""
@@ -170,6 +186,13 @@ class RankSave:
 
     def is_committed(self, attempt: Attempt) -> bool:
         return is_committed_whole(self.job.target.root.path, attempt)
+
+    async def is_base_lost(self, error: BaseException) -> bool:
+        """Return whether a delta has failed because others have removed what it builds upon. Every rank looks."""
+        base, commits = self.job.choice.base, self.job.target.commits
+        if base is None or not isinstance(error, (ConflictError, PeerError)):
+            return False
+        return not await run_on(committer, commits.chain.is_there, base.chain)
 
     def stop(self) -> None:
         self.job.future.native_progress.cancel()

@@ -94,11 +94,11 @@ def _hand_over(job: SaveJob, begun: float) -> None:
     try:
         job.stall_seconds = time.perf_counter() - begun
         background.submit(work)
-        job.ticket.thread = None
+        save_lock.hand_over(job.ticket)
         if is_live:
             wait_until_done(job.future._inner, SAVE_DEADLINE_S)
     except BaseException:
-        job.ticket.thread = None
+        save_lock.hand_over(job.ticket)
         if background.withdraw(work):
             end_save(job, ok=False)
         elif is_live:
@@ -127,7 +127,11 @@ def _begin(
         choice = Choice(base=None, newest=base, tables=cut.all_rows())
         policy, audit = options.deltas, options.debug.audit
         if kind == "delta" or policy is not None or audit:
-            choice = choose_kind(choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit)
+            # What is in flight beside this one may be the save that a delta builds upon.
+            may_settle = target.ranks is not None and len(save_lock.in_flight()) > 1
+            choice = choose_kind(
+                choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit, may_settle=may_settle
+            )
         if choice.base is None:
             claim.parents.clear()
         stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
