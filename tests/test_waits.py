@@ -43,10 +43,6 @@ ALLOWED = {
     ("devices/current_runtime.py", "self._runtime.record(self._runtime.current_stream(device)).wait()"): EVENT,
     ("devices/host_copies.py", "runtime.record(batch.stream).wait()"): EVENT,
     ("engine/process/background.py", "woken.wait()"): "the background itself, between jobs that run",
-    ("engine/process/background.py", "wait_until_done(future, None)"): (
-        "a commit, which cannot be left: it waits for the disk alone"
-    ),
-    ("engine/process/background.py", "future.result()"): DONE,
     ("engine/save/device_stage.py", "fences.wait()"): EVENT,
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
@@ -54,8 +50,8 @@ ALLOWED = {
     ("periodic.py", "future.exception()"): DONE,
     ("periodic.py", "future.result()"): DONE,
     ("plan/sharded_leaves.py", "wait()"): "a collective of torch, which has the deadline of its group",
-    ("saver.py", "future._inner.exception()"): DONE,
-    ("saver.py", "future._inner.result()"): DONE,
+    ("engine/save/save_counts.py", "future._inner.exception()"): DONE,
+    ("engine/save/save_counts.py", "future._inner.result()"): DONE,
     ("shard/stream.py", "running.pop().result()"): MEMORY,
     ("snapshot/layer_rows.py", "threads.map(_newest, stacks)"): "work of processors on rows in memory",
     ("snapshot/restore.py", "threads.map(_insert, tables)"): "the same",

@@ -29,7 +29,7 @@ def action_here(busy: BusyPolicy) -> OnBusy:
         return busy.action
     for ticket in save_lock.in_flight():
         # A save queues at once behind saves of the background.
-        if busy.action == "wait" or ticket.kind != "save" or ticket.thread is not None:
+        if busy.action == "wait" or not ticket.is_queue:
             what = f"a {ticket} is in flight, {_WOULD_STOP}"
             raise SaveInProgressError(what, hint="await when_free() before the call")
     return "raise" if busy.action == "wait" else "queue"
