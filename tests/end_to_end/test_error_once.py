@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import io
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -343,6 +344,28 @@ def test_a_callback_that_waits_for_the_closing_thread_stops_nobody(tmp_path: Pat
     with pytest.raises(FilterError, match="disk on fire"):
         saver.close()
     closed.set()
+
+
+@pytest.mark.parametrize("ask", ["exception", "result"])
+def test_an_ask_that_a_signal_ends_takes_no_error_along(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
+    """It comes when the wait has ended and the answer is on its way."""
+    program = Program(IOFailedError("disk on fire"))
+    program.end_save()
+    real = SaveFuture._wait_done
+
+    def wait_done(self: SaveFuture, *arguments: Any) -> None:
+        real(self, *arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SaveFuture, "_wait_done", wait_done)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            getattr(program.future, ask)()
+    program.next_save()
+    assert program.came_out == ([] if caught.value.__context__ is program.error else ["raised"])
+    assert ask == "result" or program.came_out
+    program.loop.close()
+    program.other_loop.close()
 
 
 async def test_an_error_in_async_with_comes_out_of_it(tmp_path: Path) -> None:

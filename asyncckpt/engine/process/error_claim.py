@@ -46,8 +46,18 @@ class ErrorClaim:
         error = self._inner.exception(0)
         return error is not None and not isinstance(error, SaveCancelledError)
 
-    def claim(self) -> None:
-        """Note that whoever calls this raises or returns the error now."""
+    def claim(self) -> bool:
+        """Note that whoever calls this raises or returns the error now; return whether nobody has before."""
+        with self._guard:
+            is_first, self._is_claimed = not self._is_claimed, True
+            return is_first
+
+    def give_back(self) -> None:
+        """Note that the first one to claim the error has not got it after all."""
+        self._is_claimed = False
+
+    def close(self) -> None:
+        """Note that the error has been printed. Takes no lock."""
         self._is_claimed = True
 
     def take(self) -> BaseException | None:

@@ -112,15 +112,20 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             raise error
         return self._inner.result(0)
 
-    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none. DeadlineError as `result`."""
         check_timeout(timeout)
         self._check_can_end()
-        with self._claim.asking():
-            self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
-            self._claim.claim()
-            return self._inner.exception(0)
+        is_first = False
+        try:
+            with uninterrupted, self._claim.asking():
+                self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
+                is_first = self._claim.claim()
+                return self._inner.exception(0)
+        except BaseException:
+            if is_first:  # A signal that came meanwhile ends this call, without the error.
+                self._claim.give_back()
+            raise
 
     @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -238,7 +243,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     def _report(self) -> None:
         """Print an error that nobody has got, and can get any more. Takes no lock."""
         if self._pid == os.getpid() and self._claim.is_open:
-            self._claim.claim()
+            self._claim.close()
             print(f"asyncckpt: {self!r} failed and nobody asked: {self._inner.exception(0)}", file=sys.stderr)
 
     def __del__(self) -> None:
