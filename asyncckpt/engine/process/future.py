@@ -70,6 +70,8 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     be awaited nor closed.
     """
 
+    _pid = 0  # Until it is made.
+
     def __init__(self, *, step: int | None, path: Path, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
         """pools: on which it runs, beside those of all saves and loads; nobody there may wait for it."""
         self._pools = pools
@@ -80,7 +82,6 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
         self._inner.set_running_or_notify_cancel()
         self._guard = threading.Lock()
-        self._pid = os.getpid()
         self._state = FutureState.STAGED
         self._claim = ErrorClaim(self._inner)
         self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
@@ -88,6 +89,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._bytes_total = 0
         self._staged = threading.Event()
         self._staged.set()
+        self._pid = os.getpid()
 
     @property
     def state(self) -> FutureState:

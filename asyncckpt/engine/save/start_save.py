@@ -66,45 +66,46 @@ def start_save(
         future.skip(seconds=seconds, stall_seconds=seconds)
         return future
     claim: Claim | None = None
+    job: SaveJob | None = None
+    work: Job | None = None
     try:
         claim = claims.save(target.root, step)
         ticket.step = step = claim.step
-        job = _begin(
+        job = saving = _begin(
             target, ticket, claim, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
         )
+        work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
+        job.stall_seconds = time.perf_counter() - begun
+        background.submit(work)
+        save_lock.hand_over(ticket)
+        if job.staged is None:  # The background reads what the caller owns.
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        return job.future
     except BaseException as error:
-        if claim is not None:
-            claim.release()
-        save_lock.release(ticket)
+        if job is None:
+            if claim is not None:
+                claim.release()
+            save_lock.release(ticket)
+        else:
+            _call_back(job, work)
         ours = as_checkpoint_error(error, step)
         if ours is not error:
             raise ours from error
         raise
-    _hand_over(job, begun)
-    return job.future
 
 
-def _hand_over(job: SaveJob, begun: float) -> None:
-    """Give the job to the background; with live state, wait for its end: the background reads what the caller owns.
+def _call_back(job: SaveJob, work: Job | None) -> None:
+    """End a save whose call has failed or was interrupted, unless the background has begun it.
 
-    Interrupted, the save is ended first, for then the caller may change its state; a second interruption does not wait.
+    One that reads live state is ended in any case, for then the caller may change that; a second interruption does not
+    wait for it.
     """
-    work = Job(run=lambda: run_save(job), fail=lambda error: fail_save(job, error))
-    is_live = job.staged is None
-    try:
-        job.stall_seconds = time.perf_counter() - begun
-        background.submit(work)
-        save_lock.hand_over(job.ticket)
-        if is_live:
-            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
-    except BaseException:
-        save_lock.hand_over(job.ticket)
-        if background.withdraw(work):
-            end_save(job, ok=False)
-        elif is_live:
-            job.future.cancel()
-            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
-        raise
+    save_lock.hand_over(job.ticket)
+    if work is None or background.withdraw(work):
+        end_save(job, ok=False)
+    elif job.staged is None:
+        job.future.cancel()
+        wait_until_done(job.future._inner, SAVE_DEADLINE_S)
 
 
 def _begin(
@@ -145,28 +146,28 @@ def _begin(
             cut.fence()
         else:  # The background reads what this thread has queued for its devices.
             wait_for(cut.tensors(), streams=options.device.streams)
+        future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
+        if snapshot is not None:
+            future.expect_copies(snapshot.pending)
+        return SaveJob(
+            target=target,
+            ticket=ticket,
+            claim=claim,
+            future=future,
+            begun=begun,
+            plan=stage.plan,
+            choice=choice,
+            values=values,
+            metadata=metadata,
+            cut=cut,
+            staged=snapshot,
+            fallback=stage.fallback,
+        )
     except BaseException:
         if snapshot is not None:
             snapshot.give_back()
         cut.give_up()
         raise
-    future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
-    if snapshot is not None:
-        future.expect_copies(snapshot.pending)
-    return SaveJob(
-        target=target,
-        ticket=ticket,
-        claim=claim,
-        future=future,
-        begun=begun,
-        plan=stage.plan,
-        choice=choice,
-        values=values,
-        metadata=metadata,
-        cut=cut,
-        staged=snapshot,
-        fallback=stage.fallback,
-    )
 
 
 def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
@@ -212,13 +213,13 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         if layout is not None:
             arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
         arena.seal()
+        return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
     except DeviceError:
         pool.discard(arena)
         raise
     except BaseException:  # An interrupt may come when devices write to the arena already.
         Staged(arena=arena, base=0, tables=(), pending=pending).give_back()
         raise
-    return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
 
 
 def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
