@@ -15,7 +15,7 @@ from tests.ranks.forked import run
 
 pytestmark = [pytest.mark.any_core, pytest.mark.timeout(200)]
 
-SEEDS = [1, 2, 3, 4]
+SEEDS = [1, 2]
 
 
 def check(path: Path, seed: int, steps_count: int) -> None:
@@ -40,10 +40,10 @@ def test_saves_at_more_times(tmp_path: Path) -> None:
         check(tmp_path / f"{seed}", seed, queued_ranks.STEPS_COUNT)
 
 
-@pytest.mark.parametrize("kind", ["auto", "delta"])
-def test_a_delta_builds_upon_a_save_that_was_in_flight_on_one_rank(tmp_path: Path, kind: str) -> None:
-    assert run(queued_ranks.one_rank_is_ahead, 2, tmp_path, kind) == [0, 0]
-    check(tmp_path / "checkpoints", 1, 2)
+def test_a_delta_builds_upon_a_save_that_was_in_flight_on_one_rank(tmp_path: Path) -> None:
+    assert run(queued_ranks.one_rank_is_ahead, 2, tmp_path) == [0, 0]
+    for kind in ("auto", "delta"):
+        check(tmp_path / kind, 1, 2)
 
 
 def test_a_delta_with_nothing_to_build_upon_fails_on_all_ranks(tmp_path: Path) -> None:
