@@ -177,6 +177,34 @@ def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
         assert saver.save_async(3, on_busy="wait").result(WAIT_S_MAX).kind == "full"
 
 
+def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
+    """The first save fails on rank 0, when rank 1 has made its next call, and rank 0 has not; no call names a step."""
+    group_of(rank, 2, folder)
+    state = State(rank, 2)
+    fails = [rank == 0]
+
+    def fail_once(blocks: Any) -> Any:
+        if fails.pop() if fails else False:
+            raise RuntimeError("a filter fails")
+        return blocks
+
+    with saver_of(rank, folder / "checkpoints", state, filter_func=fail_once) as saver:
+        futures = []
+        if rank == 0:
+            dist.barrier()
+        for change in list(changes(3))[:3]:
+            state.apply(change)
+            futures.append(saver.save_async())
+            if rank == 0 or len(futures) == 3:
+                futures[-1].exception(WAIT_S_MAX)
+            elif len(futures) == 2:
+                assert futures[1].step == 1
+                dist.barrier()
+                raised(futures[0])
+        assert [future.result(WAIT_S_MAX).step for future in futures[1:]] == [0, 1]
+        assert [future.step for future in futures[1:]] == [0, 1]
+
+
 def the_parent_is_removed(rank: int, folder: Path) -> None:
     """By others, as after a mistake: one save fails on all ranks, and the next one is full."""
     group_of(rank, 2, folder)

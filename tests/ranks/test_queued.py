@@ -51,6 +51,11 @@ def test_a_delta_with_nothing_to_build_upon_fails_on_all_ranks(tmp_path: Path) -
     assert asyncckpt.list_steps(tmp_path / "checkpoints") == [3]
 
 
+def test_the_next_step_is_the_same_on_all_ranks_after_a_failed_one(tmp_path: Path) -> None:
+    assert run(queued_ranks.the_next_step_after_a_failed_one, 2, tmp_path) == [0, 0]
+    assert asyncckpt.list_steps(tmp_path / "checkpoints") == [0, 1]
+
+
 def test_ranks_save_in_full_after_their_parent_was_removed(tmp_path: Path) -> None:
     assert run(queued_ranks.the_parent_is_removed, 2, tmp_path) == [0, 0]
     assert asyncckpt.list_steps(tmp_path / "checkpoints") == [3, 4]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
@@ -113,18 +114,22 @@ class RankSave:
             notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
         if base is not None:
             notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
-        facts = {"durability": self.job.target.options.durability}
+        facts: dict[str, str] = {"durability": self.job.target.options.durability}
+        if self.job.claim.is_next:
+            facts["step"] = "the next one"
         return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
 
     async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         job = self.job
         sent = {rank: _notes(begin.notes, rank) for rank, begin in begins.items()}
         notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
+        await self._claim_step(min(begin.step for begin in begins.values()))
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
         return self.transaction.attempt, notes
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         job = self.job
+        await self._claim_step(attempt.attempt.step)
         notes = _notes(attempt.notes, 0)
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"), notes.text("agreement"))
@@ -144,6 +149,20 @@ class RankSave:
             "features": sorted(part.features),
             "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
         }
+
+    async def _claim_step(self, step: int) -> None:
+        """Claim the step that all save: of those that each found to be the next one, the lowest.
+
+        They differ when a save has failed after some ranks had made the next call, and before others did. On every
+        rank the numbers ascend from call to call, and so does the lowest.
+        """
+        job = self.job
+        if step == job.step:
+            return
+        claim = await run_on(committer, claims.save, job.target.root, step)
+        claim.parents[:] = job.claim.parents
+        job.claim.release()
+        job.claim, job.ticket.step, job.future.step = claim, step, step
 
     def _check_own(self, folder: Directory) -> None:
         """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
