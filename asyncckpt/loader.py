@@ -112,7 +112,7 @@ class Loader:
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire(thread=threading.get_ident())
+        ticket = self._acquire()
         try:
             return self._run(Progress())
         finally:
@@ -139,10 +139,11 @@ class Loader:
         except BaseException:
             save_lock.release(ticket)
             raise
+        save_lock.hand_over(ticket)
         return future
 
-    def _acquire(self, thread: int | None = None) -> Ticket:
-        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=thread)
+    def _acquire(self) -> Ticket:
+        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
         save_lock.acquire(ticket, on_busy=self._busy.action, deadline_s=self._busy.deadline)
         return ticket
 
