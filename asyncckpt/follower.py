@@ -221,7 +221,7 @@ class Update:
         tables = dict(named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables))
         state = named_state(tensors)
         progress = Progress()
-        ticket = Ticket(kind="load", path=self._opened.path, step=self.step)
+        ticket = Ticket(kind="load", path=self._opened.path, step=self.step, thread=threading.get_ident())
         await _acquire_save_lock(ticket)
 
         def work() -> LoadReport:
@@ -237,6 +237,7 @@ class Update:
         except BaseException:
             save_lock.release(ticket)
             raise
+        save_lock.hand_over(ticket)
         return await _end_of(future, on_cancel=progress.cancel)
 
     async def rows(self, table: str) -> dict[str, torch.Tensor]:

@@ -115,7 +115,7 @@ class Loader:
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire(self._busy.action, thread=threading.get_ident())
+        ticket = self._acquire(self._busy.action)
         try:
             return self._run(Progress())
         finally:
@@ -153,6 +153,7 @@ class Loader:
         except BaseException:
             save_lock.release(ticket)
             raise
+        save_lock.hand_over(ticket)
         return future
 
     async def when_free(self, timeout: float | None = None) -> None:
@@ -164,8 +165,8 @@ class Loader:
         check_timeout(timeout)
         await when_free(self._busy.deadline if timeout is None else timeout)
 
-    def _acquire(self, on_busy: OnBusy, thread: int | None = None) -> Ticket:
-        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=thread)
+    def _acquire(self, on_busy: OnBusy) -> Ticket:
+        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
         save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
         return ticket
 

@@ -23,13 +23,14 @@ from asyncckpt.format.names import Attempt
 class Claim:
     """A step of the directory with this device and inode, and the attempt that is made at it.
 
-    parents: the steps that it builds upon directly; retention must keep them.
+    parents: the steps that it builds upon directly; retention must keep them. is_next: no step was asked for.
     """
 
     place: tuple[int, int]
     kind: Literal["save", "compaction"]
     attempt: Attempt
     parents: list[int] = field(default_factory=list)
+    is_next: bool = False
 
     @property
     def step(self) -> int:
@@ -68,7 +69,7 @@ class Claims(Container[str]):
             is_taken = chosen in others or is_committed(root, chosen)
             with self._guard:
                 if not is_taken and chosen not in self._steps(place, "save"):
-                    return self._hold(Claim(place, "save", attempt))
+                    return self._hold(Claim(place, "save", attempt, is_next=step is None))
             if step is not None:
                 raise step_exists(root, step)
 

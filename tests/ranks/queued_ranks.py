@@ -23,13 +23,16 @@ POLICY = asyncckpt.DeltaPolicy(deltas_max=3, bytes_share_max=1e9)
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to the state before a step, and how it is saved. rows: all there are then, with their version."""
+    """What is done to the state before a step, and how it is saved.
+
+    more_on: ranks that have one tensor more. rows: all there are then, with their version.
+    """
 
     step: int
     kind: Any
     removed: list[int]
     written: list[int]
-    has_more: bool
+    more_on: frozenset[int]
     rows: dict[int, int]
 
 
@@ -37,14 +40,16 @@ def changes(seed: int) -> Iterator[Change]:
     """The same on all ranks. An id that is removed may come back at once, and a name comes and goes."""
     chance = random.Random(seed)
     rows: dict[int, int] = {}
-    has_more = False
+    more_on: frozenset[int] = frozenset()
     for step in range(1, STEPS_COUNT + 1):
         removed = [id for id in rows if chance.random() < 0.15]
         written = [id for id in IDS if chance.random() < (0.15 if rows else 0.7)]
         rows = {id: version for id, version in rows.items() if id not in removed} | dict.fromkeys(written, step)
-        has_more ^= chance.random() < 0.15
+        if chance.random() < 0.25:  # One that both had goes on both: who alone has it still may have left it out.
+            chosen = frozenset(rank for rank in (0, 1) if chance.random() < 0.5)
+            more_on = chosen if len(more_on) < 2 else frozenset()
         kind = "full" if step == 1 else chance.choice(["auto", "auto", "delta", "delta", "full"])
-        yield Change(step, kind, removed, written, has_more, dict(rows))
+        yield Change(step, kind, removed, written, more_on, dict(rows))
 
 
 class State:
@@ -76,7 +81,7 @@ class State:
             self.tensors[name].fill_(change.step)
         self.tensors["step"] = change.step
         self.tensors.pop("more", None)
-        if change.has_more:
+        if self.rank in change.more_on:
             self.tensors["more"] = torch.full((7000,), float(change.step))
 
 
@@ -84,7 +89,7 @@ def differences(path: Path, change: Change) -> list[str]:
     """In what a checkpoint differs from the state after a change."""
     target = State(0, 1)
     target.plain.weight.data.fill_(-1.0)
-    if change.has_more:
+    if change.more_on:
         target.tensors["more"] = torch.zeros(7000)
     report = asyncckpt.Loader(path, target.hashtables, target.tensors, step=change.step).load()
     found = []
@@ -109,12 +114,16 @@ def saver_of(rank: int, path: Path, state: State, **options: Any) -> asyncckpt.S
     )
 
 
+def keep_latest(seed: int) -> int | None:
+    return 1 if seed % 2 else None
+
+
 def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
     """Every rank saves the same, and waits for some of its saves: for which ones differs from rank to rank."""
     group_of(rank, 2, folder)
     for seed in seeds:
         own, state = random.Random(1000 * seed + rank), State(rank, 2)
-        with saver_of(rank, folder / f"{seed}", state) as saver:
+        with saver_of(rank, folder / f"{seed}", state, keep_latest=keep_latest(seed)) as saver:
             futures = []
             for change in changes(seed):
                 state.apply(change)
@@ -125,23 +134,23 @@ def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
                 future.result(WAIT_S_MAX)
 
 
-def one_rank_is_ahead(rank: int, folder: Path, kind: Any) -> None:
+def one_rank_is_ahead(rank: int, folder: Path) -> None:
     """Rank 1 makes its calls before any save has ended, rank 0 each after the one before has."""
     group_of(rank, 2, folder)
-    state = State(rank, 2)
-    calls = list(changes(1))[:2]
-    with saver_of(rank, folder / "checkpoints", state) as saver:
-        futures = []
-        if rank == 0:
-            dist.barrier()
-        for change in calls:
-            state.apply(change)
-            futures.append(saver.save_async(change.step, kind="full" if change.step == 1 else kind))
+    for kind in ("auto", "delta"):
+        state = State(rank, 2)
+        with saver_of(rank, folder / kind, state) as saver:
+            futures = []
             if rank == 0:
-                futures[-1].result(WAIT_S_MAX)
-        if rank == 1:
-            dist.barrier()
-        assert [future.result(WAIT_S_MAX).kind for future in futures] == ["full", "delta"]
+                dist.barrier()
+            for change in list(changes(1))[:2]:
+                state.apply(change)
+                futures.append(saver.save_async(change.step, kind="full" if change.step == 1 else kind))
+                if rank == 0:
+                    futures[-1].result(WAIT_S_MAX)
+            if rank == 1:
+                dist.barrier()
+            assert [future.result(WAIT_S_MAX).kind for future in futures] == ["full", "delta"]
 
 
 def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
@@ -170,6 +179,34 @@ def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
             assert isinstance(raised(second), (UsageError, PeerError))
         fails[0] = False
         assert saver.save_async(3, on_busy="wait").result(WAIT_S_MAX).kind == "full"
+
+
+def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
+    """The first save fails on rank 0, when rank 1 has made its next call, and rank 0 has not; no call names a step."""
+    group_of(rank, 2, folder)
+    state = State(rank, 2)
+    fails = [rank == 0]
+
+    def fail_once(blocks: Any) -> Any:
+        if fails.pop() if fails else False:
+            raise RuntimeError("a filter fails")
+        return blocks
+
+    with saver_of(rank, folder / "checkpoints", state, filter_func=fail_once) as saver:
+        futures = []
+        if rank == 0:
+            dist.barrier()
+        for change in list(changes(3))[:3]:
+            state.apply(change)
+            futures.append(saver.save_async())
+            if rank == 0 or len(futures) == 3:
+                futures[-1].exception(WAIT_S_MAX)
+            elif len(futures) == 2:
+                assert futures[1].step == 1
+                dist.barrier()
+                raised(futures[0])
+        assert [future.result(WAIT_S_MAX).step for future in futures[1:]] == [0, 1]
+        assert [future.step for future in futures[1:]] == [0, 1]
 
 
 def the_parent_is_removed(rank: int, folder: Path) -> None:

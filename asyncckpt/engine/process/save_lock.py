@@ -113,7 +113,7 @@ class SaveLock:
                 )
 
     def hand_over(self, ticket: Ticket) -> None:
-        """Note that a save goes on in the background: its thread has captured the state, and saves may queue behind."""
+        """Note that it goes on in the background. Saves may queue behind a save then, for its state is captured."""
         with self._changed:
             ticket.thread = None
             self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def test_whoever_waits_goes_on(lock: SaveLock, how: str) -> None:
     hold(lock, first)
     thread = threading.Thread(target=lambda: lock.acquire(second, on_busy="queue", deadline_s=WAIT_S_MAX))
     thread.start()
-    while not lock.asking():
+    until = time.monotonic() + WAIT_S_MAX
+    while not lock.asking() and time.monotonic() < until:
         pass
     assert lock.asking() == [second]
     getattr(lock, how)(first)
