@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.dcp
-from asyncckpt.errors import ConflictError, NotFoundError, SaveInProgressError, UsageError
+from asyncckpt.errors import ConflictError, NotFoundError, SaveCancelledError, SaveInProgressError, UsageError
 from asyncckpt.strategies import ShardedLoad, ShardedSave
 from tests.pairs.gate import Place
 from tests.pairs.world import POLICY, WAIT_S_MAX, World
@@ -43,6 +44,7 @@ class Operation:
 REFUSALS: tuple[tuple[str, str, type[Exception]], ...] = (
     ("raises when busy", "locks", SaveInProgressError),
     ("uses its Saver", "closes", UsageError),
+    ("uses its module's Saver", "closes modules", UsageError),
     ("builds upon a step", "removes", ConflictError),
     ("names a step", "removes", NotFoundError),
     ("folds", "folds", ConflictError),
@@ -54,7 +56,10 @@ REFUSALS: tuple[tuple[str, str, type[Exception]], ...] = (
 
 def may_raise(operation: Operation, other: Operation, error: BaseException, *, same_saver: bool) -> bool:
     return any(
-        own in operation.traits and its in other.traits and isinstance(error, kind) and (its != "closes" or same_saver)
+        own in operation.traits
+        and its in other.traits
+        and isinstance(error, kind)
+        and (same_saver or not its.startswith("closes"))
         for own, its, kind in REFUSALS
     )
 
@@ -65,6 +70,15 @@ def save_async(world: World, side: int, **options: Any) -> int:
 
 def save(world: World, side: int) -> int:
     return world.saver(side).save().step
+
+
+def cancel(world: World, side: int) -> int | None:
+    """A save that ends as cancelled, or has committed."""
+    future = world.saver(side).save_async()
+    future.cancel()
+    with contextlib.suppress(SaveCancelledError):
+        return future.result(WAIT_S_MAX).step
+    return None
 
 
 def prune(world: World, side: int) -> int:
@@ -150,6 +164,10 @@ def module_load(world: World, side: int) -> None:
     world.module_saver(side).load(world.state.module, world.emb)
 
 
+def module_close(world: World, side: int) -> None:
+    world.module_saver(side).close()
+
+
 def _delta(world: World, side: int) -> int:
     return save_async(world, side, kind="delta")
 
@@ -172,6 +190,7 @@ OPERATIONS = (
     _made("delta", _delta, "writes, saves, locks, raises when busy, uses its Saver, builds upon a step", SAVE),
     _made("blocking save", save, "writes, saves, locks, raises when busy, uses its Saver", SAVE),
     _made("queued save", _queued, "writes, saves, locks, uses its Saver", SAVE),
+    _made("cancelled save", cancel, "cancels, writes, saves, locks, raises when busy, uses its Saver", "state_dict"),
     _made("retention", prune, "writes, saves, locks, removes", SAVE),
     _made("load", load, "fills, locks, raises when busy", LOAD),
     _made("load_async", load_async, "fills, locks", LOAD),
@@ -188,8 +207,9 @@ OPERATIONS = (
     _made("sharded save", sharded_save, "writes, locks, saves sharded", room="mcore"),
     _made("sharded load", sharded_load, "locks, dense, wants all tensors", "fill", "mcore"),
     _made("remove_sharded_tensors", remove_tensors, "writes, removes tensors", room="mcore"),
-    _made("module save", module_save, "writes, locks, raises when busy", room="emb"),
-    _made("module load", module_load, "locks, module, raises when busy", "read", "emb"),
+    _made("module save", module_save, "writes, locks, raises when busy, uses its module's Saver", room="emb"),
+    _made("module load", module_load, "locks, module, raises when busy, uses its module's Saver", "read", "emb"),
+    _made("module close", module_close, "closes modules", room="emb"),
 )
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from asyncckpt.errors import ConflictError, NotFoundError, PeerError, SaveInProgressError, UsageError
+from asyncckpt.errors import (
+    ConflictError,
+    NotFoundError,
+    PeerError,
+    SaveCancelledError,
+    SaveInProgressError,
+    UsageError,
+)
 from tests.pairs.gate import Gate, Place
 from tests.pairs.operations import BY_NAME, Operation, may_raise
 from tests.pairs.run_pairs import Running, check_world, overlap
@@ -50,6 +57,8 @@ def _may_raise(own: Running, other: Running, *, same_saver: bool) -> bool:
     """Whether it may raise what it raised, or what another rank did."""
     assert own.error is not None
     if isinstance(own.error, PeerError):
+        if "cancels" in own.operation.traits and SaveCancelledError.__name__ in own.error.cause:
+            return True
         return any(
             may_raise(own.operation, other.operation, kind(""), same_saver=same_saver)
             for kind in REFUSING

@@ -101,13 +101,19 @@ def test_readers_beside_what_removes(name: str, every: int, world: World) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sides", [1, 2])
 @pytest.mark.parametrize("first", OPERATIONS, ids=str)
-def test_everywhere(first: Operation, sides: int, world: World) -> None:
-    places = places_of(first, world, every=4)
-    for second in OPERATIONS:
-        for place in places:
-            run_pair(world, first, second, place, sides=sides)
+def test_two_threads_at_all_places(first: Operation, world: World) -> None:
+    for place in places_of(first, world, every=8):
+        for second in OPERATIONS:
+            run_pair(world, first, second, place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", WITH_SAVERS, ids=str)
+def test_two_savers_at_all_places(first: Operation, world: World) -> None:
+    for place in places_of(first, world, every=4):
+        for second in WITH_SAVERS:
+            run_pair(world, first, second, place, sides=2)
 
 
 # -- controls: without what keeps operations apart, pairs show it

@@ -231,6 +231,8 @@ class World:
     def reopen(self) -> None:
         """Forget Savers that were closed."""
         self._savers = {side: saver for side, saver in self._savers.items() if not saver._closed}
+        open_savers = {side: saver for side, saver in self._modules_savers.items() if not saver._closed}
+        self._modules_savers = open_savers
 
     def close(self) -> None:
         self.gate.open()
