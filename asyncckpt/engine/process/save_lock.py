@@ -8,7 +8,8 @@
 
 Queued saves hold tickets behind the first one; the background thread works them off in that order, so commits stay in
 order. A save joins them only behind saves whose capture has ended: never while a load, or anything else that a thread
-does in its own call (a capture, a DCP save), may still change the state, or hold it.
+does in its own call (a capture, a DCP save), may still change the state, or hold it. The staging of a state for DCP
+joins all but loads.
 """
 
 from __future__ import annotations
@@ -44,10 +45,13 @@ class Ticket:
     thread: int | None = None
     begun: float = field(default_factory=time.monotonic)
 
-    @property
-    def is_queue(self) -> bool:
-        """Whether a save may be captured behind this one: it is a save, and the background has all that it needs."""
-        return self.kind == "save" and self.thread is None
+    def may_queue_behind(self, other: Ticket) -> bool:
+        """Return whether the state may be captured while the other one is held.
+
+        For a save, that is a save of which the background has all that it needs. For the staging of a state, which
+        somebody else writes: all that does not change it.
+        """
+        return other.kind != "load" if self.kind == "staging" else other.kind == "save" and other.thread is None
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.begun
@@ -72,17 +76,17 @@ class SaveLock:
         with self._changed:
             self._asking.append(ticket)
             try:
-                may_hold = self._await_turn(on_busy, deadline_s)
+                may_hold = self._await_turn(ticket, on_busy, deadline_s)
                 if may_hold:
                     self._held.append(ticket)
                 return may_hold
             finally:
                 self._asking.remove(ticket)
 
-    def _await_turn(self, on_busy: OnBusy, deadline_s: float) -> bool:
+    def _await_turn(self, ticket: Ticket, on_busy: OnBusy, deadline_s: float) -> bool:
         """Wait until a ticket may be held; under the lock. False: it shall be skipped."""
         until = time.monotonic() + deadline_s
-        while (other := self._in_the_way(on_busy)) is not None:
+        while (other := self._in_the_way(ticket, on_busy)) is not None:
             if on_busy == "skip":
                 return False
             if on_busy == "raise":
@@ -97,11 +101,11 @@ class SaveLock:
             uninterrupted.look()
         return True
 
-    def _in_the_way(self, on_busy: OnBusy) -> Ticket | None:
-        """Return the oldest ticket that has to be given back before another one may be held."""
-        if on_busy == "queue":
-            return next((ticket for ticket in self._held if not ticket.is_queue), None)
-        return self._held[0] if self._held else None
+    def _in_the_way(self, ticket: Ticket, on_busy: OnBusy) -> Ticket | None:
+        """Return the oldest ticket that has to be given back, or go on in the background, before this one is held."""
+        if on_busy != "queue":
+            return self._held[0] if self._held else None
+        return next((other for other in self._held if not ticket.may_queue_behind(other)), None)
 
     def _check_may_wait(self, other: Ticket) -> None:
         check_may_wait(f"a {other}")

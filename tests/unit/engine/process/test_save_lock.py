@@ -62,6 +62,18 @@ def test_saves_queue_behind_saves_of_the_background_only(lock: SaveLock, held: l
         assert not lock.is_held(mine)
 
 
+@pytest.mark.parametrize("kind", ["save", "staging", "load"])
+@pytest.mark.parametrize("thread", [None, ELSEWHERE])
+def test_a_state_is_staged_beside_all_but_loads(lock: SaveLock, kind: Any, thread: int | None) -> None:
+    """Another save of DCP may still write what was staged before."""
+    hold(lock, ticket(kind, thread=thread))
+    if kind == "load":
+        with pytest.raises(DeadlineError):
+            lock.acquire(ticket("staging"), on_busy="queue", deadline_s=0)
+    else:
+        assert lock.acquire(ticket("staging"), on_busy="queue", deadline_s=0)
+
+
 @pytest.mark.parametrize("held", [ticket(), ticket("load"), ticket(thread=ELSEWHERE)])
 def test_the_others_wait_for_all(lock: SaveLock, held: Ticket) -> None:
     hold(lock, held)
