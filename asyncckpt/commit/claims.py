@@ -62,14 +62,19 @@ class Claims(Container[str]):
         """
         place = root.root.identity
         while True:
-            # Claims before manifests: what is committed in between is seen as one or the other.
             others = self._steps(place, "save")
             chosen = max([-1, *others, *committed_steps(root)[-1:]]) + 1 if step is None else step
             attempt = Attempt.new(chosen)
-            is_taken = chosen in others or is_committed(root, chosen)
             with self._guard:
-                if not is_taken and chosen not in self._steps(place, "save"):
-                    return self._hold(Claim(place, "save", attempt, is_next=step is None))
+                is_free = chosen not in self._steps(place, "save")
+                claim = self._hold(Claim(place, "save", attempt, is_next=step is None)) if is_free else None
+            if claim is not None:
+                with contextlib.ExitStack() as held:
+                    held.enter_context(claim)
+                    # Behind the claim: who has had one of this step has committed it by now, or never will.
+                    if not is_committed(root, chosen):
+                        held.pop_all()
+                        return claim
             if step is not None:
                 raise step_exists(root, step)
 

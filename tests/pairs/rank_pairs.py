@@ -26,6 +26,7 @@ from tests.pairs.world import World, check_no_directory_is_held
 from tests.ranks.job_ranks import group_of
 
 RANKS_COUNT = 2
+ABORTED = "unless rank 0 has aborted the save"  # What a rank says that has not heard of it yet.
 REFUSING = (ConflictError, NotFoundError, SaveInProgressError, UsageError)
 
 
@@ -55,13 +56,10 @@ def run_pair(world: World, first: Operation, second: Operation, place: Place, *,
 
 def _may_raise(own: Running, other: Running, *, same_saver: bool) -> bool:
     """Whether it may raise what it raised, or what another rank did."""
-    assert own.error is not None
-    if isinstance(own.error, PeerError):
-        if "cancels" in own.operation.traits and SaveCancelledError.__name__ in own.error.cause:
-            return True
-        return any(
-            may_raise(own.operation, other.operation, kind(""), same_saver=same_saver)
-            for kind in REFUSING
-            if kind.__name__ in own.error.cause
-        )
-    return may_raise(own.operation, other.operation, own.error, same_saver=same_saver)
+    error = own.error
+    assert error is not None
+    cause = error.cause if isinstance(error, PeerError) else ""
+    if "cancels" in own.operation.traits and (SaveCancelledError.__name__ in cause or ABORTED in str(error)):
+        return True
+    errors = [kind("") for kind in REFUSING if kind.__name__ in cause] or [error]
+    return any(may_raise(own.operation, other.operation, one, same_saver=same_saver) for one in errors)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import asyncckpt
+import asyncckpt.commit.claims as claims_module
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.root import CheckpointRoot
 from tests.chains.model import layer_of
@@ -38,6 +40,25 @@ def test_a_step_is_saved_once_at_a_time(root: CheckpointRoot) -> None:
     for wrong in (-1, 10**12, True, "3"):
         with pytest.raises(asyncckpt.UsageError, match="step is wrong"):
             claims.save(root, wrong)  # type: ignore[arg-type]
+
+
+def test_a_step_that_another_save_commits_while_it_is_chosen_is_not_claimed(
+    root: CheckpointRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, saved = claims_module.is_committed, []
+
+    def look_and_save(*arguments: Any) -> bool:
+        found = look(*arguments)
+        if not saved:
+            saved.append(None)
+            with asyncckpt.Saver(path=root.path, tensors={}) as saver:
+                saved[0] = saver.save().step
+        return found
+
+    monkeypatch.setattr(claims_module, "is_committed", look_and_save)
+    with claims.save(root, None) as claim:
+        assert not look(root, claim.step)
+        assert claim.step != saved[0]
 
 
 def test_a_compaction_may_run_beside_saves_and_once_for_a_step(root: CheckpointRoot) -> None:
