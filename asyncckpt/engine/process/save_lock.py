@@ -45,13 +45,17 @@ class Ticket:
     thread: int | None = None
     begun: float = field(default_factory=time.monotonic)
 
+    @property
+    def is_queue(self) -> bool:
+        """Whether saves may queue behind this one: it is a save, and the background has all that it needs."""
+        return self.kind == "save" and self.thread is None
+
     def may_queue_behind(self, other: Ticket) -> bool:
         """Return whether the state may be captured while the other one is held.
 
-        For a save, that is a save of which the background has all that it needs. For the staging of a state, which
-        somebody else writes: all that does not change it.
+        For the staging of a state, which somebody else writes, that is all that does not change it.
         """
-        return other.kind != "load" if self.kind == "staging" else other.kind == "save" and other.thread is None
+        return other.kind != "load" if self.kind == "staging" else other.is_queue
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.begun
