@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,9 +98,12 @@ def serve(folder: Path, connection: Connection, looks_once: bool) -> None:
                 gate.open()
             running.join()
             gate.arm(None)
-            world.check_nothing_held()
-            world.close()
-            error = running.error
+            error, running.error = running.error, None
             if error is not None and not isinstance(error, CheckpointError):
                 error = AssertionError(repr(error))
-            connection.send(Outcome(error, world.state.generation()))
+            # Without its traceback, which may hold what dcp.async_save has staged.
+            outcome = pickle.dumps(Outcome(error, world.state.generation()))
+            del error
+            world.check_nothing_held()
+            world.close()
+            connection.send_bytes(outcome)

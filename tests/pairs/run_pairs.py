@@ -96,6 +96,8 @@ def check_outcomes(ended: Iterable[Running], *, sides: int) -> None:
 def check_world(world: World, ended: Iterable[Running]) -> None:
     """Nothing is held, torn or lost, and one more save commits."""
     ended = list(ended)
+    for running in ended:
+        running.error = None  # Its traceback may hold what dcp.async_save has staged.
     traits = frozenset().union(*(running.operation.traits for running in ended))
     world.check_nothing_held()
     world.reopen()
