@@ -17,7 +17,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
+from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
@@ -191,7 +191,7 @@ class Update:
     def __init__(self, opened: OpenUpdate, follower: Follower) -> None:
         self._opened = opened
         self._follower = follower
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._is_open = True
         self.step: int = opened.step
         self.kind: Literal["full", "delta"] = "full" if opened.previous is None else "delta"

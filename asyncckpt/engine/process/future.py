@@ -32,6 +32,7 @@ from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.pipeline.threads import IdleEndingThreads
@@ -71,7 +72,7 @@ class CheckpointFuture(Generic[T]):
         self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
         self._inner.set_running_or_notify_cancel()
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._pid = os.getpid()
         self._state = FutureState.STAGED
         self._waiters_count = 0
@@ -162,7 +163,7 @@ class CheckpointFuture(Generic[T]):
         try:
             yield
         finally:
-            with self._guard:
+            with self._guard.again():  # Also where the coroutine of a waiter is collected.
                 self._waiters_count -= 1
 
     def _check_can_end(self) -> None:
@@ -275,7 +276,7 @@ class OpenErrors:
     """Futures of one Saver whose outcome was not reported yet."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._futures: list[CheckpointFuture[Any]] = []
 
     def watch(self, future: CheckpointFuture[Any]) -> None:
@@ -317,7 +318,6 @@ class OpenErrors:
 
     def forget(self) -> None:
         """Leave these to the parent, in a forked child."""
-        self._guard = threading.Lock()
         self._futures = []
 
     def report(self) -> None:

@@ -24,7 +24,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
-from asyncckpt.engine.process.background import committer, run_on, workers
+from asyncckpt.engine.process.background import committer, run_on, talkers, workers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.replicas import (
     agreement_of,
@@ -35,7 +35,7 @@ from asyncckpt.engine.ranks.replicas import (
     same_owners,
     who_asks,
 )
-from asyncckpt.engine.ranks.saver_ranks import Ranks, talkers
+from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
