@@ -21,6 +21,7 @@ from typing import Literal
 
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.options import OnBusy
 
 
@@ -47,7 +48,8 @@ class SaveLock:
     """Process-wide; see the table above."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._guard = Guard()
+        self._changed = threading.Condition(self._guard)
         self._held: list[Ticket] = []
 
     def acquire(self, ticket: Ticket, *, on_busy: OnBusy, deadline_s: float) -> bool:
@@ -72,7 +74,7 @@ class SaveLock:
             return True
 
     def _check_may_wait(self) -> None:
-        check_may_wait(f"a {self._held[0]}")
+        check_may_wait(f"a {self._held[0]}", holding=self._guard)
         for ticket in self._held:
             if ticket.thread == threading.get_ident():
                 raise UsageError(
@@ -92,7 +94,7 @@ class SaveLock:
 
     def forget(self) -> None:
         """Start anew in a forked child."""
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(self._guard)
         self._held = []
 
 
