@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections import Counter
@@ -27,6 +26,7 @@ from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError, close_beside
+from asyncckpt.guard import Guard
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -132,26 +132,30 @@ class Saver:
         self._counts = _Counts()
         self._closed = False
         self._pid = os.getpid()
+        step_fences = StepFences(device.optimizers)
+        plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
         opened = open_directory(
             check_path(path), index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
         )
-        root, self._lock = opened.root, opened.lock
-        self._target = SaveTarget(
-            commits=commits_of(root, self._lock, durability),
-            options=options,
-            tables=tables,
-            state=state,
-            filter_func=filter_func,
-            filters=row_filters,
-            ranks=opened.ranks,
-            step_fences=StepFences(device.optimizers),
-            memory=SaverMemory(
-                PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
-            ),
-        )
-        # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped while
-        # it saves lets the save end first.
-        self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
+        try:
+            self._lock = opened.lock
+            self._target = SaveTarget(
+                commits=commits_of(opened.root, opened.lock, durability),
+                options=options,
+                tables=tables,
+                state=state,
+                filter_func=filter_func,
+                filters=row_filters,
+                ranks=opened.ranks,
+                step_fences=step_fences,
+                memory=SaverMemory(plans),
+            )
+            # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
+            # while it saves lets the save end first.
+            self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
+        except BaseException:
+            opened.close()
+            raise
 
     @property
     def path(self) -> str:
@@ -222,7 +226,10 @@ class Saver:
         return prepare_arena(self._target)
 
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight and their retention; then raise the first error nobody has asked for."""
+        """Wait for saves in flight and their retention; then raise the first error nobody has asked for.
+
+        In a forked child there is nothing to wait for.
+        """
         check_timeout(timeout)
         self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
         self._errors.raise_first()
@@ -234,10 +241,11 @@ class Saver:
     def close(self) -> None:
         """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent.
 
-        Interrupted while it waits, it leaves the directory locked until the save in flight has ended.
+        Interrupted while it waits, it leaves the directory locked until the save in flight has ended. A forked child
+        leaves the directory, and what is in flight, to its parent.
         """
         self._closed = True
-        if not self._finalizer.alive:
+        if not self._finalizer.alive or self._pid != os.getpid():
             return
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
@@ -280,6 +288,8 @@ class Saver:
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""
+        if self._pid != os.getpid():
+            return
         until = time.monotonic() + timeout
         self._errors.wait(timeout)
         retention = self._target.memory.retention
@@ -306,7 +316,7 @@ class _Counts:
     """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._sums: Counter[str] = Counter()
 
     def now(self, plans_made_count: int) -> SaverStatistics:
