@@ -15,9 +15,11 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.storage.directory import check_path
 
 
+@uninterrupted
 def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult:
     """Fold the chain of a delta checkpoint (default: the newest) into a full one of the same step.
 
@@ -36,12 +38,13 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     check_may_wait("a compaction")
     future = rewriters.submit(_compact, checked, step, progress)
     try:
-        return future.result()
+        wait_until_done(future, None)
     except BaseException:
         # Interrupted: wait for the thread, which owns open files and may be committing.
         progress.cancel()
-        future.exception()
+        wait_until_done(future, None)
         raise
+    return future.result()
 
 
 def _compact(path: Path, step: int | None, progress: Progress) -> SaveResult:

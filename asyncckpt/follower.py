@@ -288,6 +288,7 @@ async def _acquire_save_lock(ticket: Ticket) -> None:
     """Take the save lock without blocking the loop. DeadlineError."""
     until = time.monotonic() + BUSY_DEADLINE_S
     while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
+        save_lock.check_may_wait()
         if time.monotonic() > until:
             raise DeadlineError(f"saves and loads in flight did not end within {BUSY_DEADLINE_S} s")
         await asyncio.sleep(BUSY_POLL_S)

@@ -26,6 +26,7 @@ from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
 from asyncckpt.plan.load_plan import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
 READ_THREADS_MAX = 4
@@ -106,6 +107,7 @@ class Loader:
             ranks_count=ranks_count,
         )
 
+    @uninterrupted
     def load(self) -> LoadReport:
         """Load now. Touches no target before reading begins.
 
@@ -120,6 +122,17 @@ class Loader:
 
     def load_async(self) -> LoadFuture:
         """Load on a background thread; the targets must not be used until the future is done."""
+        future = None
+        try:
+            with uninterrupted:
+                future = self._start()
+        except BaseException:
+            if future is not None:
+                future.cancel()
+            raise
+        return future
+
+    def _start(self) -> LoadFuture:
         streams = CallerStreams()
         ticket = self._acquire()
         future = LoadFuture(step=self._request.step, path=self._path, what="load")

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
 
@@ -132,29 +132,34 @@ class Saver:
         self._counts = _Counts()
         self._closed = False
         self._pid = os.getpid()
-        step_fences = StepFences(device.optimizers)
-        plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
-        opened = open_directory(
-            check_path(path), index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
-        )
+        opened: Opened | None = None
+        checked, step_fences = check_path(path), StepFences(device.optimizers)
         try:
-            self._lock = opened.lock
-            self._target = SaveTarget(
-                commits=commits_of(opened.root, opened.lock, durability),
-                options=options,
-                tables=tables,
-                state=state,
-                filter_func=filter_func,
-                filters=row_filters,
-                ranks=opened.ranks,
-                step_fences=step_fences,
-                memory=SaverMemory(plans),
-            )
-            # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
-            # while it saves lets the save end first.
-            self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
+            with uninterrupted:
+                opened = open_directory(
+                    checked, index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
+                )
+                self._lock = opened.lock
+                self._target = SaveTarget(
+                    commits=commits_of(opened.root, self._lock, durability),
+                    options=options,
+                    tables=tables,
+                    state=state,
+                    filter_func=filter_func,
+                    filters=row_filters,
+                    ranks=opened.ranks,
+                    step_fences=step_fences,
+                    memory=SaverMemory(
+                        PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
+                    ),
+                )
+                # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
+                # while it saves lets the save end first.
+                self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
         except BaseException:
-            opened.close()
+            with uninterrupted:
+                if opened is not None:
+                    opened.close()
             raise
 
     @property
@@ -167,6 +172,7 @@ class Saver:
         """How many ranks save together."""
         return 1 if self._target.ranks is None else self._target.ranks.ranks_count
 
+    @uninterrupted
     def save_async(
         self,
         step: int | None = None,
@@ -185,6 +191,7 @@ class Saver:
         """
         return self._start(step, kind, metadata, on_busy, staged=True)
 
+    @uninterrupted
     def save(
         self,
         step: int | None = None,
@@ -196,6 +203,7 @@ class Saver:
         """Save and return when the checkpoint is durable; needs two chunk buffers instead of an arena."""
         return self._start(step, kind, metadata, on_busy, staged=False).result(SAVE_DEADLINE_S)
 
+    @uninterrupted
     def compact(self, step: int | None = None) -> SaveFuture:
         """Fold the chain of a delta (default: the newest step) into a full checkpoint of that step, in the background.
 
@@ -217,6 +225,7 @@ class Saver:
         if self._target.ranks is not None:
             announce_failed(self._target.ranks, self._target.ranks.next_call(), error)
 
+    @uninterrupted
     def prepare(self) -> PrepareFuture:
         """Plan, and allocate and touch the arena in the background, so that the first save is as fast as later ones.
 
@@ -225,6 +234,7 @@ class Saver:
         self._check_open()
         return prepare_arena(self._target)
 
+    @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait for saves in flight and their retention; then raise the first error nobody has asked for.
 
@@ -238,6 +248,7 @@ class Saver:
         """Return counts and sums over all saves of this Saver so far, and the arenas of the process."""
         return self._counts.now(self._target.memory.plans.plans_made_count)
 
+    @uninterrupted
     def close(self) -> None:
         """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent.
 
@@ -293,7 +304,7 @@ class Saver:
         until = time.monotonic() + timeout
         self._errors.wait(timeout)
         retention = self._target.memory.retention
-        if retention is not None and wait([retention], max(0.0, until - time.monotonic())).not_done:
+        if retention is not None and not wait_until_done(retention, max(0.0, until - time.monotonic())):
             raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
 
     def _check_open(self) -> None:

@@ -21,6 +21,7 @@ FLOORS = {
     "options": 0,
     "model": 0,
     "arguments": 0,
+    "signals": 0,
     "native": 1,
     "format": 2,
     "storage": 2,

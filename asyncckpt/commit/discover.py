@@ -1,7 +1,8 @@
 """Find the checkpoints of a directory: the manifests are the only truth. Reads, and never writes or deletes.
 
 A step may have two manifests: its own, and that of a compacted checkpoint which stands for it. Whoever looks for the
-step takes the compacted one.
+step takes the compacted one; but its own one where the folder of the other is missing: a writer without a working lock
+had swept it away before the compaction was published, so that was never acknowledged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.storage.directory import Directory
 
-T = TypeVar("T")
+Sealed = TypeVar("Sealed", bound=SealedHead)
 
 
 def committed_steps(root: CheckpointRoot) -> list[int]:
@@ -58,14 +59,16 @@ def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
     return _read_of_step(root, step, lambda name: decode_head(_bytes_of(root, name), name)).head
 
 
-def _read_of_step(root: CheckpointRoot, step: int, read: Callable[[str], T]) -> T:
+def _read_of_step(root: CheckpointRoot, step: int, read: Callable[[str], Sealed]) -> Sealed:
     """Read the manifest that counts for a step. NotFoundError."""
-    compacted = compacted_manifest_name(step)
+    own, compacted = manifest_name(step), compacted_manifest_name(step)
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
-    for name in (compacted, manifest_name(step), compacted):
+    for name in (compacted, own, compacted):
         if root.manifests.exists(name):
             with contextlib.suppress(NotFoundError):
-                return read(name)
+                found = read(name)
+                if name == own or root.data.exists(found.head.folder_name) or not root.manifests.exists(own):
+                    return found
     steps = committed_steps(root)
     raise NotFoundError(f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {_shown(steps)}")
 

@@ -5,7 +5,8 @@ needs it. A manifest goes when its step does, or when a compacted one stands for
 
 1. Rename the manifests to manifests/.r-<manifest>, children before what they build upon. A delta that is published from
    now on does not find them when it looks for what it builds upon, and is not acknowledged.
-2. Look once more: when something was published before 1 and not seen, rename them back, and begin anew.
+2. Look once more: when something was published before 1 and not seen, or another retention has removed or set aside
+   something else, which it may put back, rename them back, and begin anew.
 3. Unlink them, sync manifests/; stop when another one has put one back, for that needs what it builds upon. Only one
    who has unlinked a manifest removes its data folder; then sync data/.
 
@@ -18,9 +19,11 @@ about to publish. So no folder is removed under its own name:
 
 1. Rename it to data/.s-<folder>. A save that looks for its folder after it has published does not find it from now on,
    and is not acknowledged.
-2. Look once more whether a manifest names it. If so, it was published before 1: rename it back. Else remove it.
+2. Look once more whether a manifest names it. If so, it was published before 1: rename it back.
+3. Else rename it to data/.d-<folder>, and remove it. Another sweep, which may find a manifest by now, does not rename
+   that back while its files go.
 
-What a crash leaves between the two goes through 2 with the next sweep.
+What a crash leaves aside goes through 2 and 3 with the next sweep.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from asyncckpt.format.names import (
     attempt_id_of_temporary,
     attempt_of_directory,
     attempt_of_swept,
+    doomed_name,
     manifest_of_retired,
     retired_name,
     step_of_manifest,
@@ -98,7 +102,7 @@ def _keep_latest(
     kept = _with_parents(wanted, heads)
     for head in kept.values():
         check_files(root, head)
-    speaking = {names[-1] for step, names in manifests.items() if step in kept}
+    speaking = {head.file_name for head in kept.values()}
     victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
     if not victims:
         return []
@@ -126,7 +130,9 @@ def _retire(
         for name in _in_order(root, victims):
             root.manifests.move(name, retired_name(name))
         staying = {name for names in seen.values() for name in names if name not in victims}
-        if any(name not in staying for names in manifests_by_step(root).values() for name in names):
+        listed = root.manifests.names()
+        is_seen = {name for names in by_step(listed).values() for name in names} == staying
+        if not is_seen or not victims.keys() >= set(_set_aside(listed)):
             return gone
         for name in _in_order(root, victims):
             # Where putting back is link and unlink, there may be both names for a moment.
@@ -254,18 +260,23 @@ def _end_swept(root: CheckpointRoot, swept: list[str]) -> list[str]:
     for name in swept:
         attempt = attempt_of_swept(name)
         assert attempt is not None
+        folder = attempt.directory
+        if name == doomed_name(folder):
+            going.append(folder)
+            continue
         try:
-            named = _named(heads, manifests.get(attempt.step, []))
-            if attempt.directory not in named and attempt.step not in retired:
-                going.append(name)
+            if folder not in _named(heads, manifests.get(attempt.step, [])) and attempt.step not in retired:
+                with contextlib.suppress(CheckpointError):  # Another sweep has done so, or moved it back.
+                    root.data.move(name, doomed_name(folder))
+                going.append(folder)
                 continue
         except (*_UNREADABLE, NotFoundError):
             pass  # It may name the folder.
         with contextlib.suppress(CheckpointError):  # Another sweep has done so.
-            root.data.move(name, attempt.directory)
+            root.data.move(name, folder)
             root.data.sync()
-    remove_folders(root, going)
-    return [name.removeprefix(swept_name("")) for name in going]
+    remove_folders(root, map(doomed_name, going))
+    return going
 
 
 def _manifests_and_retired(root: CheckpointRoot) -> tuple[dict[int, list[str]], set[int | None]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from asyncckpt.signals import uninterrupted
+
 FIRST_S = 0.0005
 GROWTH = 1.6
 
@@ -44,4 +46,5 @@ class Pauses:
         """Sleep to the next look, but not past `until` (time.monotonic); return False when that is reached first."""
         now = time.monotonic()
         time.sleep(max(0.0, min(self._next, until) - now))
+        uninterrupted.look()
         return self._next < until

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from asyncckpt.errors import CheckpointError, IOFailedError
+from asyncckpt.signals import wait_until_done
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class Answer(Future[T]):
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the answer has come within `timeout_s` seconds."""
-        return not wait([self], max(0.0, timeout_s)).not_done
+        return wait_until_done(self, max(0.0, timeout_s))
 
 
 class StoreLine:

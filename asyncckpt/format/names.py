@@ -7,6 +7,7 @@
     manifests/.r-000000000120.json         one of a step that is being removed
     data/000000000120-<attempt>/r00000-000.safetensors
     data/.s-000000000120-<attempt>             such a folder while it is swept away
+    data/.d-000000000120-<attempt>             and while its files are deleted, when that is decided
 
 Names hold lower-case letters, digits, '-', '_' and '.', so every file system keeps them apart. Names of tensors and
 tables never become file names.
@@ -29,6 +30,7 @@ _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
 _TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _SWEPT = ".s-"
+_DOOMED = ".d-"
 _RETIRED = ".r-"
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
@@ -122,9 +124,14 @@ def swept_name(directory: str) -> str:
     return _SWEPT + directory
 
 
+def doomed_name(directory: str) -> str:
+    """Return the name that an attempt's folder has while its files are deleted."""
+    return _DOOMED + directory
+
+
 def attempt_of_swept(name: str) -> Attempt | None:
-    """Return the attempt of a folder that a sweep has moved aside; None for others."""
-    return attempt_of_directory(name.removeprefix(_SWEPT)) if name.startswith(_SWEPT) else None
+    """Return the attempt of a folder that a sweep has moved aside, or deletes; None for others."""
+    return attempt_of_directory(name[len(_SWEPT) :]) if name.startswith((_SWEPT, _DOOMED)) else None
 
 
 def shard_path(attempt: Attempt, name: str) -> str:

@@ -192,13 +192,26 @@ class _Window:
 
 
 class NativeMemory:
-    """A mapped region; see contract.Memory. Forked children do not have it and must not access it."""
+    """A mapped region; see contract.Memory. Forked children do not have it and must not access it.
+
+    The core writes the address to where the finalizer finds it: whatever is raised behind a call, the region is known.
+    """
 
     def __init__(self, library: ctypes.CDLL, bytes: int) -> None:
         self._library = library
-        base = c_void_p()
-        call(library.ac_memory_map, bytes, byref(base))
-        self._hold(base, bytes)
+        self._base = c_void_p()
+        self._bytes = [_mapped_bytes(bytes)]
+        self._release = weakref.finalize(self, _unmap, library, self._base, self._bytes, os.getpid())
+        self._release.atexit = False
+        call(library.ac_memory_map, bytes, byref(self._base))
+
+    @property
+    def address(self) -> int:
+        return self._base.value or 0
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes[0]
 
     def view(self) -> U8:
         if not self.bytes:
@@ -206,10 +219,12 @@ class NativeMemory:
         return np.asarray(_Window(self, self.address, self.bytes, "|u1"))
 
     def resize(self, bytes: int) -> None:
-        base = c_void_p()
-        call(self._library.ac_memory_resize, self.address, self.bytes, bytes, byref(base))
-        self._release.detach()
-        self._hold(base, bytes)
+        before, after, error = self.bytes, _mapped_bytes(bytes), AcError()
+        self._bytes[0] = min(before, after)  # So much there is in any case.
+        status = self._library.ac_memory_resize(self._base, before, bytes, byref(self._base), byref(error))
+        self._bytes[0] = after if status == OK else before
+        if status != OK:
+            raise_error(error)
 
     def touch(self, begin: int, end: int, *, threads: int = 0) -> None:
         if not 0 <= begin <= end <= self.bytes:
@@ -218,20 +233,17 @@ class NativeMemory:
 
     def close(self) -> None:
         self._release()
-        self.address = self.bytes = 0
-
-    def _hold(self, base: c_void_p, bytes: int) -> None:
-        self.address = base.value or 0
-        self.bytes = -(-bytes // _MAPPED_UNIT_BYTES) * _MAPPED_UNIT_BYTES
-        self._release: weakref.finalize[..., NativeMemory] = weakref.finalize(
-            self, _unmap, self._library, self.address, self.bytes, os.getpid()
-        )
-        self._release.atexit = False
 
 
-def _unmap(library: ctypes.CDLL, address: int, bytes: int, owner_pid: int) -> None:
+def _mapped_bytes(bytes: int) -> int:
+    return -(-bytes // _MAPPED_UNIT_BYTES) * _MAPPED_UNIT_BYTES
+
+
+def _unmap(library: ctypes.CDLL, base: c_void_p, held: list[int], owner_pid: int) -> None:
+    address, bytes = base.value, held[0]
+    base.value, held[0] = None, 0
     # A forked child never had the mapping, and may have something else at that address.
-    if os.getpid() == owner_pid:
+    if address and os.getpid() == owner_pid:
         library.ac_memory_unmap(address, bytes, None)
 
 

@@ -25,6 +25,7 @@ from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest
 from asyncckpt.format.names import split_shard_path
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 
 NOT_OPEN = -1
@@ -191,6 +192,7 @@ class ChainReader:
     def run(self) -> None:
         """Do all queued reads; CorruptError naming the block when the digest of a whole one is wrong."""
         reads, self._queue = self._queue, []
+        uninterrupted.look()
         if not reads:
             return
         items = np.empty((len(reads), 3), dtype=np.uint64)
@@ -212,6 +214,7 @@ class ChainReader:
             raise SaveCancelledError(f"load of step {step} was cancelled") from error
         except OSError as error:
             raise io_failed(f"shard files of step {step} cannot be read", error) from error
+        uninterrupted.look()
         self.bytes_read += int(items[:, 2].sum())
         if digests is not None:
             for (number, _, _, size), digest in zip(reads, digests, strict=True):

@@ -23,6 +23,7 @@ import psutil
 from asyncckpt.errors import DeadlineError
 from asyncckpt.guard import Guard
 from asyncckpt.options import HEADROOM_BYTES_MAX
+from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.staging.arena import Arena, ArenaState
 
 ARENAS_COUNT_MAX = 2
@@ -88,7 +89,8 @@ class ArenaPool:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, STEP_S))
+                uninterrupted.look()
         try:
             if arena.contents is not None and arena.contents.layout is not layout:
                 arena.contents = None

@@ -37,10 +37,12 @@ from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.target import ShardTarget
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 from asyncckpt.strategies.stored_state import children, values_of
 
 
+@uninterrupted
 def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, process_group: Any = None) -> None:
     """Remove all tensors whose key begins with key_prefix; a warning says when there is none.
 
@@ -53,8 +55,9 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
     if own_rank(None, None, process_group)[0] != 0:
         return
     check_may_wait("a removal")
-    # On another thread, where no KeyboardInterrupt cuts it in two.
-    if not rewriters.submit(_remove, Path(checkpoint_dir), key_prefix).result():
+    removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix)
+    wait_until_done(removing, None)
+    if not removing.result():
         what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
         warnings.warn(what, stacklevel=3)
 

@@ -18,6 +18,7 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.table_lock import TableLock
@@ -54,6 +55,7 @@ class HeldTable:
             raise UsageError(what, found=name, expected=[ID_COLUMN, *columns])
         return columns[name]
 
+    @uninterrupted
     def _release(self, last: Callable[[], object] | None = None) -> None:
         """Call `last` and release the table, the first time; later calls do nothing."""
         with self._guard:

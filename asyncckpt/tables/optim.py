@@ -16,6 +16,7 @@ from torch import nn
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
+from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.embedding import HashEmbedding, TrainableTable, rows_on_host
 from asyncckpt.tables.gradients import sum_per_id
 from asyncckpt.tables.row_device import sent
@@ -28,6 +29,7 @@ class _SparseOptimizer:
         self.lr = _checked_number("lr", lr)
         self._modules = _hash_modules(modules)
 
+    @uninterrupted
     def step(self) -> None:
         """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
 

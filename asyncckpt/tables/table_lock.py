@@ -8,11 +8,10 @@ bug, and a bug must not become a hang.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from asyncckpt.errors import DeadlineError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.table import TableSchema
+from asyncckpt.signals import uninterrupted, wait_in_steps
 
 TABLE_WAIT_S_MAX = 600.0
 
@@ -24,37 +23,62 @@ class TableLock:
         self._table = table
         self._lock = threading.Lock()
         self._holder = ""
+        self._thread: int | None = None  # That has taken it; another one may release it.
 
     def acquire(self, use: str) -> None:
-        """Wait for the table; `use` names what holds it from now on. Raises DeadlineError."""
-        if not self._lock.acquire(timeout=TABLE_WAIT_S_MAX):
+        """Wait for the table; `use` names what holds it from now on.
+
+        DeadlineError; UsageError on the thread that holds it: who would let it go then?
+        """
+        if self._thread == threading.get_ident():
+            raise UsageError(
+                f"{use} of table {self._table!r} waits for {self._holder or 'another use'} of it on the same thread",
+                hint="what a cut or load of the table calls, or a destructor, cannot use it meanwhile",
+            )
+        is_free = self._lock.acquire(blocking=False)
+        if not is_free and not wait_in_steps(lambda seconds: self._lock.acquire(timeout=seconds), TABLE_WAIT_S_MAX):
             holder = self._holder
             what = f"{use} of table {self._table!r} waited {TABLE_WAIT_S_MAX} s for {holder or 'another use'} of it"
             raise DeadlineError(what, hint="a cut holds its table until fence(), a load until end()")
-        self._holder = use
+        self._holder, self._thread = use, threading.get_ident()
 
     def release(self) -> None:
         """Release the lock, from any thread."""
-        self._holder = ""
+        self._holder, self._thread = "", None
         self._lock.release()
 
-    @contextmanager
-    def hold(self, use: str) -> Iterator[None]:
-        """Hold the table for a block of code."""
-        self.acquire(use)
-        try:
-            yield
-        finally:
-            self.release()
+    def hold(self, use: str) -> _Hold:
+        """Hold the table for a block of code, which no signal handler interrupts."""
+        return _Hold(self, use)
 
-    @contextmanager
-    def hold_for_result(self, use: str) -> Iterator[None]:
-        """Acquire the lock for what a block of code returns, which releases it later; release it if the block fails."""
-        self.acquire(use)
+    def hold_for_result(self, use: str) -> _Hold:
+        """Acquire the lock for what such a block returns, which releases it later; release it if the block fails."""
+        return _Hold(self, use, goes_on=True)
+
+
+class _Hold:
+    def __init__(self, lock: TableLock, use: str, *, goes_on: bool = False) -> None:
+        self._lock = lock
+        self._use = use
+        self._goes_on = goes_on
+
+    def __enter__(self) -> None:
+        uninterrupted.__enter__()
         try:
-            yield
+            self._lock.acquire(self._use)
         except BaseException:
-            self.release()
+            uninterrupted.__exit__()
+            raise
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        goes_on = self._goes_on and failed is None
+        if not goes_on:
+            self._lock.release()
+        try:
+            uninterrupted.__exit__()
+        except BaseException:
+            if goes_on:
+                self._lock.release()
             raise
 
 

@@ -15,6 +15,7 @@ import torch
 from gate import DEADLINE_S, Gate, failing, wait_for
 
 import asyncckpt
+from asyncckpt import signals
 from asyncckpt.storage.directory import Directory
 
 UsageError, FilterError, DeadlineError = asyncckpt.UsageError, asyncckpt.errors.FilterError, asyncckpt.DeadlineError
@@ -28,18 +29,18 @@ def interrupt_main_thread() -> None:
 
 
 def interrupting_waits(monkeypatch: pytest.MonkeyPatch, *, times: int, after: threading.Event | None = None) -> None:
-    """The first waits of the main thread for a future are interrupted, when they have begun and `after` is set."""
-    real = concurrent.futures.Future.exception
+    """The first waits of the main thread are interrupted, when they have begun and `after` is set."""
+    real = concurrent.futures.wait
     left = [times]
 
-    def exception(self: Any, timeout: float | None = None) -> Any:
-        if threading.current_thread() is threading.main_thread() and not self.done() and left[0] > 0:
+    def wait(futures: Any, timeout: float | None = None) -> Any:
+        if threading.current_thread() is threading.main_thread() and left[0] > 0:
             left[0] -= 1
             assert after is None or after.wait(DEADLINE_S)
             interrupt_main_thread()
-        return real(self, timeout)
+        return real(futures, timeout)
 
-    monkeypatch.setattr(concurrent.futures.Future, "exception", exception)
+    monkeypatch.setattr(signals, "wait", wait)
 
 
 # -- 107 and 108: Ctrl-C -----------------------------------------------------------------------------------------------

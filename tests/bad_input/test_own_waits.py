@@ -201,26 +201,26 @@ def test_a_filter_that_would_wait_for_its_save_is_refused(tmp_path: Path) -> Non
     assert all(FOR_EVER in str(error) for error in waited)
 
 
-def test_a_signal_handler_cannot_wait_for_the_capture_that_it_interrupts(tmp_path: Path) -> None:
-    answers: list[tuple[BaseException, float]] = []
+def test_a_signal_handler_runs_behind_the_capture_that_it_would_interrupt(tmp_path: Path) -> None:
+    captured, saved = 0, []
 
     class Interrupted:
         """State whose capture is interrupted by a signal."""
 
         def state_dict(self) -> dict[str, torch.Tensor]:
-            if not answers:
+            nonlocal captured
+            if not captured:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 time.sleep(0.05)
+            captured += 1
             return {"a": torch.ones(3)}
 
         def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
             del state
 
     def handler(*_: Any) -> None:
-        begun = time.monotonic()
-        with pytest.raises(UsageError, match="on the thread that makes it would wait for ever") as caught:
-            saver.save(99, on_busy="wait")
-        answers.append((caught.value, time.monotonic() - begun))
+        assert captured == 1
+        saved.append(saver.save(99, on_busy="wait").step)
 
     saver = asyncckpt.Saver(path=tmp_path, tensors={"o": Interrupted()}, on_busy=RAISE)
     before = signal.signal(signal.SIGUSR1, handler)
@@ -230,4 +230,4 @@ def test_a_signal_handler_cannot_wait_for_the_capture_that_it_interrupts(tmp_pat
             assert saver.save(2, on_busy="wait").step == 2
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert answers[0][1] < AT_ONCE_S
+    assert saved == [99]

@@ -106,13 +106,17 @@ class LockOfEach:
 
 
 class SecondWriter:
-    """Sweeps and keeps `keep` steps on a thread of its own, but stops at its operation `at` until `end`."""
+    """Sweeps and keeps `keep` steps on a thread of its own, but stops at its operation `at` until `end`.
 
-    def __init__(self, path: Path, at: int, *, keep: int) -> None:
+    sweeps: False: it has swept before the first one began.
+    """
+
+    def __init__(self, path: Path, at: int, *, keep: int, sweeps: bool) -> None:
         self.count = 0
         self._path = path
         self._at = at
         self._keep = keep
+        self._sweeps = sweeps
         self._thread = threading.Thread(target=self._run)
         self._is_stopped, self._may_end = threading.Event(), threading.Event()
 
@@ -154,7 +158,8 @@ class SecondWriter:
     def _run(self) -> None:
         try:
             with CheckpointRoot.for_reading(self._path) as root:
-                sweep(root, KnownHeads(root))
+                if self._sweeps:
+                    sweep(root, KnownHeads(root))
                 keep_latest(root, KnownHeads(root), count=self._keep)
         except asyncckpt.CheckpointError:
             pass  # It finds what the first one is about.
@@ -317,11 +322,14 @@ def test_what_is_acknowledged_can_be_read_whatever_a_second_writer_did(
     assert refused_beside_a_second_writer(prepare, templates[writer], tmp_path, every=every, stays=5) > 0
 
 
+@pytest.mark.parametrize("sweeps", [True, False])
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_acknowledged_delta_keeps_its_parent_whatever_a_second_writer_did(
-    every: int, templates: dict[str, Path], tmp_path: Path
+    every: int, sweeps: bool, templates: dict[str, Path], tmp_path: Path
 ) -> None:
-    refused = refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=every, keep=1)
+    refused = refused_beside_a_second_writer(
+        SaveDelta, templates["delta"], tmp_path, every=every, keep=1, sweeps=sweeps
+    )
     assert refused > 0
 
 
@@ -342,6 +350,15 @@ def test_parents_that_are_deleted_right_before_the_rename_are_missed_behind_it(
         refused_beside_a_cleaner("delta", delete_old_folders, templates["delta"], tmp_path)
 
 
+def test_parents_that_retention_removes_right_before_the_rename_are_missed_behind_it(
+    templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if it sweeps first: a delta whose own folder is gone is refused, whatever it builds upon."""
+    monkeypatch.setattr(KnownChain, "_is_unchanged", lambda *_: True)
+    with pytest.raises(asyncckpt.CorruptError, match="its parent step 3 is missing"):
+        refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=9, keep=1, sweeps=False)
+
+
 def test_what_is_published_before_its_folder_is_moved_is_found_by_the_sweep_that_looks_again(
     templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +374,7 @@ def refused_beside_a_second_writer(
     *,
     every: int,
     keep: int = 2,
+    sweeps: bool = True,
     stays: int | None = None,
 ) -> int:
     """How many saves were refused; CorruptError when an acknowledged one, or the step that stays, cannot be read."""
@@ -365,7 +383,7 @@ def refused_beside_a_second_writer(
         counts = []
         for stop in range(1 + at % every, 1000, every):
             path = fresh(template, tmp_path)
-            write, second = prepare(path), SecondWriter(path, stop, keep=keep)
+            write, second = prepare(path), SecondWriter(path, stop, keep=keep, sweeps=sweeps)
             strike = Strike(at, second.start)
 
             def hook(second: SecondWriter = second, strike: Strike = strike) -> None:

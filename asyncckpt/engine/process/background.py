@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard, check_holds_none
 from asyncckpt.pipeline.threads import IdleEndingThreads
+from asyncckpt.signals import uninterrupted, wait_until_done
 
 T = TypeVar("T")
 
@@ -87,6 +88,7 @@ class Background:
                 self._jobs.remove(job)
             return not job.is_begun
 
+    @uninterrupted
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
         """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait."""
         check_may_wait(what)
@@ -101,11 +103,12 @@ class Background:
         job = Job(run=run, fail=future.set_exception, beside=True)
         try:
             self.submit(job)
-            return future.result()
+            wait_until_done(future, None)
         except BaseException:
             if not self.withdraw(job):
-                future.exception()
+                wait_until_done(future, None)
             raise
+        return future.result()
 
     def is_current_thread(self) -> bool:
         return _loop_thread.is_current_thread()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import math
 import os
 import sys
 import threading
@@ -36,6 +37,7 @@ from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.pipeline.threads import IdleEndingThreads
+from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
 from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")
@@ -90,9 +92,11 @@ class CheckpointFuture(Generic[T]):
     def progress(self) -> SaveProgress:
         return SaveProgress(bytes_done=self.native_progress.bytes_done, bytes_total=self._bytes_total)
 
+    @uninterrupted
     def done(self) -> bool:
         return self._inner.done()
 
+    @uninterrupted
     def result(self, timeout: float | None = None) -> T:
         """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds."""
         error = self.exception(timeout)
@@ -100,18 +104,18 @@ class CheckpointFuture(Generic[T]):
             raise error
         return self._inner.result()
 
+    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none."""
         check_timeout(timeout)
         self._check_can_end()
         with self._waiting():
-            try:
-                error = self._inner.exception(timeout)
-            except concurrent.futures.TimeoutError:
-                raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value) from None
+            if not wait_until_done(self._inner, timeout):
+                raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value)
             self._claimed = True
-            return error
+            return self._inner.exception()
 
+    @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
         after `timeout` seconds.
@@ -122,9 +126,10 @@ class CheckpointFuture(Generic[T]):
         check_timeout(timeout)
         if not self._staged.is_set():
             self._check_can_end()
-        if not self._staged.wait(timeout):
+        if not wait_in_steps(self._staged.wait, math.inf if timeout is None else timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
+    @uninterrupted
     def cancel(self) -> bool:
         """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
         with self._guard:
@@ -132,6 +137,7 @@ class CheckpointFuture(Generic[T]):
                 self.native_progress.cancel()
             return self.native_progress.cancelled
 
+    @uninterrupted
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Call function(self) when done, on the background thread (now, when done). Its errors are only logged."""
 
@@ -311,10 +317,8 @@ class OpenErrors:
             future._check_can_end()
         until = time.monotonic() + timeout
         for future in in_flight:
-            try:
-                future._inner.exception(max(0.0, until - time.monotonic()))
-            except concurrent.futures.TimeoutError:  # Until Python 3.11 another one than the builtin.
-                raise DeadlineError(f"{future!r} did not end within {timeout} s") from None
+            if not wait_until_done(future._inner, max(0.0, until - time.monotonic())):
+                raise DeadlineError(f"{future!r} did not end within {timeout} s")
 
     def forget(self) -> None:
         """Leave these to the parent, in a forked child."""

@@ -23,6 +23,7 @@ from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.options import OnBusy
+from asyncckpt.signals import STEP_S, uninterrupted
 
 
 @dataclass(eq=False)
@@ -68,10 +69,18 @@ class SaveLock:
                         hint="await it, or pass on_busy='wait', 'skip' or 'queue'",
                     )
                 self._check_may_wait()
-                if not self._changed.wait(max(0.0, until - time.monotonic())) and self._held:
+                if time.monotonic() >= until:
                     raise DeadlineError(f"a {self._held[0]} did not end within {deadline_s} s")
+                self._changed.wait(STEP_S)
+                uninterrupted.look()
             self._held.append(ticket)
             return True
+
+    def check_may_wait(self) -> None:
+        """Raise UsageError where a wait for what is in flight, in whatever way, would have no end."""
+        with self._changed:
+            if self._held:
+                self._check_may_wait()
 
     def _check_may_wait(self) -> None:
         check_may_wait(f"a {self._held[0]}", holding=self._guard)

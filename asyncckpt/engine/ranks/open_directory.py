@@ -23,6 +23,7 @@ from asyncckpt.format import limits
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.own_rank import own_rank, rank_in_group
 from asyncckpt.options import RankOptions
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.owner_lock import OwnerLock
 
 SILENCE_S_MAX = 30.0
@@ -179,3 +180,4 @@ def _await_root(path: Path, until: float, *, deadline_s: float, exact_modes: boo
                     hint="all ranks need the same path, on a file system that they share",
                 ) from error
         time.sleep(POLL_S)
+        uninterrupted.look()

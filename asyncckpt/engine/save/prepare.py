@@ -18,6 +18,7 @@ from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeadlineError
 from asyncckpt.model.table import is_overlaid
 from asyncckpt.plan.save_plan import CutTable
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 
 
@@ -30,14 +31,14 @@ class PrepareFuture:
     def done(self) -> bool:
         return self._inner.done()
 
+    @uninterrupted
     def result(self, timeout: float | None = None) -> None:
         """Wait; raises what went wrong, or DeadlineError; UsageError on the background thread."""
         if not self._inner.done():
             check_may_wait("the arena")
-        try:
-            self._inner.result(timeout)
-        except concurrent.futures.TimeoutError:
-            raise DeadlineError(f"the arena was not ready within {timeout} s") from None
+        if not wait_until_done(self._inner, timeout):
+            raise DeadlineError(f"the arena was not ready within {timeout} s")
+        self._inner.result()
 
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:

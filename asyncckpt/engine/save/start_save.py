@@ -28,6 +28,7 @@ from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.row_places import ArenaContents, TableContents
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
+from asyncckpt.signals import wait_until_done
 from asyncckpt.snapshot.capture import capture
 from asyncckpt.snapshot.table_capture import TableCapture
 from asyncckpt.staging.pool import pool
@@ -93,14 +94,14 @@ def _hand_over(job: SaveJob, begun: float) -> None:
         background.submit(work)
         job.ticket.thread = None
         if is_live:
-            job.future._inner.exception(SAVE_DEADLINE_S)
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
     except BaseException:
         job.ticket.thread = None
         if background.withdraw(work):
             end_save(job, ok=False)
         elif is_live:
             job.future.cancel()
-            job.future._inner.exception(SAVE_DEADLINE_S)
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +104,17 @@ def test_compacted_step_loses_its_own_manifest_although_it_is_kept(tmp_path: Pat
     assert "000000000007.json" not in names(tmp_path)
     assert folders(tmp_path) == {found[step].folder.name for step in range(1, 7)} | {compacted.folder.name}
     assert load(tmp_path, 7) == {0: row(7)}
+
+
+def test_a_compacted_step_without_its_folder_hides_nothing(tmp_path: Path) -> None:
+    """It was swept away by a second writer before it was published: what it was to stand for is all there is."""
+    found = two_chains(tmp_path)
+    before = {step: load(tmp_path, step) for step in (5, 6, 7)}
+    shutil.rmtree(full(tmp_path, 6, replaces=found[6].digest).folder)
+    assert {step: load(tmp_path, step) for step in (5, 6, 7)} == before
+    assert retain(tmp_path, 2) == [1, 2, 3]
+    assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
+    assert {step: load(tmp_path, step) for step in (5, 6, 7)} == before
 
 
 def test_old_compacted_step_goes_with_both_manifests(tmp_path: Path) -> None:
@@ -214,6 +226,23 @@ def test_a_sweep_puts_back_what_no_retention_of_this_process_is_about(
         sweep(root, KnownHeads(root))
     assert not retention._retaining.locked()
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_another_retention_sets_aside_keeps_what_it_builds_upon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another process, whose lock does not work, hides a delta from our listing, and may put it back."""
+    two_chains(tmp_path)
+    plain, looks = Directory.names, iter(range(2))
+
+    def names_without(self: Directory) -> list[str]:
+        if next(looks, None) == 1:
+            (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
+        return plain(self)
+
+    monkeypatch.setattr(Directory, "names", names_without)
+    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
 
 
 def put_back_by_rename(manifests: Path, name: str) -> None:

@@ -10,7 +10,8 @@ from asyncckpt import IOFailedError, Saver, verify
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.names import Attempt, swept_name
+from asyncckpt.format.names import Attempt, doomed_name, swept_name
+from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
 
@@ -45,9 +46,9 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(saved: Written) -> 
     with pytest.raises(IOFailedError, match=f"1 folders cannot be removed, .*{stuck}"):
         swept(saved.root)
     assert not folders(saved.root) & set(others)
-    assert folders(saved.root) == {saved.folder.name, swept_name(stuck)}
-    assert [path.name for path in (saved.root / "data" / swept_name(stuck)).iterdir()] == ["lost+found"]
-    (saved.root / "data" / swept_name(stuck) / "lost+found").rmdir()
+    assert folders(saved.root) == {saved.folder.name, doomed_name(stuck)}
+    assert [path.name for path in (saved.root / "data" / doomed_name(stuck)).iterdir()] == ["lost+found"]
+    (saved.root / "data" / doomed_name(stuck) / "lost+found").rmdir()
     assert swept(saved.root) == [stuck]
     assert folders(saved.root) == {saved.folder.name}
 
@@ -70,6 +71,26 @@ def test_what_a_crashed_sweep_left_is_removed_or_comes_back(saved: Written) -> N
     assert swept(saved.root) == [stray]
     assert folders(saved.root) == {saved.folder.name}
     verify(saved.root, 5)
+
+
+def test_what_is_being_deleted_does_not_come_back(saved: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a save that is published meanwhile finds its folder, is acknowledged, and its files go nevertheless."""
+    hidden = saved.manifest.rename(saved.root / "hidden")
+    plain = Directory.names
+
+    def names_and_publish(self: Directory) -> list[str]:
+        listed = plain(self)
+        if saved.folder.name in self.path.name:
+            monkeypatch.undo()
+            hidden.rename(saved.manifest)
+            swept(saved.root)
+            assert not saved.folder.exists()
+        return listed
+
+    monkeypatch.setattr(Directory, "names", names_and_publish)
+    assert swept(saved.root) == [saved.folder.name]
+    assert saved.manifest.exists()
+    assert folders(saved.root) == set()
 
 
 def test_what_an_unreadable_manifest_may_name_comes_back(saved: Written) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,3 +118,34 @@ def test_memory_of_any_origin_may_wish_for_huge_pages(core: Core, count: int) ->
     core.advise_huge(data.ctypes.data, data.nbytes)
     data[:] = 7
     assert data.sum(dtype=np.int64) == 7 * count
+
+
+class _Raising:
+    """A function of the core that is interrupted right behind its end."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __call__(self, *arguments: Any) -> int:
+        self._real(*arguments)
+        raise KeyboardInterrupt
+
+
+def test_a_region_is_known_though_its_resize_was_interrupted(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    if core.implementation != "native":
+        pytest.skip("the twin's regions are Python's")
+    library = core._library  # type: ignore[attr-defined]
+    for size in (64 << 20, 2 << 20):
+        memory = core.map_memory(16 << 20)
+        memory.touch(0, 2 << 20)
+        memory.view()[: 2 << 20] = 7
+        with monkeypatch.context() as patched:
+            patched.setattr(library, "ac_memory_resize", _Raising(library.ac_memory_resize))
+            with pytest.raises(KeyboardInterrupt):
+                memory.resize(size)
+        assert memory.bytes == min(size, 16 << 20)
+        assert (memory.view()[: 2 << 20] == 7).all(), "the address is that of the region"
+        memory.resize(32 << 20)
+        assert (memory.view()[: 2 << 20] == 7).all()
+        memory.close()
+        memory.close()

@@ -1,0 +1,141 @@
+"""Put signal handlers off while something is taken, changed or given back.
+
+Python runs signal handlers on the main thread, between two bytecodes, and what they raise comes out there: behind the
+call that took a lock and before the line that notes it, in the middle of a growth, inside a `finally`. No order of
+lines closes all of these gaps, least of all in other people's code. So:
+
+1. A call that takes, changes or gives back something runs under `with uninterrupted:`. On the main thread, signals with
+   a handler written in Python get one that only notes them. On other threads nothing happens: no handler runs there.
+2. Where such a call waits, it waits in short steps (`wait_in_steps`) and calls `uninterrupted.look()` in between: what
+   was noted is handled there, and what the handlers raise ends the call, whose cleanup is still protected.
+3. When the outermost block ends, the handlers are set back, and what was noted is handled: by then, all is given back,
+   or belongs to somebody else, such as the background.
+
+A second Ctrl-C during the cleanup waits for its end like the first one. Work that takes long without a wait, such as a
+large capture, is not interrupted in the middle.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
+
+# The functions of C below those of `signal`, which convert to enums and take ten times as long.
+_signal: Any = import_module("_signal")
+_handler_of, _set_handler = _signal.getsignal, _signal.signal
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STEP_S = 0.05
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
+_NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+
+
+class Uninterrupted:
+    """A block, or a function, that no signal handler interrupts; see the module. May be nested."""
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._depth = 0
+        self._set_back: list[tuple[int, Any]] = []
+        self._noted: list[int] = []
+        self._noter = self._note
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._main:
+            if self._depth == 0:
+                self._put_off()
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == self._main:
+            self._depth -= 1
+            if self._depth == 0:
+                self._end()
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that runs this one as such a block."""
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self:
+                return function(*args, **kwargs)
+
+        return run
+
+    def look(self) -> None:
+        """Handle here what was noted. Raises what the handlers raise; the block goes on to be protected."""
+        if self._noted and threading.get_ident() == self._main:
+            self._handle()
+
+    def _put_off(self) -> None:
+        try:
+            for number in _NUMBERS:
+                handler = _handler_of(number)
+                if callable(handler):  # Else it is SIG_DFL, SIG_IGN, or a handler that is not Python's.
+                    self._set_back.append((number, handler))
+                    _set_handler(number, self._noter)
+        except BaseException:  # The handler of a signal whose turn had not come.
+            self._end()
+            raise
+
+    def _note(self, number: int, _: object) -> None:
+        self._noted.append(number)
+
+    def _end(self) -> None:
+        try:
+            while self._set_back:
+                number, handler = self._set_back[-1]
+                if _handler_of(number) is self._noter:  # Else somebody has set another one meanwhile.
+                    _set_handler(number, handler)
+                self._set_back.pop()
+        except BaseException:  # A signal came that is not put off any more.
+            self._end()
+            raise
+        self._handle()
+
+    def _handle(self) -> None:
+        handlers = dict(self._set_back)
+        try:
+            while self._noted:
+                number = self._noted.pop(0)
+                handler = handlers.get(number) or _handler_of(number)
+                if callable(handler):
+                    handler(number, sys._getframe())
+        except BaseException:
+            if self._noted:
+                self._handle()
+            raise
+
+    def _renew_in_child(self) -> None:
+        self._main = threading.get_ident()
+
+
+uninterrupted = Uninterrupted()
+os.register_at_fork(after_in_child=uninterrupted._renew_in_child)
+
+
+def wait_until_done(future: Future[Any], timeout: float | None) -> bool:
+    """Wait in steps for a future; return whether it is done."""
+    return wait_in_steps(lambda seconds: not wait([future], seconds).not_done, math.inf if timeout is None else timeout)
+
+
+def wait_in_steps(wait: Callable[[float], T], timeout: float) -> T:
+    """Return wait(seconds) once that is true, or after `timeout` seconds; between the steps, signals are handled."""
+    until = time.monotonic() + timeout
+    while True:
+        left = until - time.monotonic()
+        done = wait(max(0.0, min(left, STEP_S)))
+        if done or left <= STEP_S:
+            return done  # Without a look: what was waited for may be taken now.
+        uninterrupted.look()

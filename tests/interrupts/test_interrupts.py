@@ -1,0 +1,222 @@
+"""Ctrl-C at every place of every call that takes something: afterwards nothing is held, tables hold what they held
+before or what they should hold after, and a last save commits and loads.
+
+The suite tries every n-th place, `make test-interrupts` all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from interrupts.places import interrupt, places_of
+from interrupts.world import DEADLINE_S, Trained, World
+
+PLACES_MAX = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "200"))
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "checkpoints")
+
+
+def at_each_place(prepare: Callable[[], Callable[[], Any]], check: Callable[[], None]) -> None:
+    """Interrupt what `prepare` returns at its places, and check after each; tell the places that fail."""
+    prepare()()
+    check()
+    places = places_of(prepare())
+    check()
+    chosen = places[:: max(1, len(places) // PLACES_MAX)]
+    assert len(chosen) > 5
+    failures, reached = [], 0
+    for place in chosen:
+        where = "?"
+        try:
+            call = prepare()
+            found = interrupt(call, place)
+            where = found or "not reached"
+            reached += found is not None
+            check()
+        except BaseException as error:
+            failures.append(f"{place} {where}: {type(error).__name__}: {error}")
+            break  # What is held now would be in the way of the next ones.
+    assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures)
+    assert reached > len(chosen) // 2, "the places are those of another run"
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _lookup(trained: Trained, ids: torch.Tensor) -> None:
+    trained.table.lookup(ids)
+
+
+def _lookup_levels(trained: Trained, ids: torch.Tensor) -> None:
+    trained.levels.lookup(ids)
+
+
+def _insert(trained: Trained, ids: torch.Tensor) -> None:
+    trained.table.insert(ids, torch.full((len(ids), 4), 2.0))
+
+
+def _insert_levels(trained: Trained, ids: torch.Tensor) -> None:
+    trained.levels.insert(ids, torch.full((len(ids), 4), 2.0))
+
+
+def _remove(trained: Trained, ids: torch.Tensor) -> None:
+    trained.table.remove(ids - 6)
+
+
+def _remove_levels(trained: Trained, ids: torch.Tensor) -> None:
+    trained.levels.remove(ids - 6)
+
+
+def _prefetch(trained: Trained, ids: torch.Tensor) -> None:
+    trained.levels.prefetch(ids - 8)
+
+
+@pytest.mark.parametrize("use", [_lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch])
+def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], None]) -> None:
+    ids = torch.empty(0)
+    before: Any = None
+
+    def prepare() -> Callable[[], None]:
+        nonlocal ids, before
+        ids, before = world.new_ids(6), world.own.rows()
+        return lambda: use(world.own, ids)
+
+    def check() -> None:
+        world.check_nothing_is_held()
+        use(world.reference, ids)
+        now = world.own.rows()
+        if now == before != world.reference.rows():
+            use(world.own, ids)
+            now = world.own.rows()
+        assert now == world.reference.rows()
+
+    at_each_place(prepare, check)
+    world.save_and_load()
+
+
+def test_step_of_an_optimizer(world: World) -> None:
+    before: Any = None
+
+    def prepare() -> Callable[[], None]:
+        nonlocal before
+        ids = world.new_ids(6)
+        for trained in (world.own, world.reference):
+            trained.forward(ids)
+        before = world.own.rows()
+        return world.own.optimizer.step
+
+    def check() -> None:
+        world.check_nothing_is_held()
+        world.reference.optimizer.step()
+        if world.own.rows() == before:
+            world.own.optimizer.step()
+        assert world.own.rows() == world.reference.rows()
+
+    at_each_place(prepare, check)
+    world.save_and_load()
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+
+
+def _save_async(world: World) -> None:
+    world.saver.save_async(world.next_step()).result(DEADLINE_S)
+
+
+def _save_delta(world: World) -> None:
+    world.saver.save_async(world.next_step(), kind="delta").result(DEADLINE_S)
+
+
+def _save_blocking(world: World) -> None:
+    world.saver.save(world.next_step())
+
+
+def _prepare(world: World) -> None:
+    world.saver.prepare().result(DEADLINE_S)
+
+
+def _compact(world: World) -> None:
+    world.saver.compact().result(DEADLINE_S)
+
+
+def _close_and_open(world: World) -> None:
+    world.saver.close()
+    world.saver = world.new_saver()
+
+
+@pytest.mark.parametrize("use", [_save_async, _save_delta, _save_blocking, _prepare, _compact, _close_and_open])
+def test_calls_of_a_saver(world: World, use: Callable[[World], None]) -> None:
+    def prepare() -> Callable[[], None]:
+        world.own.forward(world.new_ids(6))
+        world.own.optimizer.step()
+        if use is _compact:
+            _save_delta(world)
+        return lambda: use(world)
+
+    def check() -> None:
+        world.check_nothing_is_held()
+        if world.saver._closed:
+            world.saver.close()
+            world.saver = world.new_saver()
+        world.saver.wait_idle(DEADLINE_S)
+        world.save_and_load()
+        world.check_folders()
+        assert world.settled_fds() == world.fds
+
+    at_each_place(prepare, check)
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def _load(loader: asyncckpt.Loader) -> None:
+    loader.load()
+
+
+def _load_async(loader: asyncckpt.Loader) -> None:
+    loader.load_async().result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("use", [_load, _load_async])
+def test_loads(world: World, use: Callable[[asyncckpt.Loader], None]) -> None:
+    saved = world.own.rows()
+    loader = asyncckpt.Loader(str(world.path), world.own.tables, world.own.tensors)
+
+    def prepare() -> Callable[[], None]:
+        world.own.forward(world.new_ids(6))
+        world.own.optimizer.step()
+        return lambda: use(loader)
+
+    def check() -> None:
+        world.check_nothing_is_held()
+        loader.load()
+        assert world.own.rows() == saved
+        assert world.settled_fds() == world.fds
+
+    at_each_place(prepare, check)
+    world.save_and_load()
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [_lookup, _lookup_levels, _insert, _remove_levels])
+def test_tables_without_protection_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Trained, torch.Tensor], None]
+) -> None:
+    monkeypatch.setattr(asyncckpt.signals.uninterrupted, "_put_off", lambda: None)
+    with pytest.raises(AssertionError):
+        test_uses_of_tables(World(tmp_path / "checkpoints"), use)

@@ -1,0 +1,131 @@
+"""Something to train and save, and a reference of it that nothing interrupts."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import asyncckpt
+from asyncckpt.commit.claims import claims
+from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.save_lock import save_lock
+from asyncckpt.staging.arena import ArenaState
+from asyncckpt.staging.pool import pool
+from asyncckpt.tables.optim import SparseAdagrad
+
+DEADLINE_S = 30.0
+DIM = 4
+
+
+class Trained:
+    """Two tables with their modules and optimizer, and dense tensors. Equal calls make equal states."""
+
+    def __init__(self) -> None:
+        slots: dict[str, Any] = {"sum": torch.float32}
+        self.table = asyncckpt.HashTable("t", DIM, optimizer_slots=slots, capacity=8)
+        self.levels = asyncckpt.MultiLevelTable("m", DIM, cache_rows=8, optimizer_slots=slots, capacity=8)
+        self.modules = [asyncckpt.HashEmbedding(self.table), asyncckpt.HashEmbedding(self.levels)]
+        self.optimizer = SparseAdagrad(self.modules, lr=0.1)
+        self.tensors = {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(5, 2).t(), "n": 3}
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        return {"t": self.table, "m": self.levels}
+
+    def forward(self, ids: torch.Tensor) -> None:
+        for module in self.modules:
+            module(ids).square().sum().backward()
+
+    def rows(self) -> dict[str, dict[int, bytes]]:
+        """Return what the tables hold, by id."""
+        return {name: rows_of(table) for name, table in self.tables.items()}
+
+
+def rows_of(table: Any) -> dict[int, bytes]:
+    ids = table.ids()
+    if isinstance(table, asyncckpt.MultiLevelTable):
+        columns = list(table.read(ids).values())
+    else:
+        rows = table.lookup(ids, insert=False)
+        columns = [column[rows] for column in (table.embedding, table.slot("sum"))]
+    values = [column.reshape(len(ids), -1).contiguous().numpy() for column in columns]
+    return {id: b"".join(value[at].tobytes() for value in values) for at, id in enumerate(ids.tolist())}
+
+
+class World:
+    """A Saver, what it saves, and the reference."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.own, self.reference = Trained(), Trained()
+        self.saver = self.new_saver()
+        self.steps = 0
+        self.next_id = 0
+        for trained in (self.own, self.reference):
+            trained.forward(torch.arange(20) * 1000)
+            trained.optimizer.step()
+        self.save_and_load()
+        self.fds = self.settled_fds()
+
+    def new_saver(self) -> asyncckpt.Saver:
+        return asyncckpt.Saver(
+            path=self.path, hashtables=self.own.tables, tensors=self.own.tensors, keep_latest=2, durability="none"
+        )
+
+    def new_ids(self, count: int) -> torch.Tensor:
+        """Return ids of which half are new, and so many that tables grow and rows leave the cache."""
+        self.next_id += count
+        return torch.arange(self.next_id - count // 2, self.next_id + count // 2)
+
+    def next_step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def save_and_load(self) -> None:
+        """Check that a save commits, and loads what is there."""
+        step = self.next_step()
+        assert self.saver.save_async(step).result(DEADLINE_S).step == step
+        loaded = Trained()
+        loaded.tensors = {"w": torch.zeros(3, 4), "b": torch.zeros(2, 5), "n": 0}
+        report = asyncckpt.Loader(str(self.path), loaded.tables, loaded.tensors).load()
+        assert report.step == step
+        assert loaded.rows() == self.own.rows()
+        assert all(torch.equal(loaded.tensors[name], self.own.tensors[name]) for name in ("w", "b"))
+
+    def check_nothing_is_held(self) -> None:
+        assert wait_for(lambda: not save_lock.in_flight()), save_lock.in_flight()
+        assert wait_for(lambda: all(arena.state is ArenaState.FREE for arena in pool._arenas)), pool._arenas
+        assert wait_for(lambda: not claims.held), claims.held
+        for name, table in self.own.tables.items():
+            assert wait_for(lambda lock=table._lock._lock: not lock.locked()), f"table {name} is locked"  # type: ignore[misc]
+        for guard in (save_lock._changed, pool._changed, claims._guard, background._guard):
+            assert guard.acquire(timeout=1.0), f"{guard} is held"
+            guard.release()
+
+    def check_folders(self) -> None:
+        """Check that nothing of what was interrupted is left. After a save, which sweeps."""
+        self.saver.wait_idle(DEADLINE_S)
+        names = {path.name for path in (self.path / "manifests").iterdir()}
+        assert all(name.endswith(".json") for name in names), names
+        folders = {path.name for path in (self.path / "data").iterdir()}
+        assert len(folders) == len(names), (names, folders)
+
+    def settled_fds(self) -> int:
+        """Return how many descriptors are open when the background has ended."""
+        wait_for(lambda: not any(thread.name.startswith("asyncckpt") for thread in threading.enumerate()))
+        return len(os.listdir("/proc/self/fd"))
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
+    until = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.0005)
+    return True
