@@ -131,7 +131,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "HashTable.insert": lambda: world.table.insert(ids, torch.ones(3, 2)),
         "HashTable.remove": lambda: world.table.remove(torch.tensor([7])),
         "HashTable.export": lambda: (len(world.table), world.table.ids()),
-        "SparseAdagrad.step": lambda: world.net.train_step(1),
+        "SparseAdagrad.step": lambda: train(world),
         "dcp.save": lambda: world.dcp_save("dcp"),
         "dcp.load": lambda: dcp.load(
             target, storage_reader=asyncckpt.dcp.StorageReader(world.run, step=0), no_dist=True
@@ -143,6 +143,11 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "Saver.wait_idle": lambda: saver.wait_idle(DEADLINE_S),
         "Saver.close of another": other.close,
     }
+
+
+def train(world: World) -> None:
+    with torch.enable_grad():  # Tables are loaded without.
+        world.net.train_step(1)
 
 
 async def awaited(future: asyncckpt.SaveFuture) -> Any:
