@@ -35,6 +35,7 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
     """A lock for use in a `with` statement, also as the lock of a Condition. See above."""
 
     def __init__(self) -> None:
+        super().__init__()
         _guards[id(self)] = self
 
     def __enter__(self, blocking: bool = True, timeout: float = -1) -> bool:

@@ -71,9 +71,9 @@ class Rank:
             self.sparse.save(self.net, own / "sparse")
         with asyncckpt.Saver(path=own / "followed", tensors={"x": torch.arange(5.0)}) as saver:
             saver.save(0)
-        self.loop = asyncio.new_event_loop()
+        # On a loop that ends here: a child that drops one takes from its parent's what wakes it.
         self.follower = asyncckpt.follow(own / "followed")
-        self.update = self.loop.run_until_complete(anext(self.follower))
+        self.update = asyncio.run(next_of(self.follower))
 
     def hold(self, blocks: Any) -> Any:
         assert self.may_write.wait(DEADLINE_S)
@@ -127,10 +127,14 @@ class Rank:
         if self.sparse is not None:
             self.sparse.save(self.net, self.folder / "own-0" / "sparse")
         target = {"x": torch.zeros(5)}
-        self.loop.run_until_complete(self.update.load(tensors=target))
+        asyncio.run(self.update.load(tensors=target))
         assert torch.equal(target["x"], torch.arange(5.0))
-        self.loop.run_until_complete(self.follower.aclose())
+        asyncio.run(self.follower.aclose())
         self.close()
+
+
+async def next_of(follower: Any) -> Any:
+    return await anext(follower)
 
 
 def end(ending: str) -> None:

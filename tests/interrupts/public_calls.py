@@ -24,7 +24,7 @@ class World:
     """A directory with a full checkpoint and a delta, and everything that somebody may have at hand beside it."""
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(0o750, parents=True, exist_ok=True)
         self.path = path
         self.run = path / "run"
         self.table = asyncckpt.HashTable("t", 2)
