@@ -43,7 +43,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-faults test-slow test-random test-torchrec test-megatron \
+.PHONY: help demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
 	test-gpu lint bench bench-gpu gpu-package clean distclean
 
 help: ## this list
@@ -63,6 +63,10 @@ test-twin: $(READY) ## the suite on the portable twin, but for what shows nothin
 test-faults: $(READY) ## saves whose operations fail, or that are killed or lose power at every one; all numbers of ranks
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
+
+test-interrupts: $(READY) ## Ctrl-C at every place of every call that takes something, and with one protection removed
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=1000000 $(PYTEST) tests/interrupts $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs $(ARGS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.commit.discover import committed_steps, newest_step, read_manifest
+from asyncckpt.commit.discover import committed_steps, look_again, newest_step, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.load.run_load import metadata_of
 from asyncckpt.engine.load.verify import VerifyReport
@@ -17,6 +17,7 @@ from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.model.table import Role
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
 __all__ = [
@@ -121,11 +122,12 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
         return committed_steps(root)
 
 
+@uninterrupted
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
     check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
-        manifest = read_manifest(root, newest_step(root) if step is None else step)
+        manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
     head = manifest.head
     table_infos = _table_infos(manifest)
     return CheckpointInfo(
@@ -186,6 +188,7 @@ def _rank_info(part: RankPart, files: list[FileFacts]) -> RankInfo:
     )
 
 
+@uninterrupted
 def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyReport:
     """Read and check every byte of one checkpoint (default: the newest), and for a delta of its whole chain.
 

@@ -13,7 +13,9 @@ wrapped once, at the storage or native door, and stay reachable as `__cause__`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _UNSET: Any = object()
@@ -148,12 +150,17 @@ class PeerInDoubtError(PeerError, IndeterminateError):
         self.resolve = resolve
 
 
-def close_beside(error: BaseException | None, close: Callable[[], object], what: str) -> None:
-    """Close at the end of a `with` block that raised `error`, if any: then an error of closing becomes a note of it."""
+@contextmanager
+def closing_beside(error: BaseException | None, what: str) -> Iterator[None]:
+    """Close in this block, at the end of a `with` block that raised `error`, if any: then an error of closing becomes a
+    note of it. It is printed where notes are not: before Python 3.11, at an exit, and in a cancelled task.
+    """
     try:
-        close()
+        yield
     except Exception as later:
         if error is None:
             raise
-        if hasattr(error, "add_note"):
+        if isinstance(error, (Exception, KeyboardInterrupt)) and hasattr(error, "add_note"):
             error.add_note(f"and {what}: {later}")
+        else:
+            print(f"asyncckpt: {what}: {later}", file=sys.stderr)

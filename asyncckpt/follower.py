@@ -17,6 +17,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,8 +29,9 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.engine.follow.cursor import CursorFile, SeenStep
 from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_update, seen_step
 from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
@@ -43,7 +45,6 @@ from asyncckpt.storage.directory import check_path
 __all__ = ["Follower", "TableUpdate", "Update", "follow"]
 
 T = TypeVar("T")
-BUSY_POLL_S = 0.02  # How often a load looks whether another one, or a save, has ended.
 
 
 def follow(
@@ -149,7 +150,7 @@ class Follower:
         current, self._current = self._current, None
         found, self._found = self._found, None
         if current is not None:
-            current._release()
+            await _in_thread(current._release)  # A load or a read may be about it still.
         if found is not None:
             found.close()
 
@@ -221,7 +222,7 @@ class Update:
         tables = dict(named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables))
         state = named_state(tensors)
         progress = Progress()
-        ticket = Ticket(kind="load", path=self._opened.path, step=self.step)
+        ticket = Ticket(kind="load", path=self._opened.path, step=self.step, thread=threading.get_ident())
         await _acquire_save_lock(ticket)
 
         def work() -> LoadReport:
@@ -237,6 +238,7 @@ class Update:
         except BaseException:
             save_lock.release(ticket)
             raise
+        save_lock.hand_over(ticket)
         return await _end_of(future, on_cancel=progress.cancel)
 
     async def rows(self, table: str) -> dict[str, torch.Tensor]:
@@ -288,10 +290,7 @@ async def _acquire_save_lock(ticket: Ticket) -> None:
     """Take the save lock without blocking the loop. DeadlineError."""
     until = time.monotonic() + BUSY_DEADLINE_S
     while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
-        save_lock.check_may_wait()
-        if time.monotonic() > until:
-            raise DeadlineError(f"saves and loads in flight did not end within {BUSY_DEADLINE_S} s")
-        await asyncio.sleep(BUSY_POLL_S)
+        await when_free(max(0.0, until - time.monotonic()))
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.arguments import check_choice, check_int, check_type
+from asyncckpt.arguments import check_choice, check_int, check_timeout, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.event_loop import action_here, when_free
 from asyncckpt.engine.process.future import LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
@@ -114,7 +115,7 @@ class Loader:
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire(thread=threading.get_ident())
+        ticket = self._acquire(self._busy.action)
         try:
             return self._run(Progress())
         finally:
@@ -134,7 +135,7 @@ class Loader:
 
     def _start(self) -> LoadFuture:
         streams = CallerStreams()
-        ticket = self._acquire()
+        ticket = self._acquire(action_here(self._busy))
         future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
         def load() -> LoadReport:
@@ -152,11 +153,21 @@ class Loader:
         except BaseException:
             save_lock.release(ticket)
             raise
+        save_lock.hand_over(ticket)
         return future
 
-    def _acquire(self, thread: int | None = None) -> Ticket:
-        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=thread)
-        save_lock.acquire(ticket, on_busy=self._busy.action, deadline_s=self._busy.deadline)
+    async def when_free(self, timeout: float | None = None) -> None:
+        """Wait, without stopping the event loop, until no save or load of this process is in flight.
+
+        A load_async that follows without another await finds it free, unless another thread was faster. DeadlineError
+        after `timeout` seconds (None: the deadline of on_busy).
+        """
+        check_timeout(timeout)
+        await when_free(self._busy.deadline if timeout is None else timeout)
+
+    def _acquire(self, on_busy: OnBusy) -> Ticket:
+        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
+        save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
         return ticket
 
     def _run(self, progress: Progress) -> LoadReport:

@@ -58,8 +58,9 @@ class DeltaPolicy:
 class BusyPolicy:
     """What a call does while a save or load of this process is in flight, and for how long.
 
-    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it behind the others
-    deadline  seconds that "wait" waits for that end, and "queue" for memory to stage in; then DeadlineError
+    action    "raise" SaveInProgressError, "wait" for its end, "skip" this save, or "queue" it behind saves whose state
+              is captured; for whatever may still change the state, a load above all, "queue" waits too
+    deadline  seconds that a wait takes, also of "queue" for memory to stage in; then DeadlineError
     """
 
     action: OnBusy = "wait"

@@ -12,16 +12,18 @@ background saves; the end of the `with` block of the Saver (or `drain`) waits fo
 
 from __future__ import annotations
 
+import asyncio
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncckpt.arguments import check_int, check_seconds
+from asyncckpt.arguments import check_int, check_seconds, check_timeout
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, UsageError, close_beside
+from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside
 from asyncckpt.model.result import SaveResult
+from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
 
 ErrorHandler = Literal["raise", "warn"] | Callable[[BaseException], object]
@@ -105,9 +107,9 @@ class PeriodicSaver:
         return future
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait for the save in flight and report its error."""
-        if self._future is not None:
-            self._future.exception(timeout)
+        """Wait for the save in flight and report its error. DeadlineError after `timeout` seconds."""
+        check_timeout(timeout)
+        self._wait(SAVE_DEADLINE_S if timeout is None else timeout)
         self._collect()
 
     def statistics(self) -> PeriodicStatistics:
@@ -117,7 +119,21 @@ class PeriodicSaver:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        close_beside(error, self.drain, "the last periodic save failed")
+        with closing_beside(error, "the last periodic save failed"):
+            self.drain()
+
+    async def __aenter__(self) -> PeriodicSaver:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "the last periodic save failed"):
+            await asyncio.to_thread(self._wait, SAVE_DEADLINE_S)
+            self._collect()
+
+    def _wait(self, timeout: float) -> None:
+        if self._future is not None:
+            self._future._check_can_end()
+            self._future._wait_done(timeout)
 
     def _is_due(self, step: int) -> bool:
         if self._every_steps is not None:
@@ -132,6 +148,8 @@ class PeriodicSaver:
             return
         self._future = None
         error = future.exception()
+        if isinstance(error, SaveCancelledError):
+            return  # By whoever has the future; that is no failure.
         if error is not None:
             self._handle(error)
         elif future.result().skipped:  # By another rank.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,17 +17,18 @@ from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
-from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.background import background, check_may_wait
+from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
+from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
-from asyncckpt.errors import DeadlineError, SaveCancelledError, UsageError, close_beside
-from asyncckpt.guard import Guard
+from asyncckpt.errors import DeadlineError, UsageError, closing_beside
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -47,7 +50,7 @@ from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
 
@@ -129,8 +132,10 @@ class Saver:
         row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
         state = named_state(tensors)
         self._errors = OpenErrors()
-        self._counts = _Counts()
+        self._counts = SaveCounts()
         self._closed = False
+        self._callers: list[int] = []  # The threads whose calls use the directory now.
+        self._calls_changed = threading.Condition()
         self._pid = os.getpid()
         opened: Opened | None = None
         checked, step_fences = check_path(path), StepFences(device.optimizers)
@@ -210,11 +215,11 @@ class Saver:
         Beside training and saves, without a stall. The future's result says `skipped` for a step that is full already.
         See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
-        self._check_open()
-        self._errors.raise_first()
-        future = start_compaction(self._target, step)
-        self._errors.watch(future)
-        return future
+        with self._using_directory():
+            self._errors.raise_first()
+            future = start_compaction(self._target, step)
+            self._errors.watch(future)
+            return future
 
     def _leave_out_call(self, error: BaseException) -> None:
         """Announce to the other ranks that this one does not make the save which they make now, because of an error.
@@ -231,8 +236,8 @@ class Saver:
 
         Returns a future; waiting for it is not needed. The state must not be resized until it is done.
         """
-        self._check_open()
-        return prepare_arena(self._target)
+        with self._using_directory():
+            return prepare_arena(self._target)
 
     @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
@@ -250,25 +255,62 @@ class Saver:
 
     @uninterrupted
     def close(self) -> None:
-        """Wait for saves in flight, release the directory, raise the first error nobody has asked for. Idempotent.
+        """Wait for saves in flight and calls of other threads, release the directory, raise the first error nobody has
+        asked for. Idempotent.
 
         Interrupted while it waits, it leaves the directory locked until the save in flight has ended. A forked child
         leaves the directory, and what is in flight, to its parent.
         """
-        self._closed = True
-        if not self._finalizer.alive or self._pid != os.getpid():
-            return
-        self._wait_in_flight(SAVE_DEADLINE_S)
-        if self._target.ranks is not None and not background.is_current_thread():
-            self._target.ranks.wait_announced()
-        self._finalizer()
+        self._end()
         self._errors.raise_first()
+
+    async def aclose(self) -> None:
+        """Close without stopping the event loop, as `async with` does; raises as `close`.
+
+        Cancelled, it goes on by itself, and the error is that of the next `close`, or printed at exit.
+        """
+        await asyncio.to_thread(self._end)
+        self._errors.raise_first()
+
+    async def when_free(self, timeout: float | None = None) -> None:
+        """Wait, without stopping the event loop, until no save or load of this process is in flight.
+
+        A save_async that follows without another await finds it free, unless another thread was faster. DeadlineError
+        after `timeout` seconds (None: the deadline of on_busy).
+        """
+        check_timeout(timeout)
+        await when_free(self._busy.deadline if timeout is None else timeout)
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        close_beside(error, self.close, "closing the Saver raised")
+        with closing_beside(error, "closing the Saver raised"):
+            self.close()
+
+    async def __aenter__(self) -> Saver:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            await self.aclose()
+
+    def _end(self) -> None:
+        """Take no more saves, wait for those in flight, and give the directory back."""
+        if self._pid != os.getpid():
+            self._closed = True
+            return
+        if threading.get_ident() in self._callers:
+            what = f"the Saver of {self.path!r} cannot be closed by what one of its calls calls"
+            raise UsageError(what, hint="close it when that call has returned")
+        self._closed = True
+        if not self._finalizer.alive:
+            return
+        self._wait_for_calls(SAVE_DEADLINE_S)
+        self._wait_in_flight(SAVE_DEADLINE_S)
+        if self._target.ranks is not None and not background.is_current_thread():
+            self._target.ranks.wait_announced()
+        self._finalizer()
 
     def _start(
         self,
@@ -279,7 +321,18 @@ class Saver:
         *,
         staged: bool,
     ) -> SaveFuture:
-        self._check_open()
+        with self._using_directory():
+            return self._start_open(step, kind, metadata, on_busy, staged=staged)
+
+    def _start_open(
+        self,
+        step: int | None,
+        kind: SaveKind,
+        metadata: Mapping[str, Any] | None,
+        on_busy: OnBusy | BusyPolicy | None,
+        *,
+        staged: bool,
+    ) -> SaveFuture:
         ranks = self._target.ranks
         call = None if ranks is None else ranks.next_call()
         try:
@@ -296,6 +349,30 @@ class Saver:
         self._errors.watch(future)
         future.add_done_callback(self._counts.add)
         return future
+
+    @contextmanager
+    def _using_directory(self) -> Iterator[None]:
+        """Keep the directory open for a call; UsageError when it is closed."""
+        self._check_open()
+        with self._calls_changed:
+            self._callers.append(threading.get_ident())
+        try:
+            self._check_open()  # Whoever closes it from now on waits for this call.
+            yield
+        finally:
+            with self._calls_changed:
+                self._callers.remove(threading.get_ident())
+                self._calls_changed.notify_all()
+
+    def _wait_for_calls(self, timeout: float) -> None:
+        """Wait until no thread uses the directory; UsageError where that would have no end."""
+        what = f"a call of the Saver of {self.path!r} on another thread"
+        with self._calls_changed:
+            if self._callers:
+                check_may_wait(what)
+            changed = self._calls_changed
+            if not wait_in_steps(lambda seconds: changed.wait_for(lambda: not self._callers, seconds), timeout):
+                raise DeadlineError(f"{what} did not end within {timeout} s")
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""
@@ -321,45 +398,3 @@ def _give_back(opened: Opened, memory: SaverMemory) -> None:
     for layout in memory.regions.layouts():
         pool.forget(layout)
     opened.close()
-
-
-class _Counts:
-    """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
-
-    def __init__(self) -> None:
-        self._guard = Guard()
-        self._sums: Counter[str] = Counter()
-
-    def now(self, plans_made_count: int) -> SaverStatistics:
-        """Return what was counted so far, with the plans made and the arenas of the process."""
-        arenas = pool.statistics()
-        with self._guard:
-            sums: dict[str, Any] = dict(self._sums)
-        return SaverStatistics(
-            **sums,
-            plans_made_count=plans_made_count,
-            arenas_count=arenas.arenas_count,
-            arena_bytes=arenas.touched_bytes,
-            arena_touches_count=arenas.touches_count,
-        )
-
-    def add(self, future: SaveFuture) -> None:
-        """Count the outcome of a save that is done."""
-        error = future._inner.exception()
-        if error is not None:
-            added: dict[str, Any] = {"cancelled_count" if isinstance(error, SaveCancelledError) else "failed_count": 1}
-        else:
-            result = future._inner.result()
-            added = {
-                "saves_count": not result.skipped,
-                "skipped_count": result.skipped,
-                "fallback_count": result.fallback is not None,
-                "deltas_count": result.kind == "delta",
-                "bytes_written": result.bytes_written,
-                "rows_count": result.rows_count,
-                "rows_copied": result.rows_copied,
-                "stall_seconds": result.stall_seconds,
-            }
-        with self._guard:
-            for name, value in added.items():
-                self._sums[name] += value

@@ -18,7 +18,6 @@ large capture, is not interrupted in the middle.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import signal
 import sys
@@ -125,9 +124,9 @@ uninterrupted = Uninterrupted()
 os.register_at_fork(after_in_child=uninterrupted._renew_in_child)
 
 
-def wait_until_done(future: Future[Any], timeout: float | None) -> bool:
+def wait_until_done(future: Future[Any], timeout: float) -> bool:
     """Wait in steps for a future; return whether it is done."""
-    return wait_in_steps(lambda seconds: not wait([future], seconds).not_done, math.inf if timeout is None else timeout)
+    return wait_in_steps(lambda seconds: not wait([future], seconds).not_done, timeout)
 
 
 def wait_in_steps(wait: Callable[[float], T], timeout: float) -> T:

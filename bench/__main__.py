@@ -1,7 +1,7 @@
 """The door of the benchmark.
 
 python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | gpu | host-part | path |
-    compaction | all
+    compaction | endurance | all
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 
 from bench.compaction import run_compaction_bench
 from bench.dcp import run_dcp
+from bench.endurance import run_endurance
 from bench.gpu import run_gpu
 from bench.gpu_device import NoDevice
 from bench.load import LOAD_PEERS, run_load
@@ -234,6 +235,17 @@ def compaction(
     """A save beside four compactions of the same process, and one alone. Not part of `all`."""
     out = _out(out, "compaction", smoke)
     run_compaction_bench(gib=gib, rounds=rounds, directory=directory, out=out, smoke=smoke)
+
+
+@application.command()
+def endurance(
+    saves: Annotated[int, typer.Option(min=1)] = 10_000,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """What a process holds after thousands of saves: descriptors, threads, memory. Not part of `all`."""
+    run_endurance(saves=60 if smoke else saves, directory=directory, out=_out(out, "endurance", smoke))
 
 
 @application.command(name="all")

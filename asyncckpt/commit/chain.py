@@ -80,6 +80,16 @@ class KnownChain:
         self._versions = [self._heads.version(found.file_name) for found in self._found]
         self._parents = head.parents
 
+    def is_there(self, parents: tuple[ParentFacts, ...]) -> bool:
+        """Return whether a delta could build upon these; False also when nobody can look."""
+        step = parents[0].step + 1
+        facts: dict[str, Any] = {"attempt": "", "created": "", "writer": "", "ranks_count": 1, "metadata": None}
+        try:
+            self.check(ManifestHead(step=step, kind="delta", parents=parents, files=(), values=(), **facts))
+        except CheckpointError:
+            return False
+        return True
+
     def _is_unchanged(self, found: ManifestHead, version: tuple[int, ...]) -> bool:
         root = self._root
         with contextlib.suppress(CheckpointError):

@@ -14,7 +14,7 @@ from typing import Literal
 
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import ConflictError
+from asyncckpt.errors import ConflictError, NotFoundError
 from asyncckpt.format.names import Attempt
 from asyncckpt.guard import Guard
 
@@ -23,13 +23,14 @@ from asyncckpt.guard import Guard
 class Claim:
     """A step of the directory with this device and inode, and the attempt that is made at it.
 
-    parents: the steps that it builds upon directly; retention must keep them.
+    parents: the steps that it builds upon directly; retention must keep them. is_next: no step was asked for.
     """
 
     place: tuple[int, int]
     kind: Literal["save", "compaction"]
     attempt: Attempt
     parents: list[int] = field(default_factory=list)
+    is_next: bool = False
 
     @property
     def step(self) -> int:
@@ -68,27 +69,36 @@ class Claims(Container[str]):
             is_taken = chosen in others or is_committed(root, chosen)
             with self._guard:
                 if not is_taken and chosen not in self._steps(place, "save"):
-                    return self._hold(Claim(place, "save", attempt))
+                    return self._hold(Claim(place, "save", attempt, is_next=step is None))
             if step is not None:
                 raise step_exists(root, step)
 
     def compaction(self, root: CheckpointRoot, step: int) -> Claim:
-        """Claim a step to compact; ConflictError when it is being compacted already."""
+        """Claim a step to compact, which retention then keeps.
+
+        ConflictError when it is being compacted already, NotFoundError when it is being removed.
+        """
         place = root.root.identity
         with self._guard:
             if step in self._steps(place, "compaction"):
                 raise ConflictError(f"step {step} of {str(root.path)!r} is being compacted already")
-            return self._hold(Claim(place, "compaction", Attempt.new(step)))
+            claim = self._hold(Claim(place, "compaction", Attempt.new(step)))
+        if self.is_removed(place, step):
+            claim.release()
+            raise NotFoundError(f"step {step} of {str(root.path)!r} is being removed")
+        return claim
 
     def needed(self, place: tuple[int, int]) -> set[int]:
-        """Return the steps that are being saved, and those that saves build upon."""
-        return {step for claim in self._of(place, "save") for step in (claim.step, *claim.parents)}
+        """Return the steps that are being saved or compacted, and those that saves build upon."""
+        claimed = [claim for claim in list(self.held.values()) if claim.place == place]
+        return {step for claim in claimed for step in (claim.step, *claim.parents)}
 
     @contextlib.contextmanager
     def removing(self, place: tuple[int, int], steps: Collection[int]) -> Iterator[bool]:
-        """Let nothing be committed upon steps while retention removes them. False: a save needs one of them already.
+        """Let nothing be committed upon steps while retention removes them. False: one is needed already.
 
-        A save notes its parents and looks at `is_removed` then; here it is the other way round. So one sees the other.
+        A save notes its parents, a compaction its step, and looks at `is_removed` then; here it is the other way round.
+        So one sees the other.
         """
         self._removing[place] = steps
         try:
@@ -100,11 +110,8 @@ class Claims(Container[str]):
         """Return whether retention is about to remove a step."""
         return step in self._removing.get(place, ())
 
-    def _of(self, place: tuple[int, int], kind: str) -> list[Claim]:
-        return [claim for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
-
     def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
-        return [claim.step for claim in self._of(place, kind)]
+        return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
 
     def _hold(self, claim: Claim) -> Claim:
         self.held[claim.attempt.id] = claim

@@ -22,6 +22,25 @@ from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.storage.directory import Directory
 
 Sealed = TypeVar("Sealed", bound=SealedHead)
+T = TypeVar("T")
+LOOKS_MAX = 9
+
+
+def look_again(root: CheckpointRoot, look: Callable[[], T]) -> T:
+    """Return what a look at the directory finds and opens, beginning with manifests.
+
+    What it misses because retention takes it away, or something replaces it, while it is looked for, is not damaged. So
+    an error counts when nothing has changed between two looks that failed. Raises what the last look raises.
+    """
+    names: list[str] | None = None
+    for looks_left in reversed(range(LOOKS_MAX)):
+        before, names = names, sorted(root.manifests.names())
+        try:
+            return look()
+        except (CorruptError, NotFoundError):
+            if not looks_left or names == before:
+                raise
+    raise AssertionError("the last look returns or raises")
 
 
 def committed_steps(root: CheckpointRoot) -> list[int]:

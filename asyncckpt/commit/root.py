@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 import warnings
 from pathlib import Path
 
-from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, io_failed
 
@@ -31,6 +32,7 @@ class CheckpointRoot:
 
         exact_modes: what is made here gets its modes whatever the umask (see Directory).
         """
+        _check_host()
         if not os.path.exists(path):
             _make_root(path, exact_modes=exact_modes)
         with contextlib.ExitStack() as opened:
@@ -58,6 +60,7 @@ class CheckpointRoot:
     @staticmethod
     def for_reading(path: Path, *, exact_modes: bool = False) -> CheckpointRoot:
         """Open an existing checkpoint directory; NotFoundError when there is none."""
+        _check_host()
         with contextlib.ExitStack() as opened:
             root = opened.enter_context(Directory.open(path, exact_modes=exact_modes))
             try:
@@ -77,6 +80,12 @@ class CheckpointRoot:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_host() -> None:
+    """Refuse a host whose memory is not as it is in the files: arrays are written and read without being turned."""
+    if sys.byteorder != "little":
+        raise UnsupportedError("checkpoints are written and read on little-endian hosts", found=sys.byteorder)
 
 
 def make_folder(path: Path) -> None:
@@ -119,7 +128,10 @@ def _sync_parent(path: Path) -> None:
 
 
 def _warn_if_others_may_write(root: Directory) -> None:
-    status = os.fstat(root.fd)
+    try:
+        status = os.fstat(root.fd)
+    except OSError as error:
+        raise io_failed(f"folder {str(root.path)!r} cannot be looked at", error) from error
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         danger = "is writable for everybody: others can replace its files"
     elif status.st_uid not in (os.geteuid(), 0):

@@ -6,6 +6,7 @@
    the default store.
 3. The others try the addresses in turn and take the one that leads to a store with that name. An address may lead
    elsewhere: the same loopback address belongs to every host.
+4. Where rank 0 gives up at once, it leaves the cause in the default store, for those that come when its own is gone.
 
 No collective is called, and the default store is not waited in: others use its connection too.
 """
@@ -17,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -75,7 +76,20 @@ def connect_to_announced(place: Any, *, rank: int, until: float) -> Any:
         if not pauses.pause(until):
             cause = "it has not announced its address within the deadline"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)
-    return connect(StoreAddress.decode(bytes(place.get(f"address/{number}"))), until=until)
+
+    def check() -> None:
+        if place.add(f"left/{number}", 0):
+            cause = bytes(place.get(f"cause/{number}")).decode("utf-8", "replace")
+            raise PeerError("rank 0 has left before this rank came", rank=0, cause=cause)
+
+    return connect(StoreAddress.decode(bytes(place.get(f"address/{number}"))), until=until, check=check)
+
+
+def leave_cause(place: Any, cause: str) -> None:
+    """Say, as rank 0, why it leaves the meeting that it has opened last."""
+    number = place.add("opened/0", 0)
+    place.set(f"cause/{number}", cause.encode("utf-8"))
+    place.add(f"left/{number}", 1)
 
 
 def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
@@ -93,8 +107,11 @@ def serve(*, timeout_s: float) -> tuple[Any, StoreAddress]:
     return store, address
 
 
-def connect(address: StoreAddress, *, until: float) -> Any:
-    """Return a connection to the store at an address; PeerError when none of its hosts leads there until then."""
+def connect(address: StoreAddress, *, until: float, check: Callable[[], None] = lambda: None) -> Any:
+    """Return a connection to the store at an address; PeerError when none of its hosts leads there until then.
+
+    check: called after each round of tries; it may raise.
+    """
     pauses = Pauses(pause_s_max=0.5)
     while True:
         for host in address.hosts:
@@ -103,6 +120,7 @@ def connect(address: StoreAddress, *, until: float) -> Any:
                 store = _try(host, address, timeout_s=min(ANSWER_S_MAX, left_s))
                 if store is not None:
                     return store
+        check()
         if not pauses.pause(until):
             cause = f"its store is at none of {list(address.hosts)}, port {address.port}"
             raise PeerError("no channel to rank 0", rank=0, cause=cause)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from asyncckpt.coordination.channel import close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
-from asyncckpt.coordination.store_address import connect_to_announced, serve_for
+from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
     Inbox,
@@ -81,7 +81,7 @@ def open_store_channel(process_group: Any, *, deadline_s: float) -> StoreChannel
     except BaseException:
         line.hang_up()
         raise
-    return StoreChannel(line, rank=rank, ranks_count=ranks_count)
+    return StoreChannel(line, rank=rank, ranks_count=ranks_count, place=place)
 
 
 @dataclass
@@ -96,12 +96,16 @@ class _Call:
 
 
 class StoreChannel:
-    """One rank's end; a Channel. The line belongs to it. One thread receives, others may send at the same time."""
+    """One rank's end; a Channel. The line belongs to it. One thread receives, others may send at the same time.
 
-    def __init__(self, line: StoreLine, *, rank: int, ranks_count: int) -> None:
+    place: where in the default store the ranks have met.
+    """
+
+    def __init__(self, line: StoreLine, *, rank: int, ranks_count: int, place: Any = None) -> None:
         self.rank = rank
         self.ranks_count = ranks_count
         self._line = line
+        self._place = place
         self._closed = False
         self._pid = os.getpid()
         self._guard = Guard()
@@ -179,6 +183,11 @@ class StoreChannel:
                     store.delete_key(log_key(known, to))
 
         self._ask(drop)
+
+    def leave_cause(self, cause: str) -> None:
+        """Say, as rank 0, to ranks that come later why this channel, the newest of its group, is closed at once."""
+        with contextlib.suppress(LineBroken):
+            self._line.ask(lambda _: leave_cause(self._place, cause)).wait(CLOSE_S_MAX)
 
     def close(self) -> None:
         """Say that this rank is gone. Rank 0 keeps the store up until all are, or CLOSE_S_MAX has passed.

@@ -32,21 +32,16 @@ from asyncckpt.commit.root import CheckpointRoot, make_folder
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background, short_handovers
 from asyncckpt.engine.process.held_directory import held_directory, start_retention
-from asyncckpt.engine.process.save_lock import Ticket, save_lock
+from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.names import Attempt
-from asyncckpt.options import BUSY_DEADLINE_S, SaveOptions
+from asyncckpt.options import BusyPolicy, SaveOptions
 
 
 @contextlib.contextmanager
 def save_lock_held(kind: Literal["save", "load"], path: Path, step: int | None) -> Iterator[None]:
     """Hold the save lock of the process; waits for saves and loads in flight."""
-    ticket = Ticket(kind=kind, path=path, step=step, thread=threading.get_ident())
-    save_lock.acquire(ticket, on_busy="wait", deadline_s=BUSY_DEADLINE_S)
-    try:
-        with short_handovers():  # The trainer may run beside this.
-            yield
-    finally:
-        save_lock.release(ticket)
+    with save_lock.held(kind, path, step, busy=BusyPolicy("wait")), short_handovers():  # The trainer may run beside.
+        yield
 
 
 class CoordinatedAttempt:

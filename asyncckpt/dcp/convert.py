@@ -38,9 +38,11 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.native import U64, Progress
 from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.shard.target import ShardTarget
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path, io_failed
 
 
+@uninterrupted
 def import_checkpoint(
     dcp_dir: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -74,6 +76,7 @@ def import_checkpoint(
     return begun.attempt.step
 
 
+@uninterrupted
 def export_checkpoint(
     path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None
 ) -> None:

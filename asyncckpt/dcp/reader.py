@@ -1,13 +1,15 @@
 """A StorageReader for torch.distributed.checkpoint: any asyncckpt checkpoint, resharded by DCP's planner.
 
-Every rank reads the manifest and opens the files by itself; that all of them read the same checkpoint is checked before
-any target is touched. Chunks get to their targets as they do for a Loader: straight into place, or by windows
-(snapshot/boxes.py). With verify, every chunk that a rank needs anything of is read whole, for its digest.
+Every rank reads the manifest and opens the files by itself, at once, so that retention takes nothing away while DCP
+plans. That all of them read the same checkpoint is checked before any target is touched. Chunks get to their targets as
+they do for a Loader: straight into place, or by windows (snapshot/boxes.py). With verify, every chunk that a rank needs
+anything of is read whole, for its digest.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -19,20 +21,22 @@ from torch.futures import Future
 
 from asyncckpt.arguments import check_choice
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import newest_step
+from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, stored_of
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.uploads import Uploads
-from asyncckpt.errors import ConflictError, NotFoundError, UsageError
+from asyncckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.values import decode_value
 from asyncckpt.native import Progress
 from asyncckpt.plan.load_targets import writable_tensor
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter, queue_boxes
 from asyncckpt.snapshot.windows import Scatter, scatter_all
 from asyncckpt.storage.directory import check_path
@@ -61,6 +65,8 @@ class StorageReader(DcpStorageReader):
         self._step = step
         self._verify = verify
         self._stored: Stored | None = None
+        self._reader: ChainReader | None = None
+        self._finalizer: weakref.finalize[[], StorageReader] | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -81,11 +87,14 @@ class StorageReader(DcpStorageReader):
         if checkpoint_id is not None:
             self._path = check_path(checkpoint_id)
         self._stored = None
+        self._close()
 
+    @uninterrupted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py."""
+        """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py. Its files are open until it is read."""
+        self._close()
         with CheckpointRoot.for_reading(self._path) as root:
-            chain = read_chain(root, newest_step(root) if self._step is None else self._step)
+            chain = self._open(root)
         self._stored = stored_of(chain)
         self._stored.metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return self._stored.metadata
@@ -109,15 +118,16 @@ class StorageReader(DcpStorageReader):
             )
         return plans
 
+    @uninterrupted
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        stored, progress = self._read_once(), Progress()
+        stored = self._read_once()
         chain = stored.chain
+        reader, self._reader = self._reader, None
+        if reader is None:
+            with CheckpointRoot.for_reading(self._path) as root:
+                reader = self._open_files(root, chain)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        with (
-            save_lock_held("load", self._path, chain.step),
-            CheckpointRoot.for_reading(self._path) as root,
-            ChainReader(root.data, chain, threads=READ_THREADS, verify=self._verify, progress=progress) as reader,
-        ):
+        with save_lock_held("load", self._path, chain.step), reader:
             read_tensors(reader, tensors, planner, stored)
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
@@ -127,6 +137,32 @@ class StorageReader(DcpStorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _open(self, root: CheckpointRoot) -> Chain:
+        """Open the step. A damaged file is reported where it is read: what is raised here, newer versions of DCP raise
+        as another error."""
+        found: list[Chain] = []
+
+        def look() -> ChainReader:
+            found.clear()
+            found.append(read_chain(root, newest_step(root) if self._step is None else self._step))
+            return self._open_files(root, found[0])
+
+        try:
+            self._reader = look_again(root, look)
+            self._finalizer = weakref.finalize(self, self._reader.close)
+        except (NotFoundError, CorruptError):
+            if not found:
+                raise
+        return found[0]
+
+    def _open_files(self, root: CheckpointRoot, chain: Chain) -> ChainReader:
+        return ChainReader(root.data, chain, threads=READ_THREADS, verify=self._verify, progress=Progress())
+
+    def _close(self) -> None:
+        self._reader = None
+        if self._finalizer is not None:
+            self._finalizer()
 
     def _read_once(self) -> Stored:
         if self._stored is None:

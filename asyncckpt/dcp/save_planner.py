@@ -3,7 +3,9 @@
 For thousands of tensors DCP's planning takes longer than the writing, and holds the interpreter lock meanwhile. While
 nothing changes its name, shape, dtype or placement, this planner sends no plan:
 
-1. A rank whose state has the facts of a plan that it has finished before sends the token of that plan instead.
+1. A rank whose state has the facts of a plan that it has finished before, for the same coordinator, sends the token of
+   that plan instead. A planner is not told for which ranks it plans. So the coordinator is taken to be the one that the
+   checkpoint's path last had, or the only one that there was; and a rank that plans for itself is its own.
 2. The coordinator plans anew unless all ranks have sent the same token and it knows that. Else it puts in, for every
    token, what that rank had sent when the token was made.
 3. The plans that go out carry the token, and nothing more when no rank had changed.
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from asyncckpt.errors import ConflictError
@@ -38,10 +40,11 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class PlanToken:
-    """In the planner_data of a plan: the plan of this token. Only plain values."""
+    """In the planner_data of a plan: the plan of this token, known to the process `coordinator`. Only plain values."""
 
     token: str
     rank: int
+    coordinator: str = ""
 
 
 @dataclass
@@ -52,7 +55,12 @@ class _Finished:
     local: SavePlan
     final: SavePlan
     token: PlanToken
+    path: object
+    is_coordinator: bool
     is_unanswered: bool = False
+
+    def is_replaced_by(self, newer: _Finished) -> bool:
+        return self.token.coordinator == newer.token.coordinator and bool(self.facts == newer.facts)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class _Planned:
 
 @dataclass
 class _Memory:
+    process: str = field(default_factory=lambda: uuid.uuid4().hex)
     finished: list[_Finished] = field(default_factory=list)
     planned: OrderedDict[str, _Planned] = field(default_factory=OrderedDict)
 
@@ -97,6 +106,7 @@ class SavePlanner(DefaultSavePlanner):
         known = inspect.signature(DefaultSavePlanner.__init__).parameters
         super().__init__(**{name: value for name, value in given.items() if name in known})
         self._options = tuple(given.values())
+        self._path: object = None
         self._facts: Any = None
         self._known: _Finished | None = None
         self._local: SavePlan | None = None
@@ -106,15 +116,17 @@ class SavePlanner(DefaultSavePlanner):
         """What this rank has planned to write of its state, before DCP gave replicas to one rank each."""
         return None if self._local is None else self._local.items
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._path = getattr(storage_meta, "checkpoint_id", None)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
     def create_local_plan(self) -> SavePlan:
         self._facts = _facts(self.state_dict, self.mappings, self._options)
-        self._known = None
-        for finished in _memory.finished:
-            if self._facts is not None and finished.facts == self._facts:
-                self._known = finished
-        known = self._known
+        self._known = known = None if self._facts is None else self._finished_before()
         if known is not None and known.is_unanswered:
-            _forget(known)
+            known.is_unanswered = False
             self._known = known = None
         if known is None:
             self._local = self.plan = super().create_local_plan()
@@ -122,6 +134,18 @@ class SavePlanner(DefaultSavePlanner):
         known.is_unanswered = True
         self._local = self.plan = known.local
         return SavePlan([], planner_data=known.token)
+
+    def _finished_before(self) -> _Finished | None:
+        """Return the newest plan of this state that the coordinator of this save knows, as far as that is known."""
+        found = [
+            item
+            for item in _memory.finished
+            if item.is_coordinator == self.is_coordinator and item.facts == self._facts
+        ]
+        here = [item for item in found if item.path == self._path]
+        if len({item.token.coordinator for item in found}) > 1:
+            found = []
+        return next(iter(here or found), None)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         tokens = [plan.planner_data for plan in all_plans]
@@ -132,7 +156,7 @@ class SavePlanner(DefaultSavePlanner):
             if planned is not None and len(planned.local) == len(all_plans):
                 _memory.planned.move_to_end(token)
                 self.global_plan, self.metadata = planned.final, dataclasses.replace(planned.metadata)
-                answers = [SavePlan([], planner_data=PlanToken(token, rank)) for rank in range(len(all_plans))]
+                answers = [SavePlan([], planner_data=_token(token, rank)) for rank in range(len(all_plans))]
                 return answers, self.metadata
         return self._plan_anew([_in_full(plan) for plan in all_plans])
 
@@ -143,7 +167,7 @@ class SavePlanner(DefaultSavePlanner):
         while len(_memory.planned) > COORDINATOR_PLANS_MAX:
             _memory.planned.popitem(last=False)
         return [
-            dataclasses.replace(plan, planner_data=PlanToken(token, rank)) for rank, plan in enumerate(final)
+            dataclasses.replace(plan, planner_data=_token(token, rank)) for rank, plan in enumerate(final)
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -155,17 +179,24 @@ class SavePlanner(DefaultSavePlanner):
         else:
             self.plan = super().finish_plan(new_plan)
             if known is not None:
-                _forget(known)
+                known.is_unanswered = False
             if self._facts is not None and isinstance(token, PlanToken) and self._local is not None:
-                finished = _Finished(self._facts, local=self._local, final=self.plan, token=token)
-                _memory.finished = [finished, *_memory.finished][:RANK_PLANS_MAX]
+                finished = _Finished(
+                    self._facts,
+                    local=self._local,
+                    final=self.plan,
+                    token=token,
+                    path=self._path,
+                    is_coordinator=self.is_coordinator,
+                )
+                others = [item for item in _memory.finished if not item.is_replaced_by(finished)]
+                _memory.finished = [finished, *others][:RANK_PLANS_MAX]
         self._known = None
         return self.plan
 
 
-def _forget(finished: _Finished) -> None:
-    """Forget a plan; another save of this process may have done so already."""
-    _memory.finished = [other for other in _memory.finished if other is not finished]
+def _token(token: str, rank: int) -> PlanToken:
+    return PlanToken(token, rank, _memory.process)
 
 
 def _in_full(plan: SavePlan) -> SavePlan:

@@ -23,9 +23,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager as DcpAsyncStager
 
 from asyncckpt.arguments import check_type
+from asyncckpt.engine.process.background import result_of
+from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.staged_tensors import StagedTensors
 from asyncckpt.errors import UnsupportedError
-from asyncckpt.options import DeviceOptions, SaveOptions
+from asyncckpt.options import DEVICE_DEADLINE_S, BusyPolicy, DeviceOptions, SaveOptions
+from asyncckpt.signals import uninterrupted
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (str, int, float, bool, bytes)
@@ -73,29 +76,33 @@ class AsyncStager(DcpAsyncStager):
     def should_synchronize_after_execute(self) -> bool:
         return False
 
+    @uninterrupted
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """Return a copy of the state on the CPU, of the same structure; with use_async_staging a Future of it.
 
-        UsageError for a tensor without storage, DeviceError.
+        Waits for loads in flight, and not for saves whose state is captured. UsageError for a tensor without storage,
+        DeviceError.
         """
         found: dict[int, torch.Tensor] = {}
-        _collect(state_dict, found)
-        copied = StagedTensors(list(found.values()), self._staging_options)
-        try:
-            staged: dict[str, Any] = _rebuild(state_dict, dict(zip(found, copied.tensors, strict=True)))
-        except BaseException:
-            copied.settle()
-            raise
+        with save_lock.held("staging", None, None, busy=BusyPolicy("queue")):
+            _collect(state_dict, found)
+            copied = StagedTensors(list(found.values()), self._staging_options)
+            try:
+                staged: dict[str, Any] = _rebuild(state_dict, dict(zip(found, copied.tensors, strict=True)))
+            except BaseException:
+                copied.settle()
+                raise
         if self._uses_async_staging:
             self._newest = Future()
             return _when_settled(copied, staged, self._newest)
         copied.settle()
         return staged
 
+    @uninterrupted
     def synchronize_staging(self) -> None:
-        """Wait until the newest staged state is complete. DeviceError."""
+        """Wait until the newest staged state is complete. DeviceError, DeadlineError."""
         if self._newest is not None:
-            self._newest.result()
+            result_of(self._newest, "the staging", DEVICE_DEADLINE_S)
 
     def close(self) -> None:
         """Nothing to close: arenas belong to the process."""

@@ -49,6 +49,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
 from asyncckpt.options import DeviceOptions, Durability, SaveOptions
 from asyncckpt.shard.target import ShardTarget
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, check_path
 
 PART_INDEX = MetadataIndex("asyncckpt.part")
@@ -133,6 +134,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
+    @uninterrupted
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Save into another directory from now on, if one is named; a save that is under way keeps its own."""
         if checkpoint_id is not None:
@@ -140,12 +142,14 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             self.close()
             _savings()[self] = _Saving(path, is_begun=False)
 
+    @uninterrupted
     def close(self) -> None:
         """Close what a save of this thread that failed on another rank left open. Not needed after other saves."""
         saving = _savings().pop(self, None)
         if saving is not None:
             saving.close()
 
+    @uninterrupted
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         named = _savings().get(self)
         path = self._path if named is None or named.is_begun else named.path
@@ -166,6 +170,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             self._saving().local = plan.items
         return plan
 
+    @uninterrupted
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         saving = self._saving()
         try:
@@ -178,6 +183,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         refs = [AttemptRef(begun.attempt, rank, len(plans)) for rank in range(len(plans))]
         return [replace(plan, storage_data=ref) for plan, ref in zip(plans, refs, strict=True)]
 
+    @uninterrupted
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         saving, ref = self._saving(), take_newest_ref()
         if ref is None:
@@ -207,6 +213,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             check_listed(folder, files, step=ref.attempt.step)
         return SentPart(ref.rank, ref.attempt.id, files, values, part.boxes.body, digests)
 
+    @uninterrupted
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         saving = self._saving()
         begun = saving.attempt

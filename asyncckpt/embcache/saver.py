@@ -9,7 +9,9 @@ A load: check everything on all ranks, agree, then fill the tables (see load_ran
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,24 +20,26 @@ from typing import Any
 
 from torch import nn
 
-from asyncckpt.arguments import check_seconds
+from asyncckpt.arguments import check_seconds, check_timeout
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
 from asyncckpt.embcache.rank_folders import METADATA_KEY, earlier_steps, rank_folders, steps_of
 from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
+from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
 from asyncckpt.engine.ranks.saver_ranks import Ranks
-from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, close_beside
+from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError, UsageError, closing_beside
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, RankOptions, SaveKind
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.saver import Saver as DirectorySaver
+from asyncckpt.signals import uninterrupted
 
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
@@ -136,6 +140,7 @@ class Saver:
     def world_size(self) -> int:
         return self._world_size
 
+    @uninterrupted
     def save(
         self,
         module: nn.Module,
@@ -152,6 +157,7 @@ class Saver:
         folder, step = self._begin(module, path, step)
         return folder.saver.save(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
+    @uninterrupted
     def save_async(
         self,
         module: nn.Module,
@@ -169,6 +175,7 @@ class Saver:
         folder, step = self._begin(module, path, step)
         return folder.saver.save_async(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
+    @uninterrupted
     def load(
         self,
         module: nn.Module,
@@ -199,10 +206,11 @@ class Saver:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
                 check_step(step)
-                wanted = Ticket(kind="load", path=source, step=step)  # For the folders of all ranks.
+                # For the folders of all ranks.
+                wanted = Ticket(kind="load", path=source, step=step, thread=threading.get_ident())
                 on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
-                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 ticket = wanted
+                save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
             except Exception as failure:
                 error = failure
@@ -221,11 +229,13 @@ class Saver:
             if ticket is not None:
                 save_lock.release(ticket)
 
+    @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
         for folder in self._open.values():
             folder.saver.wait_idle(timeout)
 
+    @uninterrupted
     def close(self) -> None:
         """Wait for saves in flight, let go of all folders, raise the first error nobody has asked for. Idempotent."""
         self._closed = True
@@ -234,11 +244,35 @@ class Saver:
         finally:
             self._peers.close()
 
+    async def aclose(self) -> None:
+        """Close without stopping the event loop, as `async with` does; raises as `close`. Cancelled, close it again."""
+        self._closed = True
+        for folder in tuple(self._open.values()):
+            await asyncio.to_thread(folder.saver._end)
+        await asyncio.to_thread(self._peers.close)
+        self._close_folders()
+
+    async def when_free(self, timeout: float | None = None) -> None:
+        """Wait, without stopping the event loop, until no save or load of this process is in flight.
+
+        See asyncckpt.Saver.when_free.
+        """
+        check_timeout(timeout)
+        await when_free(self._busy.deadline if timeout is None else timeout)
+
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        close_beside(error, self.close, "closing the Saver raised")
+        with closing_beside(error, "closing the Saver raised"):
+            self.close()
+
+    async def __aenter__(self) -> Saver:
+        return self
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "closing the Saver raised"):
+            await self.aclose()
 
     def _begin(
         self, module: nn.Module, path: str | os.PathLike[str], step: int | None
@@ -293,9 +327,10 @@ class Saver:
         while self._open:
             _, folder = self._open.popitem(last=False)
             try:
-                folder.saver.close()
+                with closing_beside(first, "closing another folder raised"):
+                    folder.saver.close()
             except CheckpointError as error:
-                first = first or error
+                first = error
         if first is not None:
             raise first
 

@@ -63,7 +63,8 @@ class LoadReport:
 
     step          the step that was loaded
     path          the checkpoint directory
-    values        plain values of the state by dotted name, for example {"epoch": 3}
+    values        plain values of the state by dotted name, for example {"epoch": 3}; NumPy scalars, if they are
+                  among the targets, too
     metadata      the user metadata given to the save
     loaded        destination -> sources that filled it, RecIS' form {destination: {source: [columns]}}
     missing       destinations of the model that the checkpoint lacks (strict=False only)

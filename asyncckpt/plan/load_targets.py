@@ -91,11 +91,16 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class DenseTargets:
-    """All dense targets. `values` are the paths of plain values the caller wants back."""
+    """All dense targets. `values` are the paths of plain values the caller wants back.
+
+    scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
+    write to; the caller gets them back as values.
+    """
 
     in_place: tuple[InPlace, ...]
     rebuilt: tuple[Rebuilt, ...]
     values: tuple[Path, ...]
+    scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     @cached_property
     def _owners(self) -> dict[Path, Rebuilt]:
@@ -112,6 +117,7 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
     owners = _rebuilt(flat)
     in_place: list[InPlace] = []
     outside: list[Path] = []
+    scalars: dict[str, np.ndarray[Any, Any]] = {}
     names = tensor_names(flat.tree, tables=tables)
     values = iter(flat.values)
     number = -1
@@ -126,11 +132,15 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             continue
         number += 1
         leaf = flat.originals.get(number, flat.tensors[number])
+        if isinstance(leaf, np.generic):
+            leaf = np.array(leaf)
+            if item is None:
+                scalars[names[number]] = leaf
         if item is not None:
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    return DenseTargets(in_place=tuple(in_place), rebuilt=tuple(owners.values()), values=tuple(outside))
+    return DenseTargets(tuple(in_place), tuple(owners.values()), values=tuple(outside), scalars=scalars)
 
 
 def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:
@@ -171,8 +181,6 @@ def _is_spread(leaf: Any) -> bool:
 
 def writable_tensor(name: str, leaf: Any) -> torch.Tensor:
     """Return the tensor to write to; UsageError, UnsupportedError for what does not hold a value for every element."""
-    if isinstance(leaf, np.generic):
-        raise UsageError(f"target {name!r} is a NumPy scalar and cannot be written", hint="use a 0-d array")
     if isinstance(leaf, np.ndarray):
         if not leaf.flags.writeable:
             raise UsageError(f"target {name!r} is a read-only array")

@@ -70,7 +70,10 @@ class OpenFiles:
                 f"shard file {file.path!r} of rank {file.rank} of step {self._manifest.step} is missing"
             ) from error
         self.fds.append(fd)
-        size = os.fstat(fd).st_size
+        try:
+            size = os.fstat(fd).st_size
+        except OSError as error:
+            raise io_failed(f"shard file {file.path!r} cannot be looked at", error) from error
         if size != file.bytes:
             raise CorruptError(
                 f"shard file {file.path!r} of step {self._manifest.step} has the wrong size",

@@ -15,6 +15,7 @@ from asyncckpt.format.names import Attempt, shard_path
 from asyncckpt.native import CancelledDrain, Progress, core, paged
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed
 
 
@@ -28,6 +29,7 @@ class ShardTarget:
     progress: Progress
 
     def check_not_cancelled(self) -> None:
+        uninterrupted.look()
         if self.progress.cancelled:
             raise SaveCancelledError(f"save of step {self.attempt.step} was cancelled")
 

@@ -3,31 +3,25 @@
 A save that does not fit the limit gets no arena (`fits` says so beforehand) and goes the blocking way instead. An arena
 that holds a snapshot which a save can bring up to date is handed to that save; others take it only when they have to.
 
-The default limit is a share of what is free, so that a save never gets the process killed: the smaller of what psutil
-says is available and what the cgroup of this process still allows (version 1 and 2). Arenas that the process holds
-count as free.
+The default limit is a share of what is free (staging/limits.py), so that a save never gets the process killed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import psutil
 
 from asyncckpt.errors import DeadlineError
 from asyncckpt.guard import Guard
 from asyncckpt.options import HEADROOM_BYTES_MAX
 from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.staging.arena import Arena, ArenaState
+from asyncckpt.staging.limits import default_limit_bytes
 
 ARENAS_COUNT_MAX = 2
-DEFAULT_SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class ArenaPool:
 
     def _may_add(self, bytes: int, limit_bytes: int | None) -> bool:
         held = self.held_bytes
-        return held + bytes <= (_default_limit_bytes(held) if limit_bytes is None else limit_bytes)
+        return held + bytes <= (default_limit_bytes(held) if limit_bytes is None else limit_bytes)
 
     def acquire(
         self,
@@ -203,39 +197,6 @@ def _best(arenas: list[Arena], bytes: int) -> Arena:
     if enough:
         return min(enough, key=lambda item: item.touched_bytes)
     return max(arenas, key=lambda item: item.touched_bytes)
-
-
-def _default_limit_bytes(held_bytes: int) -> int:
-    """Return the bytes that all arenas together may take now."""
-    available = psutil.virtual_memory().available
-    cgroup = _cgroup_free_bytes()
-    free = available if cgroup is None else min(available, cgroup)
-    return int((free + held_bytes) * DEFAULT_SHARE)
-
-
-def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return what is left below the tightest memory limit of our cgroups; None without any."""
-    frees = []
-    with contextlib.suppress(OSError):
-        for line in membership.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                frees += _walk_up(root, path, limit="memory.max", usage="memory.current")
-            elif "memory" in controllers.split(","):
-                frees += _walk_up(root / "memory", path, limit="memory.limit_in_bytes", usage="memory.usage_in_bytes")
-    return min(frees, default=None)
-
-
-def _walk_up(root: Path, path: str, *, limit: str, usage: str) -> list[int]:
-    """Return the free bytes below the limit of a cgroup and of each of its parents, if visible in a container."""
-    frees = []
-    folder = root / path.lstrip("/")
-    while folder == root or root in folder.parents:
-        with contextlib.suppress(OSError, ValueError):
-            # "max" is no number and so no limit.
-            frees.append(max(0, int((folder / limit).read_text()) - int((folder / usage).read_text())))
-        folder = folder.parent
-    return frees
 
 
 pool = ArenaPool()

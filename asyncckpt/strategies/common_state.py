@@ -25,7 +25,7 @@ from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, StateD
 from asyncckpt.strategies.packed_objects import pack, unpack
 from asyncckpt.strategies.running_save import begin_save
 from asyncckpt.strategies.save_state import objects_to_save
-from asyncckpt.strategies.stored_state import open_stored
+from asyncckpt.strategies.stored_state import StoredState, use_stored
 
 # Where Megatron-Core from 0.19 on keeps its common state, as a sharded object.
 _COMMON_OBJECT = ShardedObject("common_state", None, (1,), (0,))
@@ -97,15 +97,13 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
         Of a checkpoint without one, the object as which Megatron-Core 0.19 saves it. NotFoundError.
         """
         try:
-            stored = open_stored(checkpoint_dir, COMMON_DIR)
+            packed = use_stored(checkpoint_dir, COMMON_DIR, _loaded_common)
         except NotFoundError as error:
             try:
                 found: StateDict = load_sharded(_COMMON_OBJECT, checkpoint_dir, SHARDED_DIR)
             except NotFoundError:
                 raise error from None
             return found
-        packed = stored.new_common()
-        stored.load({COMMON: packed})
         state: StateDict = unpack(packed, owner=f"common state of {str(checkpoint_dir)!r}")
         return state
 
@@ -119,3 +117,10 @@ class CommonLoad(LoadsOwnCheckpoints, LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return ShardedObjects without data, by their unique keys; none where no objects were saved."""
         return objects_metadata(checkpoint_dir, OBJECTS_DIR, object_type=self._object_type)
+
+
+def _loaded_common(stored: StoredState) -> Any:
+    packed = stored.new_common()
+    with stored.loading():
+        stored.load({COMMON: packed})
+    return packed

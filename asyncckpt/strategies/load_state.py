@@ -30,7 +30,7 @@ from asyncckpt.strategies.mapping import (
     shown_path,
 )
 from asyncckpt.strategies.packed_objects import unpack
-from asyncckpt.strategies.stored_state import StoredState, StoredTensor, open_stored
+from asyncckpt.strategies.stored_state import StoredState, StoredTensor, use_stored
 
 PROBLEMS_SHOWN_MAX = 20
 
@@ -55,36 +55,40 @@ def load_sharded(state: Any, checkpoint_dir: str | Path, name: str) -> Any:
     leaves = list(sharded_leaves(state))
     if not leaves:
         return replaced(state, iter(()))
-    stored = open_stored(checkpoint_dir, name)
-    keys = [leaf.unique_key for _, leaf in leaves if is_sharded_object(leaf)]
-    tensors = [(path, leaf) for path, leaf in leaves if not is_sharded_object(leaf)]
-    _check(stored, tensors, keys)
-    wanted = [_wanted(leaf, stored.tensors[leaf.key]) for _, leaf in tensors]
-    packed = {key: stored.new_object(key) for key in dict.fromkeys(keys)}
-    _fill(stored, wanted, packed)
-    for item in wanted:
-        if item.filled is not item.tensor:
-            item.tensor.copy_(item.filled)
-    found = iter([item.tensor for item in wanted])
-    objects = ((key, unpack(packed[key], owner=f"sharded object {key!r}")) for key in keys)
-    taken = [next(objects)[1] if is_sharded_object(leaf) else next(found) for _, leaf in leaves]
-    return replaced(state, iter(taken))
+    return use_stored(checkpoint_dir, name, lambda stored: _loaded(state, leaves, stored))
 
 
 def tensors_metadata(checkpoint_dir: str | Path, name: str, *, tensor_type: Any = ShardedTensor) -> dict[str, Any]:
     """Return a `tensor_type` without data and sharding for every stored tensor, by its key."""
-    found = open_stored(checkpoint_dir, name).tensors
+    found = use_stored(checkpoint_dir, name, lambda stored: stored.tensors)
     return {key: _unsharded(key, stored, tensor_type) for key, stored in found.items()}
 
 
 def objects_metadata(checkpoint_dir: str | Path, name: str, *, object_type: Any = ShardedObject) -> dict[str, Any]:
     """Return an `object_type` without data for every stored object, by its unique key; none without such a part."""
     try:
-        keys = open_stored(checkpoint_dir, name).object_keys
+        keys = use_stored(checkpoint_dir, name, lambda stored: stored.object_keys)
     except NotFoundError:
         return {}
     found = [ShardedObject.empty_from_unique_key(key) for key in keys]
     return {item.unique_key: object_type(item.key, None, item.global_shape, item.global_offset) for item in found}
+
+
+def _loaded(state: Any, leaves: Sequence[tuple[tuple[Any, ...], Any]], stored: StoredState) -> Any:
+    keys = [leaf.unique_key for _, leaf in leaves if is_sharded_object(leaf)]
+    tensors = [(path, leaf) for path, leaf in leaves if not is_sharded_object(leaf)]
+    _check(stored, tensors, keys)
+    wanted = [_wanted(leaf, stored.tensors[leaf.key]) for _, leaf in tensors]
+    packed = {key: stored.new_object(key) for key in dict.fromkeys(keys)}
+    with stored.loading():
+        _fill(stored, wanted, packed)
+        for item in wanted:
+            if item.filled is not item.tensor:
+                item.tensor.copy_(item.filled)
+    found = iter([item.tensor for item in wanted])
+    objects = ((key, unpack(packed[key], owner=f"sharded object {key!r}")) for key in keys)
+    taken = [next(objects)[1] if is_sharded_object(leaf) else next(found) for _, leaf in leaves]
+    return replaced(state, iter(taken))
 
 
 def _unsharded(key: str, stored: StoredTensor, tensor_type: Any) -> Any:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import newest_step, read_manifest
+from asyncckpt.commit.discover import look_again, newest_step, read_manifest
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
-from asyncckpt.engine.process.background import background, check_may_wait, rewriters
+from asyncckpt.engine.process.background import background, check_may_wait, result_of, rewriters
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import IncompatibleError, UsageError
@@ -34,10 +34,10 @@ from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import Role
 from asyncckpt.native import Progress
-from asyncckpt.options import SaveOptions
+from asyncckpt.options import SAVE_DEADLINE_S, SaveOptions
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.target import ShardTarget
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import OBJECTS, SHARDED_DIR, TENSORS, reading_root
 from asyncckpt.strategies.stored_state import children, values_of
 
@@ -47,8 +47,8 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
     """Remove all tensors whose key begins with key_prefix; a warning says when there is none.
 
     Rank 0 of the group does it; on other ranks it returns at once. Blocks until the new checkpoint is durable; it needs
-    disk space for what stays, for a while. Raises NotFoundError, ConflictError while another process saves to the
-    checkpoint, CorruptError, IndeterminateError, IOFailedError, UsageError.
+    disk space for what stays, for a while. Raises NotFoundError, ConflictError while others save to the checkpoint or
+    remove from it, CorruptError, IndeterminateError, IOFailedError, UsageError.
     """
     if not isinstance(key_prefix, str):
         raise UsageError("key_prefix is wrong", found=key_prefix, expected="a string")
@@ -56,8 +56,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
         return
     check_may_wait("a removal")
     removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix)
-    wait_until_done(removing, None)
-    if not removing.result():
+    if not result_of(removing, "a removal", SAVE_DEADLINE_S):
         what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
         warnings.warn(what, stacklevel=3)
 
@@ -122,26 +121,31 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
             reading_root(checkpoint_dir, SHARDED_DIR) as root,
             held_directory(root, options.durability) as commits,
         ):
-            manifest = read_manifest(root, newest_step(root))
-            remaining = without_tensors(manifest, key_prefix)
-            if remaining is None:
-                return False
-            with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
-                draft = _write(root, manifest, remaining, transaction, options)
-                background.run(lambda: transaction.commit(draft), "a removal")
+            manifest, reader = look_again(root, lambda: _open_newest(root))
+            with reader:
+                remaining = without_tensors(manifest, key_prefix)
+                if remaining is None:
+                    return False
+                with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
+                    draft = _write(manifest, remaining, reader, transaction, options)
+                    background.run(lambda: transaction.commit(draft), "a removal")
             commits.retain(1, protected=frozenset)
             return True
     except (OSError, MemoryError) as error:
         raise as_checkpoint_error(error, None) from error
 
 
+def _open_newest(root: CheckpointRoot) -> tuple[Manifest, ChainReader]:
+    manifest = read_manifest(root, newest_step(root))
+    return manifest, ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=Progress())
+
+
 def _write(
-    root: CheckpointRoot, manifest: Manifest, remaining: Remaining, transaction: Transaction, options: SaveOptions
+    manifest: Manifest, remaining: Remaining, reader: ChainReader, transaction: Transaction, options: SaveOptions
 ) -> Draft:
     """Copy what stays into new shard files; returns what the manifest is made of."""
-    with ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=Progress()) as reader:
-        target = ShardTarget(transaction.folder, transaction.attempt, options, Progress())
-        own = copy_blocks(remaining.blocks, reader, target, rank=0)
+    target = ShardTarget(transaction.folder, transaction.attempt, options, Progress())
+    own = copy_blocks(remaining.blocks, reader, target, rank=0)
     was = manifest.head
     head = transaction.head(created=was.created, files=own.files, values=remaining.values, metadata=was.metadata)
     return Draft(head, render_body([], remaining.tree, own.blocks), own.digests)

@@ -7,14 +7,16 @@ filled by a load.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from asyncckpt.commit.discover import newest_step, read_manifest
+from asyncckpt.commit.discover import look_again, newest_step, read_manifest
+from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
@@ -23,7 +25,11 @@ from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.loader import Loader
+from asyncckpt.native import Progress
+from asyncckpt.options import BusyPolicy
 from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,15 @@ class StoredState:
         return None if node is None else self._rebuilt(part, (COMMON,), node)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Fill the tensors of a state; see Loader for what it raises. Plain values in it are left alone."""
-        Loader(self.path, tensors=state, step=self.step, strict=False, on_busy="wait").load()
+        """Fill the tensors of a state; see Loader for what it raises. Plain values in it are left alone.
+
+        Under the save lock, which the caller holds: see `loading`.
+        """
+        Loader(self.path, tensors=state, step=self.step, strict=False)._run(Progress())
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Hold the save lock from before anything is filled until all of it is, in however many loads."""
+        return save_lock.held("load", self.path, self.step, busy=BusyPolicy("wait"))
 
     def _rebuilt(self, part: RankPart, path: TreePath, node: Node) -> Any:
         if part.rank not in self._values:
@@ -88,10 +101,13 @@ class StoredState:
         return rebuild(node, iter(tensors), iter(values))
 
 
-def open_stored(checkpoint_dir: str | os.PathLike[str], name: str) -> StoredState:
-    """Read the manifest of a part. NotFoundError, CorruptError, IncompatibleError, UnsupportedError."""
+def use_stored(checkpoint_dir: str | os.PathLike[str], name: str, use: Callable[[StoredState], T]) -> T:
+    """Use the newest checkpoint of a part; all over again when a save has replaced it meanwhile.
+
+    NotFoundError, CorruptError, IncompatibleError, UnsupportedError.
+    """
     with reading_root(checkpoint_dir, name) as root:
-        return StoredState(root.path, read_manifest(root, newest_step(root)))
+        return look_again(root, lambda: use(StoredState(root.path, read_manifest(root, newest_step(root)))))
 
 
 def values_of(part: RankPart) -> dict[TreePath, Json]:

@@ -27,13 +27,14 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.errors import DeadlineError, IOFailedError, UsageError
 from asyncckpt.model.row_runs import window
 from asyncckpt.native import I64, Memory, core
 from asyncckpt.tables.row_copy import RowMemory, copy_rows
 
 # How long a change of rows waits without any window being exported, before the cut is given up.
 PAUSE_S_MAX = 300.0
+READERS_S_MAX = 600.0  # The export of one window, a copy in memory.
 # Columns begin on cache lines.
 ALIGNMENT = 64
 # What the log itself holds per row: its place, its entry, and its entry again when it is free.
@@ -142,8 +143,7 @@ class UndoLog:
         """Wait until no export needs the storage."""
         with self._changed:
             self._wait(lambda: self._exported_count == len(self._exported), what="storage that has to grow or move")
-            # One copy of one window, which always ends; without the wait it could read freed memory.
-            self._changed.wait_for(lambda: not self._readers_count)
+            self._wait_for_readers()
 
     def most_urgent(self, left: Sequence[int]) -> int:
         """Return the window of `left` with most kept rows if the log is more than half full, else the first."""
@@ -197,8 +197,7 @@ class UndoLog:
                 return
             self._state = LogState.ENDED
             self._changed.notify_all()
-            # As in storage_moves: an export may be reading the memory.
-            self._changed.wait_for(lambda: not self._readers_count)
+            self._wait_for_readers()
             self._kept.clear()
             self._settled = None
             if self._memory is not None:
@@ -268,6 +267,11 @@ class UndoLog:
             if not self._changed.wait_for(partial(self._has_moved, done, self._exported_count), PAUSE_S_MAX):
                 self._give_up(f"training waited {PAUSE_S_MAX} s for {what}, and no row was exported meanwhile")
         self._on_pause(time.monotonic() - begin)
+
+    def _wait_for_readers(self) -> None:
+        """Wait until nobody exports a window, which reads storage and log. DeadlineError: neither may move or go."""
+        if not self._changed.wait_for(lambda: not self._readers_count, READERS_S_MAX):
+            raise DeadlineError(f"a window of table {self._table!r} was not exported within {READERS_S_MAX} s")
 
     def _has_moved(self, done: Callable[[], bool], exported_before: int) -> bool:
         return self._state is not LogState.OPEN or done() or self._exported_count != exported_before

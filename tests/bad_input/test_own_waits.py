@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.dcp import StorageWriter
+from asyncckpt.engine.process.background import workers
 from asyncckpt.errors import UsageError
 
 DEADLINE_S = 30
@@ -231,3 +233,42 @@ def test_a_signal_handler_runs_behind_the_capture_that_it_would_interrupt(tmp_pa
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert saved == [99]
+
+
+async def follow_one(path: Path, state: dict[str, torch.Tensor]) -> None:
+    async for update in asyncckpt.follow(path, until=1):
+        await update.load(tensors=state)
+
+
+@pytest.mark.parametrize("kind", ["load_async", "follow"])
+def test_what_interrupts_the_start_of_a_load_cannot_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It has the lock already, and no other thread knows of it yet."""
+    state = {"x": torch.ones(3)}
+    answers: list[float] = []
+    submit = workers.submit
+
+    def interrupted(function: Any, *arguments: Any) -> Any:
+        begun = time.monotonic()
+        with pytest.raises(UsageError, match="on the thread that makes it would wait for ever"):
+            saver.save(2, on_busy=WAIT)
+        answers.append(time.monotonic() - begun)
+        return submit(function, *arguments)
+
+    with asyncckpt.Saver(path=tmp_path, tensors=state, on_busy=RAISE) as saver:
+        saver.save(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(workers, "submit", interrupted)
+            if kind == "follow":
+                patched.setattr(asyncckpt.follower, "_in_thread", in_place)
+                asyncio.run(follow_one(tmp_path, state))
+            else:
+                asyncckpt.Loader(tmp_path, tensors=state).load_async().result(DEADLINE_S)
+        assert saver.save(2, on_busy=WAIT).step == 2
+    assert answers[0] < AT_ONCE_S
+
+
+async def in_place(function: Callable[[], Any]) -> Any:
+    """Run what a follower runs on a worker; only its loads are interrupted here."""
+    return function()

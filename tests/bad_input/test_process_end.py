@@ -102,6 +102,62 @@ saver.save_async(0)
     saved_and_usable(tmp_path, [])
 
 
+# How a process uses what fails, and how often the error is printed at its end.
+USES = {
+    "saver.save_async(0)": 1,
+    "saver.save_async(0).exception()": 0,
+    "future = saver.save_async(0); os.fork() and os.wait()": 1,
+    "saver.save_async(0); saver.save_async(1, on_busy='queue').exception()": 1,
+    "asyncio.run(too_short(asyncio.create_task, saver.save_async(0)))": 1,
+    "loader.load_async()": 1,
+    "saver.save_async(0).cancel()": 0,
+    "with contextlib.suppress(FilterError), saver: saver.save_async(0)": 0,
+    "with saver: saver.save_async(0); sys.exit()": 1,
+    "asyncio.run(in_cancelled_block())": 1,
+}
+
+
+def test_an_error_is_printed_once_if_nobody_got_it(tmp_path: Path) -> None:
+    script = f"""
+import contextlib
+from asyncckpt.errors import FilterError
+
+may_fail = threading.Event()
+
+def failing(blocks):
+    may_fail.wait(0.2)
+    raise ValueError("my reason")
+
+async def too_short(make, *arguments):
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(make(*arguments), 0.01)
+
+async def in_cancelled_block():
+    async def block():
+        async with saver:
+            saver.save_async(0)
+            await asyncio.sleep(60)
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(block(), 0.01)
+
+# Each in a process of its own, which ends as any other one.
+for number, use in enumerate({list(USES)!r}):
+    if os.fork() == 0:
+        os.dup2(os.open(os.path.join(root, f"said-{{number}}"), os.O_WRONLY | os.O_CREAT), 2)
+        saver = asyncckpt.Saver(path=os.path.join(root, f"run-{{number}}"), tensors=STATE, filter_func=failing)
+        loader = asyncckpt.Loader(os.path.join(root, "nowhere"), tensors=STATE)
+        exec(use)
+        break
+    assert os.wait()[1] == 0, use
+"""
+    run = run_script(script, tmp_path)
+    assert run.returncode == 0, run.stderr
+    said = [(tmp_path / f"said-{number}").read_text() for number in range(len(USES))]
+    printed = [text.count("nobody asked") + text.count("closing the Saver raised") for text in said]
+    assert dict(zip(USES, printed, strict=True)) == USES, said
+    assert [text for text in said if "Traceback" in text] == []
+
+
 @pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), signal.SIGTERM)", -15)])
 def test_case_107_a_process_that_just_stops_loses_that_save_only(tmp_path: Path, end: str, code: int) -> None:
     script = f"""

@@ -115,6 +115,15 @@ def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_endurance_bench_gives_figures(tmp_path: Path) -> None:
+    notes = run_bench("endurance", tmp_path / "endurance")["notes"]
+    assert notes[-1]["saves_count"] == 60
+    assert {one["threads_count"] for one in notes} == {1}
+    assert len({one["descriptors_count"] for one in notes}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
     rounds = {one["way"]: one for one in run_bench("compaction", tmp_path / "compaction")["rounds"]}
     assert rounds.keys() == {"alone", "beside", "held", "floor alone", "floor beside"}

@@ -110,6 +110,25 @@ def save_changed(path: Path, seed: int) -> list[str]:
     return problems if found["only"] == "here" else [*problems, f"changed: {found['only']!r}"]
 
 
+def save_alone_in_between(folder: Path) -> list[str]:
+    """Rank 1 saves the same state also by itself, where it is its own coordinator."""
+    problems = []
+    for seed in range(3):
+        state = {name: torch.full((16,), float(seed)) for name in ("a", "b")}
+        if dist.get_rank() == 1:
+            writer = asyncckpt.dcp.StorageWriter(folder / "alone")
+            dcp.save(state, storage_writer=writer, planner=asyncckpt.dcp.SavePlanner(), no_dist=True)
+        dist.barrier()
+        for path in (folder / "one", folder / "other"):
+            dcp.save(state, storage_writer=asyncckpt.dcp.StorageWriter(path), planner=asyncckpt.dcp.SavePlanner())
+        for path in (folder / "alone", folder / "one", folder / "other"):
+            found = {name: torch.zeros(16) for name in state}
+            dcp.load(found, storage_reader=asyncckpt.dcp.StorageReader(path), no_dist=True)
+            problems += [f"{path.name} {seed}: {name}" for name in found if not torch.equal(found[name], state[name])]
+        dist.barrier()
+    return problems
+
+
 def load_boxes(folder: Path) -> list[str]:
     """What another number of ranks has saved: verified, and reading only the rows needed."""
     path = folder.parent / "save_boxes" / "own"

@@ -18,12 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.commit.retention import keep_latest
-from asyncckpt.dcp import StorageReader, StorageWriter
+from asyncckpt.dcp import StorageReader, StorageWriter, save_planner
 from asyncckpt.dcp.save_planner import PlanToken
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.shard.target import ShardFiles
@@ -369,6 +370,52 @@ def test_a_truncated_file_is_found_before_a_target_is_touched(tmp_path: Path) ->
     assert bool(found["a"].all())
 
 
+class _Retires(DefaultLoadPlanner):
+    """While it plans, the trainer commits the next step, and the one that is loaded is let go."""
+
+    def __init__(self, saver: asyncckpt.Saver) -> None:
+        super().__init__()
+        self._saver = saver
+
+    def create_global_plan(self, global_plan: Any) -> Any:
+        self._saver.save(2)
+        self._saver.wait_idle()
+        return super().create_global_plan(global_plan)
+
+
+def test_a_checkpoint_that_is_let_go_while_it_is_planned_is_read_to_its_end(tmp_path: Path) -> None:
+    state = {"x": torch.ones(1000)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, keep_latest=1) as saver:
+        saver.save(1)
+        reader, found = StorageReader(tmp_path), {"x": torch.zeros(1000)}
+        state["x"] = torch.full((1000,), 2.0)
+        dcp.load(found, storage_reader=reader, planner=_Retires(saver))
+    assert found["x"].unique().tolist() == [1.0]
+    assert asyncckpt.list_steps(tmp_path) == [2]
+    dcp.load(found, storage_reader=reader)
+    assert found["x"].unique().tolist() == [2.0], "a reader is used again for what is the newest then"
+
+
+def open_shards(path: Path) -> int:
+    links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith(f"{path}/data/") for link in links if link.is_symlink())
+
+
+def test_files_of_a_checkpoint_that_is_only_looked_at_are_closed(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
+        saver.save(1)
+    reader = StorageReader(tmp_path)
+    for _ in range(3):
+        reader.read_metadata()
+        assert open_shards(tmp_path) == 1
+    reader.reset()
+    assert open_shards(tmp_path) == 0
+    reader.read_metadata()
+    del reader
+    gc.collect()
+    assert open_shards(tmp_path) == 0
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_byte_is_found_where_it_is_looked_for(tmp_path: Path, verify: bool) -> None:
     dcp.save({"a": torch.zeros(5000)}, storage_writer=StorageWriter(tmp_path / "ckpt"))
@@ -539,6 +586,31 @@ def test_a_token_that_nobody_knows_fails_the_plan() -> None:
     plan = SavePlan([], planner_data=PlanToken("0" * 32, 0))
     with pytest.raises(asyncckpt.ConflictError):
         asyncckpt.dcp.SavePlanner().create_global_plan([plan])
+
+
+def test_own_planner_sends_a_token_only_to_the_coordinator_that_it_has_it_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of two groups that save the same state; the first time in the second group is the exception."""
+    monkeypatch.setattr(save_planner, "_memory", save_planner._Memory())
+    state = {"a": torch.ones(3)}
+
+    def sent(path: str, *, coordinator: str, is_coordinator: bool = False) -> str | None:
+        planner = asyncckpt.dcp.SavePlanner()
+        planner.set_up_planner(state, StorageMeta(checkpoint_id=path), is_coordinator)
+        plan = planner.create_local_plan()
+        answer = PlanToken(f"of {coordinator}", 1, coordinator)
+        planner.finish_plan(dataclasses.replace(plan, planner_data=answer))
+        return getattr(plan.planner_data, "coordinator", None)
+
+    assert sent("one", coordinator="first") is None
+    assert sent("one", coordinator="first") == "first"
+    assert sent("step 5", coordinator="first") == "first", "paths may be new each time"
+    assert sent("alone", coordinator="myself", is_coordinator=True) is None
+    assert sent("one", coordinator="first") == "first"
+    assert sent("alone", coordinator="myself", is_coordinator=True) == "myself"
+    sent("other", coordinator="second")
+    assert sent("other", coordinator="second") == "second"
+    assert sent("one", coordinator="first") == "first"
+    assert sent("step 6", coordinator="second") is None, "nobody knows whose it is"
 
 
 def test_warnings_are_none(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.any_core
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S_MAX = 120.0
-BY_TWO = ("save_fsdp", "save_boxes", "fail")
+BY_TWO = ("save_fsdp", "save_boxes", "save_alone_in_between", "fail")
 BY_FOUR = ("load_fsdp", "load_boxes")
 
 

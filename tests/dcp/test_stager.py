@@ -215,6 +215,14 @@ def test_async_staging_leaves_the_waiting_to_the_future(runtime: SimulatedRuntim
         assert arenas_are_free(), "the stager keeps what it has staged"
 
 
+def test_a_wait_for_a_staging_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncckpt.dcp.stager.DEVICE_DEADLINE_S", 0.01)
+    stager = AsyncStager()
+    stager._newest = Future()
+    with pytest.raises(asyncckpt.DeadlineError, match=r"the staging did not end within 0\.01 s"):
+        stager.synchronize_staging()
+
+
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_saves_of_devices(runtime: SimulatedRuntime, tmp_path: Path, limits: dict[str, int]) -> None:
     """Blocking, from the live state; then in the background, from a staged one."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.staging.pool import _cgroup_free_bytes, pool
+from asyncckpt.staging.pool import pool
 from tests.end_to_end.state import State, load_image
 
 
@@ -28,24 +32,6 @@ def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
     assert load_image(tmp_path) == expected
 
 
-def test_default_limit_respects_cgroups(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "memory.max").write_text("1000\n")
-    (tmp_path / "a" / "memory.current").write_text("400\n")
-    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
-    (tmp_path / "a" / "b" / "memory.current").write_text("400\n")
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/a/b\n")
-    assert _cgroup_free_bytes(tmp_path, membership) == 600
-    (tmp_path / "memory" / "c").mkdir(parents=True)
-    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("500\n")
-    (tmp_path / "memory" / "c" / "memory.usage_in_bytes").write_text("450\n")
-    membership.write_text("5:cpu,memory:/c\n0::/a/b\n")
-    assert _cgroup_free_bytes(tmp_path, membership) == 50
-    membership.write_text("0::/nowhere\n")
-    assert _cgroup_free_bytes(tmp_path, membership) is None
-
-
 def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:
     state = State.filled(2)
     for number in range(3):
@@ -58,6 +44,25 @@ def test_a_new_saver_reuses_the_arena(tmp_path: Path) -> None:
             first.arena_touches_count,
             first.arenas_count,
         )
+
+
+def test_saves_of_large_values_keep_none_of_them(tmp_path: Path) -> None:
+    """What a Saver remembers of its checkpoints is what retention and chains need."""
+    state: dict[str, Any] = {"x": torch.ones(4), "loader": b""}
+    with asyncckpt.Saver(path=tmp_path, tensors=state, durability="none") as saver:
+        tracemalloc.start()
+        try:
+            for step in range(24):
+                state["loader"] = os.urandom(1 << 20)
+                saver.save(step)
+                if step == 3:
+                    gc.collect()
+                    before, _ = tracemalloc.get_traced_memory()
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert after - before < 4 << 20
 
 
 def test_arena_grows_with_the_table_and_keeps_what_it_has(tmp_path: Path) -> None:

@@ -98,6 +98,56 @@ def test_every_kind_of_tensor(tmp_path: Path, staged: bool) -> None:
             assert np.array_equal(found, value), name
 
 
+class Extra(torch.nn.Module):
+    """A module whose extra state holds a NumPy scalar."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"loss": self.loss}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.loss = state["loss"]
+
+
+SCALARS: list[Any] = [np.float64(2.5), np.float32("nan"), np.int64(-(2**63)), np.uint8(255), np.bool_(True)]
+SCALARS += [np.float16(0.1), np.complex64(1 - 2j)]
+
+
+@pytest.mark.parametrize("value", SCALARS, ids=lambda value: value.dtype.name)
+async def test_a_numpy_scalar_is_its_own_target(tmp_path: Path, value: Any) -> None:
+    """Nobody can write to it, so it comes back as a value, of the same type and with the same bits."""
+    with asyncckpt.Saver(path=tmp_path, tensors={"s": value, "deep": [{"s": value}], "m": Extra(value)}) as saver:
+        saver.save(1)
+    old, module = type(value)(), Extra(type(value)())
+    target = {"s": old, "deep": [{"s": old}], "m": module}
+    reports = [asyncckpt.Loader(tmp_path, tensors=target).load()]
+    async for update in asyncckpt.follow(tmp_path, until=1):
+        reports.append(await update.load(tensors=target))
+    for report in reports:
+        for name in ("s", "deep.0.s"):
+            assert type(report.values[name]) is type(value)
+            assert report.values[name].tobytes() == value.tobytes()
+    assert np.asarray(module.loss).tobytes() == value.tobytes()
+    with pytest.raises(asyncckpt.IncompatibleError, match="'other'"):
+        asyncckpt.Loader(tmp_path, tensors={"other": old}).load()
+    assert "other" not in asyncckpt.Loader(tmp_path, tensors={"other": old}, strict=False).load().values
+
+
+def test_a_masked_array_is_refused(tmp_path: Path) -> None:
+    """The mask would be lost: among the data that is saved, and among the targets of a load."""
+    state = {"m": [np.ma.masked_array(np.arange(5.0), mask=[0, 1, 0, 1, 0])]}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        with pytest.raises(asyncckpt.UsageError, match=r"array 'm'\[0\] is masked"):
+            saver.save(1)
+        state["m"][0] = np.arange(5.0)
+        saver.save(1)
+    with pytest.raises(asyncckpt.UsageError, match=r"array 'm'\[0\] is masked"):
+        asyncckpt.Loader(tmp_path, tensors={"m": [np.ma.masked_array(np.zeros(5), mask=False)]}).load()
+
+
 def test_targets_of_other_strides_are_filled(tmp_path: Path) -> None:
     source = torch.randn(4, 6)
     with asyncckpt.Saver(path=tmp_path, tensors={"x": source}) as saver:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from typing import Any
 
 _LOOKS = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") if name in dis.opmap}
 _CACHE = 0
+# How many places of a call are tried, at most.
+ALL = 1_000_000
+SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "60"))
 
 
 @dataclass(frozen=True)

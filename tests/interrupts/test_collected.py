@@ -27,6 +27,8 @@ OTHERS = {
     "guard.py": "it is made of one",
     "commit/retention.py": "taken on one thread, on which nothing else runs; renewed in children",
     "tables/table_lock.py": "any thread may release it; refused on the thread that holds it",
+    "saver.py": "re-entrant, and only a list of callers is changed under it",
+    "engine/process/error_claim.py": "re-entrant, and each use is right in the middle of others",
     "tables/undo_log.py": "taken only by who holds the table, and by the background",
     "adapters/lookup_hooks.py": "hooks of modules call each other, so it is re-entrant",
 }

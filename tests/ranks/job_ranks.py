@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import asyncckpt
+from asyncckpt.coordination import store_channel
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, FilterError, PeerError, UsageError
 from tests.ranks.training import Training
 
@@ -197,7 +198,7 @@ def a_call_fails(rank: int, folder: Path) -> None:
 
 
 def the_directory_cannot_be_opened(rank: int, folder: Path) -> None:
-    """Rank 0 says why; nobody waits for the deadline. Then two directories over one group."""
+    """Rank 0 says why; nobody waits for the deadline, who comes late neither. Then two directories over one group."""
     training = Training(rank, 2, group_of(rank, 2, folder))
     (folder / "file").touch()
     dist.barrier()
@@ -208,6 +209,12 @@ def the_directory_cannot_be_opened(rank: int, folder: Path) -> None:
         with pytest.raises(PeerError, match="not a folder") as caught:
             saver_of(training, folder / "file")
         assert caught.value.rank == 0
+        dist.barrier()  # Behind the end of what rank 0 has tried.
+    store_channel.CLOSE_S_MAX = 0.1
+    with pytest.raises(PeerError if rank else UsageError, match="not a folder"):
+        saver_of(training, folder / "file")
+    if rank == 0:
+        dist.barrier()
     training.train()
     with saver_of(training, folder / "checkpoints") as first, saver_of(training, folder / "others") as second:
         assert second.save(1).step == 1

@@ -15,6 +15,7 @@ from asyncckpt.coordination.store_address import (
     StoreAddress,
     connect,
     connect_to_announced,
+    leave_cause,
     own_hosts,
     serve,
     serve_for,
@@ -47,7 +48,7 @@ def test_the_address_of_one_meeting_is_not_that_of_another(monkeypatch: pytest.M
     first, second = (StoreAddress(("host",), port, "name") for port in (1, 2))
     announced = iter([first, second])
     monkeypatch.setattr(store_address, "serve", lambda *, timeout_s: ("store", next(announced)))
-    monkeypatch.setattr(store_address, "connect", lambda address, *, until: address)
+    monkeypatch.setattr(store_address, "connect", lambda address, *, until, check: address)
     for _ in range(2):
         assert serve_for(place, timeout_s=DEADLINE_S) == "store"
     for rank, address in ((2, first), (1, first), (1, second), (2, second)):
@@ -55,6 +56,20 @@ def test_the_address_of_one_meeting_is_not_that_of_another(monkeypatch: pytest.M
     with pytest.raises(PeerError, match="not announced its address") as caught:
         connect_to_announced(place, rank=1, until=soon())
     assert caught.value.rank == 0
+
+
+def test_who_comes_late_hears_why_rank_0_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and of the meeting that is meant."""
+    place = dist.HashStore()
+    nowhere = StoreAddress(("127.0.0.1",), free_port(), "name")
+    monkeypatch.setattr(store_address, "serve", lambda *, timeout_s: ("store", nowhere))
+    serve_for(place, timeout_s=DEADLINE_S)
+    leave_cause(place, "it cannot open the checkpoint directory: held by others")
+    serve_for(place, timeout_s=DEADLINE_S)
+    with pytest.raises(PeerError, match=r"rank 0 has left before this rank came: it cannot open .* held by others"):
+        connect_to_announced(place, rank=1, until=time.monotonic() + 10 * DEADLINE_S)
+    with pytest.raises(PeerError, match="none of"):
+        connect_to_announced(place, rank=1, until=soon())
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'[["a"], "1", "x"]', b'[[1], 1, "x"]', b"[" * 100_000, b"\xff"])

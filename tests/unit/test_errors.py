@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 
@@ -16,7 +17,7 @@ from asyncckpt.errors import (
     PeerError,
     PeerInDoubtError,
     UsageError,
-    close_beside,
+    closing_beside,
 )
 
 pytestmark = pytest.mark.any_core
@@ -55,12 +56,22 @@ def test_every_error_of_the_tree_can_travel() -> None:
 
 
 def test_an_error_of_closing_is_raised_alone_and_noted_beside_another() -> None:
-    def close() -> None:
+    with (
+        pytest.raises(IOFailedError, match="the disk is full"),
+        closing_beside(None, "closing the Saver raised"),
+    ):
         raise IOFailedError("the disk is full")
-
-    with pytest.raises(IOFailedError, match="the disk is full"):
-        close_beside(None, close, "closing the Saver raised")
     first = ValueError("first")
-    close_beside(first, close, "closing the Saver raised")
+    with closing_beside(first, "closing the Saver raised"):
+        raise IOFailedError("the disk is full")
     if hasattr(first, "add_note"):
         assert first.__notes__ == ["and closing the Saver raised: the disk is full"]
+
+
+@pytest.mark.parametrize("beside", [SystemExit(1), GeneratorExit(), asyncio.CancelledError()])
+def test_an_error_of_closing_is_printed_where_no_note_is_seen(
+    beside: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing_beside(beside, "closing the Saver raised"):
+        raise IOFailedError("the disk is full")
+    assert capsys.readouterr().err == "asyncckpt: closing the Saver raised: the disk is full\n"

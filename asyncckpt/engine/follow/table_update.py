@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import committed_steps, read_manifest
+from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, report_of
+from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
@@ -41,7 +41,6 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.layer_rows import IdsReader
 
 READ_THREADS = 4
-LOOKS_MAX = 8  # How often to look at a step again if manifests appear or disappear meanwhile.
 
 
 @runtime_checkable
@@ -81,18 +80,12 @@ def find_update(path: Path, seen: SeenStep | None) -> OpenUpdate | None:
     except NotFoundError:
         return None
     with root:
-        for looks_left in reversed(range(LOOKS_MAX)):
-            names = sorted(root.manifests.names())
+
+        def look() -> OpenUpdate | None:
             step = next((step for step in committed_steps(root) if seen is None or step > seen.step), None)
-            if step is None:
-                return None
-            try:
-                return OpenUpdate(root, step, seen)
-            except (CorruptError, NotFoundError):
-                # A checkpoint that is taken away, or compacted, while it is opened is not damaged: look again.
-                if not looks_left or sorted(root.manifests.names()) == names:
-                    raise
-    raise AssertionError("the last look returns or raises")
+            return None if step is None else OpenUpdate(root, step, seen)
+
+        return look_again(root, look)
 
 
 class OpenUpdate:
@@ -172,7 +165,7 @@ class OpenUpdate:
         _, rows_over = fill(replace(plan, dense=(), tables=tuple(over), objects=()), reader, clear=False)
         give_state_dicts(plan, self._contents, rebuilt)
         return replace(
-            report,
+            with_scalars(report, targets),
             rows={item.name: 0 for item in changed} | rows | rows_over,
             bytes_read=reader.bytes_read - bytes_before,
             seconds=time.perf_counter() - begun,

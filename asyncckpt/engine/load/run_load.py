@@ -11,7 +11,7 @@ checkpoint of several ranks, everything that this one needs) is read and checked
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import committed_steps, mark_verified, newest_step
+from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
-from asyncckpt.engine.load.verify import verify, verify_blocks
+from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from asyncckpt.format.manifest import Chain, Manifest
-from asyncckpt.format.names import is_compacted_manifest, step_of_manifest
 from asyncckpt.format.tree import VALUE, Node, descend, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.format.values import decode_value
@@ -38,8 +37,6 @@ from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, owner_of
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
-
-RETIRED_RETRIES_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -59,49 +56,53 @@ class LoadRequest:
     ranks_count: int = 1
 
 
-def run_load(
-    root: CheckpointRoot, request: LoadRequest, progress: Progress, *, retries: int = RETIRED_RETRIES_MAX
-) -> LoadReport:
-    """Load the wanted step; with fallback, the newest sound one.
+@dataclass(frozen=True)
+class _OpenStep:
+    """A step with its plan. Its files are open, so that it stays readable when it is removed."""
 
-    A step that another process's retention removed meanwhile, or whose chain it shortened after a compaction, is not
-    damaged: try again.
-    """
-    passed_over: list[int] = []
-    names = set(root.manifests.names())
-    for step in _candidates(root, request):
+    chain: Chain
+    contents: Contents
+    targets: DenseTargets
+    plan: LoadPlan
+    report: LoadReport
+    reader: ChainReader
+
+
+def run_load(root: CheckpointRoot, request: LoadRequest, progress: Progress) -> LoadReport:
+    """Load the wanted step; with fallback, the newest sound one."""
+    passed_over: dict[int, Exception] = {}
+    step: int | None = None
+
+    def look() -> _OpenStep:
+        nonlocal step
+        step = _candidate(root, request, passed_over)
+        return _open_step(root, request, step, progress)
+
+    while True:
+        begun = time.perf_counter()
         try:
-            report = _load_step(root, request, step, progress)
+            report = _load_open(root, request, look_again(root, look))
         except (CorruptError, NotFoundError) as error:
-            if retries > 0 and _has_moved(root, request, step, names):
-                return run_load(root, request, progress, retries=retries - 1)
-            passed_over.append(step)
-            if not request.fallback:
+            if step is None or step in passed_over or not request.fallback:
                 raise
-            last = error
+            passed_over[step] = error
         else:
-            return replace(report, fallback_from=tuple(passed_over))
-    raise CorruptError(f"no checkpoint in {str(root.path)!r} is sound", found=passed_over) from last
+            return replace(report, fallback_from=tuple(passed_over), seconds=time.perf_counter() - begun)
 
 
-def _has_moved(root: CheckpointRoot, request: LoadRequest, step: int, before: set[str]) -> bool:
-    """Return whether manifests that a step may need have appeared or disappeared, and a retry makes sense."""
-    now = set(root.manifests.names())
-    if request.step is not None and step not in map(step_of_manifest, now):
-        return False
-    changed = before - now | {name for name in now - before if is_compacted_manifest(name)}
-    return any((found := step_of_manifest(name)) is not None and found <= step for name in changed)
+def _candidate(root: CheckpointRoot, request: LoadRequest, passed_over: Mapping[int, Exception]) -> int:
+    """Return the step to try next. NotFoundError when there is none at all, CorruptError when none is left."""
+    if not passed_over:
+        return newest_step(root) if request.step is None else request.step
+    last = min(passed_over)
+    older = [step for step in committed_steps(root) if step < last]
+    if not older:
+        what = f"no checkpoint in {str(root.path)!r} is sound"
+        raise CorruptError(what, found=list(passed_over)) from passed_over[last]
+    return older[-1]
 
 
-def _candidates(root: CheckpointRoot, request: LoadRequest) -> Iterator[int]:
-    first = newest_step(root) if request.step is None else request.step
-    yield first
-    if request.fallback:
-        yield from (step for step in reversed(committed_steps(root)) if step < first)
-
-
-def _load_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> LoadReport:
-    begun = time.perf_counter()
+def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> _OpenStep:
     chain = read_chain(root, step)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     targets = dense_targets(request.state, tables=iter(request.tables))
@@ -109,26 +110,33 @@ def _load_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
         chain, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
     )
     report = report_of(root.path, chain, contents, targets, plan)
-    with ChainReader(
+    reader = ChainReader(
         root.data,
         chain,
         threads=request.threads,
         verify=request.verify is not False,
         progress=progress,
         wanted=plan.wanted_blocks(chain),
-    ) as reader:
-        if request.verify == "before" and chain.newest.head.ranks_count == 1:
-            verify(root, step, progress=progress)
-        elif request.verify == "before":  # What this rank is going to read.
-            verify_blocks(reader, sorted(set(plan.wanted_blocks(chain))), bytes_total=chain.bytes_total)
+    )
+    return _OpenStep(chain, contents, targets, plan, report, reader)
+
+
+def _load_open(root: CheckpointRoot, request: LoadRequest, opened: _OpenStep) -> LoadReport:
+    """Fill the targets from the open files, and close these."""
+    chain, contents, plan = opened.chain, opened.contents, opened.plan
+    with opened.reader as reader:
+        if request.verify == "before":  # Of several ranks, what this one is going to read.
+            is_alone = chain.newest.head.ranks_count == 1
+            numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
+            verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
         rebuilt, rows = fill(plan, reader, clear=not request.merge)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
-        mark_verified(root, step)
-    return replace(report, rows=rows, bytes_read=bytes_read, seconds=time.perf_counter() - begun)
+        mark_verified(root, chain.step)
+    return replace(with_scalars(opened.report, opened.targets), rows=rows, bytes_read=bytes_read)
 
 
 def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
@@ -142,6 +150,12 @@ def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTarget
         missing=plan.missing,
         unexpected=plan.unexpected,
     )
+
+
+def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:
+    """Return a report, now that all is filled, with the NumPy scalars among its values."""
+    found = {name: array[()] for name, array in targets.scalars.items() if name in report.loaded}
+    return replace(report, values={**report.values, **found}) if found else report
 
 
 def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[LeafPath, Any], dict[str, int]]:

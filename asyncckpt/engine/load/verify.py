@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import KnownHeads, manifests_by_step, mark_verified, newest_step
+from asyncckpt.commit.discover import KnownHeads, look_again, manifests_by_step, mark_verified, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
@@ -51,20 +51,24 @@ def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress 
 
     Raises CorruptError that says what is wrong.
     """
-    step = newest_step(root) if step is None else step
-    chain = read_chain(root, step)
     progress = progress or Progress()
-    with ChainReader(root.data, chain, threads=READ_THREADS, verify=False, progress=progress) as reader:
+
+    def look() -> tuple[Chain, ChainReader]:
+        chain = read_chain(root, newest_step(root) if step is None else step)
+        return chain, ChainReader(root.data, chain, threads=READ_THREADS, verify=False, progress=progress)
+
+    chain, reader = look_again(root, look)
+    with reader:
         verify_blocks(reader, range(len(chain.blocks)), bytes_total=chain.bytes_total)
         report = VerifyReport(
-            step=step,
+            step=chain.step,
             steps=chain.steps,
             path=root.path,
             blocks_count=len(chain.blocks),
             bytes_read=reader.bytes_read,
             strays=_strays(root, chain),
         )
-    mark_verified(root, step)
+    mark_verified(root, chain.step)
     return report
 
 

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.guard import Guard, check_holds_none
+from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
 
@@ -103,12 +104,11 @@ class Background:
         job = Job(run=run, fail=future.set_exception, beside=True)
         try:
             self.submit(job)
-            wait_until_done(future, None)
+            return result_of(future, what, SAVE_DEADLINE_S)
         except BaseException:
             if not self.withdraw(job):
-                wait_until_done(future, None)
+                wait_until_done(future, SAVE_DEADLINE_S)
             raise
-        return future.result()
 
     def is_current_thread(self) -> bool:
         return _loop_thread.is_current_thread()
@@ -190,6 +190,13 @@ def check_may_wait(what: str, *pools: IdleEndingThreads, holding: Guard | None =
             f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
         )
     check_holds_none(what, but=holding)
+
+
+def result_of(future: Future[T], what: str, deadline_s: float) -> T:
+    """Wait for work on another thread and return what it returns, or raise what it raises. DeadlineError."""
+    if not wait_until_done(future, deadline_s):
+        raise DeadlineError(f"{what} did not end within {deadline_s} s")
+    return future.result(0)
 
 
 async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:

@@ -8,7 +8,7 @@
 #   any above   failed      an error; before committing also cancelled
 #   -           skipped     another save was in flight and on_busy="skip"
 
-An error is raised once: to whoever asks this future, else by the next call on its Saver, else it is printed at exit.
+An error reaches somebody exactly once: see error_claim.py.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from asyncckpt.arguments import check_timeout
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import check_may_wait
+from asyncckpt.engine.process.error_claim import ErrorClaim
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
+from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
 from asyncckpt.storage.directory import io_failed
@@ -62,27 +63,34 @@ class SaveProgress:
     bytes_total: int
 
 
-class CheckpointFuture(Generic[T]):
-    """See the module. Made by save_async and load_async only."""
+class CheckpointFuture(Coroutine[Any, Any, T]):
+    """See the module. Made by save_async and load_async only.
+
+    To await it, or a task made of it, any number of times, on any loop, waits for the outcome and changes nothing else:
+    the save goes on when that is cancelled. A coroutine in form, so that asyncio.create_task takes it; it needs neither
+    be awaited nor closed.
+    """
+
+    _pid = 0  # Until it is made.
 
     def __init__(self, *, step: int | None, path: Path, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
         """pools: on which it runs, beside those of all saves and loads; nobody there may wait for it."""
         self._pools = pools
         self.step = step
         self.path = path
-        self._what = what
+        self._what = self.__name__ = what  # As which asyncio shows a task of it.
         self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
         self._inner.set_running_or_notify_cancel()
         self._guard = Guard()
-        self._pid = os.getpid()
         self._state = FutureState.STAGED
-        self._waiters_count = 0
-        self._claimed = False
+        self._claim = ErrorClaim(self._inner)
+        self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
         self.native_progress = Progress()
         self._bytes_total = 0
         self._staged = threading.Event()
         self._staged.set()
+        self._pid = os.getpid()
 
     @property
     def state(self) -> FutureState:
@@ -98,27 +106,34 @@ class CheckpointFuture(Generic[T]):
 
     @uninterrupted
     def result(self, timeout: float | None = None) -> T:
-        """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds."""
+        """Wait and return the result, or raise what failed. DeadlineError (a TimeoutError) after `timeout` seconds.
+
+        None: SAVE_DEADLINE_S.
+        """
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return self._inner.result()
+        return self._inner.result(0)
 
-    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait and return the error, None when there is none."""
+        """Wait and return the error, None when there is none. DeadlineError as `result`."""
         check_timeout(timeout)
         self._check_can_end()
-        with self._waiting():
-            if not wait_until_done(self._inner, timeout):
-                raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value)
-            self._claimed = True
-            return self._inner.exception()
+        is_first = False
+        try:
+            with uninterrupted, self._claim.asking():
+                self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
+                is_first = self._claim.claim()
+                return self._inner.exception(0)
+        except BaseException:
+            if is_first:  # A signal that came meanwhile ends this call, without the error.
+                self._claim.give_back()
+            raise
 
     @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
-        after `timeout` seconds.
+        after `timeout` seconds (None: DEVICE_DEADLINE_S).
 
         With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
         be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
@@ -126,7 +141,7 @@ class CheckpointFuture(Generic[T]):
         check_timeout(timeout)
         if not self._staged.is_set():
             self._check_can_end()
-        if not wait_in_steps(self._staged.wait, math.inf if timeout is None else timeout):
+        if not wait_in_steps(self._staged.wait, DEVICE_DEADLINE_S if timeout is None else timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
     @uninterrupted
@@ -141,36 +156,49 @@ class CheckpointFuture(Generic[T]):
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Call function(self) when done, on the background thread (now, when done). Its errors are only logged."""
 
-        def call(_: object) -> None:
+        def call() -> None:
             try:
                 function(self)
             except BaseException:
                 log_exception("a done callback of %s raised", self._what)
 
-        self._inner.add_done_callback(call)
+        self._claim.add_callback(call)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
 
     async def _wait(self) -> T:
         self._check_can_end()
-        with self._waiting():
-            try:
-                return await asyncio.wrap_future(self._inner)
-            finally:
-                if self._inner.done():
-                    self._claimed = True
+        await self._claim.until_done(SAVE_DEADLINE_S, self._what)
+        return self._inner.result(0)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count who waits, so that an error on its way to a waiter is not raised elsewhere too."""
-        with self._guard:
-            self._waiters_count += 1
+    def send(self, value: Any) -> Any:
+        """For asyncio: go on with the wait of the current task."""
+        return self._drive(lambda waiting: waiting.send(value))
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> Any:
+        """For asyncio: end the wait of the current task with an error."""
+        return self._drive(lambda waiting: waiting.throw(typ if val is None else val))
+
+    def close(self) -> None:
+        """For asyncio: nothing is to close, and the save goes on."""
+
+    def _drive(self, go_on: Callable[[Coroutine[Any, Any, T]], Any]) -> Any:
+        """Let each task have a wait of its own."""
+        task = asyncio.current_task()
+        waiting = self._driven.get(task)
+        if waiting is None:
+            waiting = self._driven[task] = self._wait()
         try:
-            yield
-        finally:
-            with self._guard.again():  # Also where the coroutine of a waiter is collected.
-                self._waiters_count -= 1
+            return go_on(waiting)
+        except BaseException:  # It has ended; its result is a StopIteration.
+            self._driven.pop(task, None)
+            raise
+
+    def _wait_done(self, timeout: float, *, until: float | None = None) -> None:
+        """Wait for the outcome without asking for it. DeadlineError after `timeout` s, which may have begun before."""
+        if not wait_until_done(self._inner, timeout if until is None else max(0.0, until - time.monotonic())):
+            raise DeadlineError(f"{self._what} did not end within {timeout} s", found=self._state.value)
 
     def _check_can_end(self) -> None:
         """Raise UsageError where a wait would have no end."""
@@ -197,11 +225,14 @@ class CheckpointFuture(Generic[T]):
         self._state = state
         self._staged.set()
         self._inner.set_result(result)
+        self._claim.wake_loops()  # Behind the callbacks.
 
     def fail(self, error: BaseException) -> None:
         self._state = FutureState.CANCELLED if isinstance(error, SaveCancelledError) else FutureState.FAILED
         self._staged.set()
+        _failed.add(self)
         self._inner.set_exception(error)
+        self._claim.wake_loops()
 
     def end_with(self, work: Callable[[], T]) -> None:
         """Do the work here, and resolve with its result or fail with its error."""
@@ -212,13 +243,14 @@ class CheckpointFuture(Generic[T]):
         else:
             self.resolve(result)
 
-    def take_unclaimed_error(self) -> BaseException | None:
-        """Return the error if nobody has got it yet, once; None while somebody waits for it."""
-        with self._guard:
-            if not self._inner.done() or self._claimed or self._waiters_count:
-                return None
-            self._claimed = True
-            return self._inner.exception()
+    def _report(self) -> None:
+        """Print an error that nobody has got, and can get any more. Takes no lock."""
+        if self._pid == os.getpid() and self._claim.is_open:
+            self._claim.close()
+            print(f"asyncckpt: {self!r} failed and nobody asked: {self._inner.exception(0)}", file=sys.stderr)
+
+    def __del__(self) -> None:
+        self._report()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._what}: {self._state.value}>"
@@ -279,77 +311,55 @@ def as_checkpoint_error(error: BaseException, step: int | None) -> BaseException
 
 
 class OpenErrors:
-    """Futures of one Saver whose outcome was not reported yet."""
+    """Futures of one Saver whose outcome was not reported yet. In a forked child there are none."""
 
     def __init__(self) -> None:
         self._guard = Guard()
         self._futures: list[CheckpointFuture[Any]] = []
+        self._pid = os.getpid()
 
     def watch(self, future: CheckpointFuture[Any]) -> None:
         with self._guard:
             self._futures.append(future)
-        _reporters.add(self)
 
     def raise_first(self) -> None:
         """Raise the oldest error that was not reported; it will not be raised again."""
-        with self._guard:
-            futures = list(self._futures)
         try:
-            for future in futures:
-                error = future.take_unclaimed_error()
+            for future in self._watched():
+                error = future._claim.take()
                 if error is not None:
                     raise error
         finally:
             self._drop_settled()
 
-    def _drop_settled(self) -> None:
-        """Keep no future whose outcome was reported: its error's traceback holds the whole save."""
-        with self._guard:
-            self._futures = [f for f in self._futures if not f.done() or _is_open(f)]
-            if not self._futures:
-                _reporters.discard(self)
-
     def wait(self, timeout: float) -> None:
         """Wait until nothing is in flight, whatever comes of it. DeadlineError."""
-        with self._guard:
-            in_flight = [future for future in self._futures if not future.done()]
+        in_flight = [future for future in self._watched() if not future.done()]
         for future in in_flight:
             future._check_can_end()
         until = time.monotonic() + timeout
         for future in in_flight:
-            if not wait_until_done(future._inner, max(0.0, until - time.monotonic())):
-                raise DeadlineError(f"{future!r} did not end within {timeout} s")
+            future._wait_done(timeout, until=until)
 
-    def forget(self) -> None:
-        """Leave these to the parent, in a forked child."""
-        self._futures = []
+    def _watched(self) -> list[CheckpointFuture[Any]]:
+        if self._pid != os.getpid():  # The guard may be held by a thread that is not here.
+            return []
+        with self._guard:
+            return list(self._futures)
 
-    def report(self) -> None:
-        """Print errors that nobody has got."""
-        for future in self._futures:
-            error = future.take_unclaimed_error()
-            if error is not None:
-                print(f"asyncckpt: {future!r} failed and nobody asked: {error}", file=sys.stderr)
-
-
-_reporters: set[OpenErrors] = set()
+    def _drop_settled(self) -> None:
+        """Keep no future whose outcome was reported: its error's traceback holds the whole save."""
+        if self._pid == os.getpid():
+            with self._guard:
+                self._futures = [future for future in self._futures if not future.done() or future._claim.is_open]
 
 
-def _is_open(future: CheckpointFuture[Any]) -> bool:
-    return future._inner.exception() is not None and not future._claimed
-
-
-def _forget_in_child() -> None:
-    for reporter in _reporters:
-        reporter.forget()
-    _reporters.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+# Of those that are still there at the end, the unclaimed errors are printed.
+_failed: weakref.WeakSet[CheckpointFuture[Any]] = weakref.WeakSet()
 
 
 @atexit.register
 def _report_all() -> None:
     # Runs after the background thread was joined, so every outcome is known.
-    for reporter in _reporters:
-        reporter.report()
+    for future in tuple(_failed):
+        future._report()

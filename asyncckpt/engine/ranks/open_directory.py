@@ -70,8 +70,7 @@ def open_ranks(process_group: Any, *, peer_deadline_s: float) -> Ranks:
 
     To be passed as the process group of each Saver. PeerError when rank 0 is not there within the deadline.
     """
-    channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
-    return _ranks_over(channel, peer_deadline_s)
+    return _ranks_over(open_store_channel(process_group, deadline_s=peer_deadline_s), peer_deadline_s)
 
 
 def announce_open(ranks: Ranks, error: BaseException | None = None, *, call: int | None = None) -> None:
@@ -104,13 +103,16 @@ def open_directory(path: Path, *, index: int, count: int, options: RankOptions, 
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
     if isinstance(process_group, Ranks):
         return _join_over_store(path, process_group, process_group.call, peer_deadline_s, exact_modes)
-    ranks = open_ranks(process_group, peer_deadline_s=peer_deadline_s)
+    channel = open_store_channel(process_group, deadline_s=peer_deadline_s)
     try:
+        ranks = _ranks_over(channel, peer_deadline_s)
         opened = _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
-    except BaseException:
-        ranks.channel.close()
+    except BaseException as error:
+        if channel.rank == 0:
+            channel.leave_cause(f"it cannot open the checkpoint directory: {cause_of(error)}")
+        channel.close()
         raise
-    return replace(opened, owned=ranks.channel)
+    return replace(opened, owned=channel)
 
 
 def _open_alone(path: Path, *, exact_modes: bool) -> Opened:

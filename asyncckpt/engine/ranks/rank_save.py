@@ -17,29 +17,24 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.driver import run_call
-from asyncckpt.coordination.messages import AttemptMessage, Begin, Kind, Outcome, Prepared
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of
 from asyncckpt.engine.process.background import committer, run_on, talkers, workers
 from asyncckpt.engine.process.future import FutureState
-from asyncckpt.engine.ranks.replicas import (
-    agreement_of,
-    check_claims,
-    decode_list,
-    decode_owners,
-    different_owners,
-    same_owners,
-    who_asks,
-)
+from asyncckpt.engine.ranks.replicas import decode_list, decode_owners
 from asyncckpt.engine.ranks.saver_ranks import Ranks
+from asyncckpt.engine.ranks.writers import Decision, Held, agreement_of, same_owners
+from asyncckpt.engine.save.delta_chain import settle
 from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
-from asyncckpt.errors import ConflictError, CorruptError, IndeterminateError, NotFoundError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError, PeerError
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import Attempt
@@ -53,13 +48,21 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
     """Take one save of all ranks to its commit; an Outcome when another rank has skipped it."""
     ranks = share.ranks
     save = RankSave(job, share)
+    refused: CheckpointError | None = None
     try:
-        await save.leave_list()
-        outcome = await run_call(ranks.channel, share.call, save.begin(), save, ranks.limits, threads=talkers)
+        try:
+            save.settle_base()
+            await save.leave_list()
+        except CheckpointError as error:
+            refused = error
+        begin = save.begin() if refused is None else Failed(cause_of(refused))
+        outcome = await run_call(ranks.channel, share.call, begin, save, ranks.limits, threads=talkers)
+        if refused is not None:
+            raise refused
     except BaseException as error:
         ranks.replicas.forget()
-        if isinstance(error, IndeterminateError):
-            job.target.memory.newest = None
+        if isinstance(error, IndeterminateError) or await save.is_base_lost(error):
+            job.target.memory.newest = None  # The next save is a full one, on all ranks.
         raise
     finally:
         if save.transaction is not None:
@@ -71,10 +74,14 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
 
 @dataclass
 class RankSave:
-    """The effects of one save on this rank. Used in the background's loop only."""
+    """The effects of one save on this rank. Used in the background's loop only.
+
+    is_agreed: who writes what holds for later saves too.
+    """
 
     job: SaveJob
     share: RankShare
+    is_agreed: bool = True
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
@@ -83,6 +90,13 @@ class RankSave:
     @property
     def ranks(self) -> Ranks:
         return self.share.ranks
+
+    def settle_base(self) -> None:
+        """Choose what a delta builds upon. All saves before this one have ended, so all ranks choose the same."""
+        job = self.job
+        job.choice = settle(job.choice, job.target.memory.newest, step=job.step)
+        if job.choice.base is not None:
+            job.claim.parents[:] = [job.choice.base.parent.step]
 
     async def leave_list(self) -> None:
         """While it is not known who writes which replica: say which there are here."""
@@ -100,18 +114,22 @@ class RankSave:
             notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
         if base is not None:
             notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
-        facts = {"durability": self.job.target.options.durability}
+        facts: dict[str, str] = {"durability": self.job.target.options.durability}
+        if self.job.claim.is_next:
+            facts["step"] = "the next one"
         return Begin(step=self.job.step, kind=kind, facts=facts, notes=notes)
 
     async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         job = self.job
         sent = {rank: _notes(begin.notes, rank) for rank, begin in begins.items()}
         notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
+        await self._claim_step(min(begin.step for begin in begins.values()))
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
         return self.transaction.attempt, notes
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
         job = self.job
+        await self._claim_step(attempt.attempt.step)
         notes = _notes(attempt.notes, 0)
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"), notes.text("agreement"))
@@ -131,6 +149,20 @@ class RankSave:
             "features": sorted(part.features),
             "files": [[item.path, item.header_bytes, item.header_digest.hex(), item.bytes] for item in written.files],
         }
+
+    async def _claim_step(self, step: int) -> None:
+        """Claim the step that all save: of those that each found to be the next one, the lowest.
+
+        They differ when a save has failed after some ranks had made the next call, and before others did. On every
+        rank the numbers ascend from call to call, and so does the lowest.
+        """
+        job = self.job
+        if step == job.step:
+            return
+        claim = await run_on(committer, claims.save, job.target.root, step)
+        claim.parents[:] = job.claim.parents
+        job.claim.release()
+        job.claim, job.ticket.step, job.future.step = claim, step, step
 
     def _check_own(self, folder: Directory) -> None:
         """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
@@ -171,6 +203,13 @@ class RankSave:
     def is_committed(self, attempt: Attempt) -> bool:
         return is_committed_whole(self.job.target.root.path, attempt)
 
+    async def is_base_lost(self, error: BaseException) -> bool:
+        """Return whether a delta has failed because others have removed what it builds upon. Every rank looks."""
+        base, commits = self.job.choice.base, self.job.target.commits
+        if base is None or not isinstance(error, (ConflictError, PeerError)):
+            return False
+        return not await run_on(committer, commits.chain.is_there, base.chain)
+
     def stop(self) -> None:
         self.job.future.native_progress.cancel()
 
@@ -178,47 +217,62 @@ class RankSave:
         """Return what this rank knows now. One that found the manifest itself begins its next delta's chain anew."""
         assert self.written is not None
         assert outcome.attempt is not None
-        if not self.share.is_known:
+        if not self.is_agreed:
+            self.ranks.replicas.forget()
+        elif not self.share.is_known:
             self.ranks.replicas.agree(self.share.replicas, self.share.by_peers)
         digest = outcome.notes.get("digest")
         parent = ParentFacts(self.job.step, outcome.attempt.id, digest) if isinstance(digest, str) else None
         return Committed(self.written, parent, self.parents, self.manifest_bytes)
 
     async def _who_writes(self, sent: Mapping[int, Fields]) -> dict[str, Json]:
-        """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there."""
-        replicas = self.ranks.replicas
-        agreement = agreement_of([sent[rank].text("held") for rank in range(self.ranks.ranks_count)])
-        known = {rank: notes.text("agreement") for rank, notes in sent.items()}
-        how = "share"
-        if who_asks(known, agreement=agreement, decided=replicas.decided[0]):
-            if replicas.decided[0] != agreement:
-                replicas.decided = agreement, await self._decide_owners(sent)
-            owners = replicas.decided[1]
-            how = "same" if owners is None else "owners"
-            if owners is not None:
-                await self._put("owners", owners)
-        return {"replicas": how, "agreement": agreement}
+        """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there.
 
-    async def _decide_owners(self, sent: Mapping[int, Fields]) -> bytes | None:
-        """Return who writes what, encoded; None where it follows from the lists, which are the same. All ranks ask."""
-        check_claims({rank: _claims(notes) for rank, notes in sent.items()})
-        digests = {rank: notes.text("replicas") for rank, notes in sent.items()}
-        ranks = {digest: rank for rank, digest in digests.items()}
-        if len(ranks) == 1:
-            return None
-        lists = {digest: decode_list(await self._get(f"list/{rank}"), rank=rank) for digest, rank in ranks.items()}
-        return dumps(different_owners([lists[digests[rank]] for rank in range(self.ranks.ranks_count)]))
+        agreement: what it is called; "": it is for this save only.
+        """
+        decisions = self.ranks.decisions
+        agreement = agreement_of([sent[rank].text("held") for rank in range(self.ranks.ranks_count)])
+        captured_by = {rank: name for rank, notes in sent.items() if (name := notes.text("agreement"))}
+        is_as_agreed = set(captured_by.values()) <= {agreement}
+        if is_as_agreed and len(captured_by) == len(sent):
+            return {"replicas": "share", "agreement": agreement}
+        decision = decisions.find(agreement) if is_as_agreed else None
+        if decision is None:
+            decision = await self._decide(sent, captured_by)
+            if captured_by:
+                agreement = ""
+            else:
+                decisions.add(agreement, decision)
+        if not decision.is_same:
+            await self._put("owners", dumps(dict(decision.owners)))
+        return {"replicas": "same" if decision.is_same else "owners", "agreement": agreement}
+
+    async def _decide(self, sent: Mapping[int, Fields], captured_by: Mapping[int, str]) -> Decision:
+        """Decide who writes what. The lists of ranks that have captured everything are on the channel."""
+        decisions, own = self.ranks.decisions, self.share.replicas
+        lists = {own.digest: own.items}
+        held = []
+        for rank, notes in sorted(sent.items()):
+            if rank in captured_by:
+                held.append(decisions.holder(rank, captured_by[rank]))
+                continue
+            digest = notes.text("replicas")
+            if digest not in lists:
+                lists[digest] = tuple(decode_list(await self._get(f"list/{rank}"), rank=rank))
+            held.append(Held(lists[digest], _claims(notes)))
+        return decisions.decide(held, captured_by, is_same=not captured_by and len(lists) == 1)
 
     async def _take_share(self, how: str, agreement: str) -> None:
         """Note what other ranks write of all that was captured."""
-        share = self.share
-        if share.is_known or how == "share":
+        share, replicas = self.share, self.ranks.replicas
+        self.is_agreed = bool(agreement)
+        if how == "share" or (share.left_out is not None and share.left_out.agreement == agreement):
             return
-        same = how == "same"
-        owners = (
-            same_owners(share.replicas, self.ranks.ranks_count) if same else decode_owners(await self._get("owners"))
-        )
-        share.by_peers = self.ranks.replicas.written_by_peers(share.replicas, owners, agreement)
+        if how == "same":
+            owners = same_owners(share.replicas.items, self.ranks.ranks_count)
+        else:
+            owners = decode_owners(await self._get("owners"))
+        share.by_peers = replicas.written_by_peers(share.replicas, owners, agreement)
 
     async def _part(self, rank: int, notes: Fields) -> PartText:
         text = await self._get(f"part/{rank}")

@@ -4,31 +4,26 @@ Every plain tensor of the state is a replica: other ranks hold it too, or they d
 table that holds all ids, and so are the boxes of a tensor that is spread over some of the ranks only. So
 
 1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
-2. the coordinator announces whether all ranks have the same, and if not, which rank writes which; every rank writes
-   its share of what it has captured,
+2. the coordinator announces whether all ranks have the same, and if not, which rank writes which (writers.py); every
+   rank writes its share of what it has captured,
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
 
 Ranks learn that at different times, and saves may be queued. So a rank that captured its share sends by which agreement
-it did, and a rank that captured everything writes its share of it, if what it holds is what was agreed upon.
-
-The shares are balanced by bytes, and follow from the names alone where all ranks have the same ones: nothing has to be
-sent for them. Buffers of modules, and small tensors, are written by the first rank that has them: between two forward
-passes, buffers differ from rank to rank, and DistributedDataParallel takes those of rank 0.
+it did, and a rank that captured everything writes its share of it, if what it holds is what was agreed upon. Where one
+rank alone holds others than before, what each has captured decides about this one save, and the next one asks again.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 import xxhash
 
-from asyncckpt.errors import ConflictError, CorruptError
+from asyncckpt.errors import CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
 from asyncckpt.format.tree import VALUE, Path, leaves
 from asyncckpt.model.sharded import Sharded
@@ -104,8 +99,6 @@ class Replicas:
         self._key: object = None
         self._list = ReplicaList()
         self._agreed: tuple[ReplicaList, WrittenByPeers] | None = None
-        # Of rank 0: what it has decided last, see `agreement_of`, and the owners, encoded, if they had to be sent.
-        self.decided: tuple[str, bytes | None] = ("", None)
 
     def list_of(self, flat: FlatState, tables: Mapping[str, Table]) -> ReplicaList:
         """Return the replicas of a state; the last answer while nothing changed its shape."""
@@ -214,85 +207,6 @@ def _claim(table: Table) -> str:
         first, end, _ = table.id_range()
         return f"rows {first} to {end}" if first < end else ""
     return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
-
-
-def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise ConflictError when two ranks hold the same part of a table."""
-    holders: dict[tuple[str, str], int] = {}
-    for rank, claims in by_rank.items():
-        for name, claim in claims.items():
-            first = holders.setdefault((name, claim), rank)
-            if claim and first != rank:
-                raise ConflictError(
-                    f"table {name!r}: ranks {first} and {rank} hold the same part of it",
-                    found=claim,
-                    hint="give every rank a shard of its own, or save from ranks that hold each part once",
-                )
-
-
-def same_owners(listed: ReplicaList, ranks_count: int) -> dict[str, int]:
-    """Return who writes what when all ranks hold the same replicas."""
-    owners = {item.path: 0 for item in listed.items if item.by_first}
-    heap = [(0, rank) for rank in range(1, ranks_count)]
-    heapq.heappush(heap, (sum(item.bytes for item in listed.items if item.by_first), 0))
-    for item in sorted((item for item in listed.items if not item.by_first), key=_largest_first):
-        load, rank = heap[0]
-        heapq.heapreplace(heap, (load + item.bytes, rank))
-        owners[item.path] = rank
-    return owners
-
-
-def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
-    """Return who writes what when ranks hold others: the largest first, to its holder with least so far.
-
-    held: of every rank. ConflictError when a tensor is not the same on all ranks that have it.
-    """
-    holders: dict[str, list[int]] = defaultdict(list)
-    items: dict[str, Replica] = {}
-    for rank, replicas in enumerate(held):
-        for item in replicas:
-            first = items.setdefault(item.path, item)
-            if (first.form, first.by_first) != (item.form, item.by_first):
-                raise ConflictError(
-                    f"{item.path} is not the same on ranks {holders[item.path][0]} and {rank}",
-                    found=item.form,
-                    expected=first.form,
-                    hint="what belongs to one rank alone is a plain value, or an asyncckpt.Sharded of the whole",
-                )
-            holders[item.path].append(rank)
-    loads_of = [0] * len(held)
-    owners = {}
-    for item in sorted(items.values(), key=lambda item: (not item.by_first, *_largest_first(item))):
-        ranks = holders[item.path]
-        rank = ranks[0] if item.by_first else min(ranks, key=lambda rank: (loads_of[rank], rank))
-        loads_of[rank] += item.bytes
-        owners[item.path] = rank
-    return owners
-
-
-def _largest_first(item: Replica) -> tuple[int, str]:
-    return -item.bytes, item.path
-
-
-def agreement_of(digests: Sequence[str]) -> str:
-    """Return the name of what follows from the lists and claims of all ranks. digests: in the order of the ranks."""
-    return xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
-
-
-def who_asks(agreements: Mapping[int, str], *, agreement: str, decided: str) -> bool:
-    """Return whether ranks ask who writes what. agreements: by which each captured its share; "": it captured all.
-
-    ConflictError when a rank captured its share by another one than follows from what the ranks hold now, or than was
-    decided last: what it left out nobody may have captured.
-    """
-    asking = sorted(rank for rank, known in agreements.items() if not known)
-    outdated = any(known not in ("", agreement) for known in agreements.values())
-    if outdated or (0 < len(asking) < len(agreements) and decided != agreement):
-        raise ConflictError(
-            f"tensors or tables have got other names, dtypes or shapes on ranks {asking[:10]} only",
-            hint="this save is lost; the next one captures everything on all ranks",
-        )
-    return bool(asking)
 
 
 def decode_list(raw: bytes, *, rank: int) -> list[Replica]:

@@ -12,19 +12,21 @@ from asyncckpt.coordination.messages import Failed, Limits, Skipped, cause_of
 from asyncckpt.engine.process.background import Job, background, talkers
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
+from asyncckpt.engine.ranks.writers import Decisions
 
 
 @dataclass
 class Ranks:
     """What Savers of several ranks need beside their targets. All ranks make the same calls in the same order.
 
-    announcing: done when the others have heard of a call in which this rank does not save.
+    decisions: of rank 0. announcing: done when the others have heard of a call in which this rank does not save.
     call: the number of the next one, alike on all ranks.
     """
 
     channel: Channel
     limits: Limits
     replicas: Replicas
+    decisions: Decisions = field(default_factory=Decisions)
     announcing: list[threading.Event] = field(default_factory=list)
     call: int = 1
 

@@ -2,6 +2,9 @@
 
 A link is set when a save has committed, never before: so a save that fails, is cancelled or skipped leaves the one
 before, with the versions of its cuts, and the next delta holds all rows written since then.
+
+Of several ranks, one may capture a queued save before the save in front of it has committed, and another one after
+that. So what it builds upon is settled in the background (`settle`), where all saves before it have ended.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from asyncckpt.engine.ranks.replicas import is_whole
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
@@ -60,18 +64,26 @@ class ChainLink:
 class Choice:
     """What kind of checkpoint a save makes: on top of `base`, or (None) a full one; and the rows of every table.
 
-    newest: the newest committed checkpoint at the call, which rows are compared with.
+    newest: the newest committed checkpoint at the call, which rows are compared with. asked: the kind that was asked
+    for; of a delta, base is None while the save that it builds upon is in flight, and all rows are there.
     """
 
     base: ChainLink | None
     newest: ChainLink | None
     tables: tuple[TableRows, ...]
+    asked: SaveKind = "auto"
 
 
 def choose_kind(
-    full: Choice, cut: Cut, *, step: int, kind: SaveKind, policy: DeltaPolicy | None, audit: bool
+    full: Choice, cut: Cut, *, step: int, kind: SaveKind, policy: DeltaPolicy | None, audit: bool, may_settle: bool
 ) -> Choice:
-    """Decide whether a save is a delta or full. UsageError for a delta without a committed checkpoint to build upon."""
+    """Decide whether a save is a delta or full. UsageError for a delta without a committed checkpoint to build upon.
+
+    may_settle: an earlier save of several ranks is in flight, and `settle` is called when it has ended.
+    """
+    full = replace(full, asked=kind)
+    if kind == "delta" and full.newest is None and may_settle:
+        return full
     choice, base = _choose(full, cut, step, kind, policy), full.newest
     if not audit or base is None:
         return choice
@@ -83,6 +95,31 @@ def _choose(full: Choice, cut: Cut, step: int, kind: SaveKind, policy: DeltaPoli
     base = full.newest
     if kind == "full" or (kind == "auto" and (policy is None or base is None or _is_due(base, step, policy))):
         return full
+    base = _checked(base, step)
+    rows = tuple(_rows_of(number, item, base, cut) for number, item in enumerate(cut.tables))
+    if kind == "auto" and policy is not None:
+        bytes_share = (base.deltas_bytes + _bytes_of(rows, base, cut)) / max(1, base.full_bytes)
+        if bytes_share > policy.bytes_share_max:
+            return full
+    return replace(full, base=base, tables=rows)
+
+
+def settle(choice: Choice, newest: ChainLink | None, *, step: int) -> Choice:
+    """Return the choice of a save when all saves before it have ended: a delta builds upon the newest checkpoint.
+
+    Rows written since an older checkpoint, and ids removed since then, include those since a newer one. UsageError as
+    of `choose_kind`.
+    """
+    if choice.asked == "auto" and (choice.base is None or newest is None or not _can_build_upon(newest, step)):
+        return choice  # Ranks whose call came later save in full beside it.
+    if choice.asked == "full" or (choice.base is not None and newest in (None, choice.base)):
+        return choice
+    newest = _checked(newest, step)
+    return replace(choice, base=newest, newest=newest)
+
+
+def _checked(base: ChainLink | None, step: int) -> ChainLink:
+    """Return what a delta of this step builds upon; UsageError when it cannot."""
     if base is None:
         raise UsageError(
             "a delta has nothing to build upon: this Saver has not committed a checkpoint yet",
@@ -95,24 +132,26 @@ def _choose(full: Choice, cut: Cut, step: int, kind: SaveKind, policy: DeltaPoli
             hint="save a full checkpoint: kind='full' or 'auto'",
         )
     limits.check_chain_length(len(base.chain))
-    rows = tuple(_rows_of(number, item, base) for number, item in enumerate(cut.tables))
-    if kind == "auto" and policy is not None:
-        bytes_share = (base.deltas_bytes + _bytes_of(rows, base, cut)) / max(1, base.full_bytes)
-        if bytes_share > policy.bytes_share_max:
-            return full
-    return Choice(base=base, newest=base, tables=rows)
+    return base
+
+
+def _can_build_upon(base: ChainLink, step: int) -> bool:
+    return step > base.parent.step and len(base.chain) <= limits.CHAIN_STEPS_MAX
 
 
 def _is_due(base: ChainLink, step: int, policy: DeltaPolicy) -> bool:
     age_s = time.monotonic() - base.full_time
-    if step <= base.parent.step or len(base.chain) > limits.CHAIN_STEPS_MAX:
+    if not _can_build_upon(base, step):
         return True
     return base.deltas_count >= policy.deltas_max or (policy.seconds_max is not None and age_s > policy.seconds_max)
 
 
-def _rows_of(number: int, item: CutTable, base: ChainLink) -> TableRows:
-    """Return the rows of a table that a delta needs: all of them where it is not known which were written."""
+def _rows_of(number: int, item: CutTable, base: ChainLink, whole: Cut) -> TableRows:
+    """Return the rows of a table that a delta needs: all of them where it is not known which were written, or which
+    rank has written the table last: rows can be laid only over a table of the same rank."""
     version, cut = _version_of(item, base), item.cut
+    if whole.share is not None and not whole.share.is_known and is_whole(item.table):
+        return TableRows(number)
     if version is not None and tracks_rows(cut):
         rows, removed = cut.touched_since(version), cut.removed_since(version)
         if rows is not None and removed is not None and len(rows) < cut.rows_count:

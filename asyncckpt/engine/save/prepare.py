@@ -4,41 +4,28 @@ it for devices takes long too.
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Iterator
 
 from asyncckpt.devices.current_runtime import device_of, runtime
-from asyncckpt.engine.process.background import check_may_wait, workers
+from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.device_stage import pin
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import DeadlineError
 from asyncckpt.model.table import is_overlaid
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 
 
-class PrepareFuture:
+class PrepareFuture(CheckpointFuture[None]):
     """Done when the arena is there."""
 
-    def __init__(self, inner: concurrent.futures.Future[None]) -> None:
-        self._inner = inner
-
-    def done(self) -> bool:
-        return self._inner.done()
-
-    @uninterrupted
-    def result(self, timeout: float | None = None) -> None:
-        """Wait; raises what went wrong, or DeadlineError; UsageError on the background thread."""
-        if not self._inner.done():
-            check_may_wait("the arena")
-        if not wait_until_done(self._inner, timeout):
-            raise DeadlineError(f"the arena was not ready within {timeout} s")
-        self._inner.result()
+    def cancel(self) -> bool:
+        """Return False: it goes on to its end."""
+        return False
 
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
@@ -70,7 +57,9 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
             pool.release(arena)
 
     try:
-        return PrepareFuture(workers.submit(touch))
+        future = PrepareFuture(step=None, path=target.root.path, what="preparation")
+        workers.submit(future.end_with, touch)
+        return future
     except BaseException:
         if arena is not None:
             pool.release(arena)

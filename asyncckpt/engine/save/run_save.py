@@ -75,7 +75,6 @@ def fail_save(job: SaveJob, error: BaseException) -> None:
 def end_save(job: SaveJob, *, ok: bool) -> None:
     """Give back everything the save holds; afterwards the next save may begin."""
     try:
-        job.cut.fence()
         job.cut.end(ok=ok)
     except Exception:
         log_exception("a table did not end its cut of step %d", job.step)

@@ -13,6 +13,7 @@ from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
+from asyncckpt.engine.process.event_loop import action_here, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
@@ -55,7 +56,8 @@ def start_save(
         check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
-    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline):
+    on_busy = action_here(busy) if staged else busy.action
+    if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=busy.deadline):
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
@@ -64,45 +66,46 @@ def start_save(
         future.skip(seconds=seconds, stall_seconds=seconds)
         return future
     claim: Claim | None = None
+    job: SaveJob | None = None
+    work: Job | None = None
     try:
         claim = claims.save(target.root, step)
         ticket.step = step = claim.step
-        job = _begin(
+        job = saving = _begin(
             target, ticket, claim, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
         )
+        work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
+        job.stall_seconds = time.perf_counter() - begun
+        background.submit(work)
+        save_lock.hand_over(ticket)
+        if job.staged is None:  # The background reads what the caller owns.
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        return job.future
     except BaseException as error:
-        if claim is not None:
-            claim.release()
-        save_lock.release(ticket)
+        if job is None:
+            if claim is not None:
+                claim.release()
+            save_lock.release(ticket)
+        else:
+            _call_back(job, work)
         ours = as_checkpoint_error(error, step)
         if ours is not error:
             raise ours from error
         raise
-    _hand_over(job, begun)
-    return job.future
 
 
-def _hand_over(job: SaveJob, begun: float) -> None:
-    """Give the job to the background; with live state, wait for its end: the background reads what the caller owns.
+def _call_back(job: SaveJob, work: Job | None) -> None:
+    """End a save whose call has failed or was interrupted, unless the background has begun it.
 
-    Interrupted, the save is ended first, for then the caller may change its state; a second interruption does not wait.
+    One that reads live state is ended in any case, for then the caller may change that; a second interruption does not
+    wait for it.
     """
-    work = Job(run=lambda: run_save(job), fail=lambda error: fail_save(job, error))
-    is_live = job.staged is None
-    try:
-        job.stall_seconds = time.perf_counter() - begun
-        background.submit(work)
-        job.ticket.thread = None
-        if is_live:
-            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
-    except BaseException:
-        job.ticket.thread = None
-        if background.withdraw(work):
-            end_save(job, ok=False)
-        elif is_live:
-            job.future.cancel()
-            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
-        raise
+    save_lock.hand_over(job.ticket)
+    if work is None or background.withdraw(work):
+        end_save(job, ok=False)
+    elif job.staged is None:
+        job.future.cancel()
+        wait_until_done(job.future._inner, SAVE_DEADLINE_S)
 
 
 def _begin(
@@ -125,7 +128,11 @@ def _begin(
         choice = Choice(base=None, newest=base, tables=cut.all_rows())
         policy, audit = options.deltas, options.debug.audit
         if kind == "delta" or policy is not None or audit:
-            choice = choose_kind(choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit)
+            # What is in flight beside this one may be the save that a delta builds upon.
+            may_settle = target.ranks is not None and len(save_lock.in_flight()) > 1
+            choice = choose_kind(
+                choice, cut, step=claim.step, kind=kind, policy=policy, audit=audit, may_settle=may_settle
+            )
         if choice.base is None:
             claim.parents.clear()
         stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
@@ -139,28 +146,28 @@ def _begin(
             cut.fence()
         else:  # The background reads what this thread has queued for its devices.
             wait_for(cut.tensors(), streams=options.device.streams)
+        future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
+        if snapshot is not None:
+            future.expect_copies(snapshot.pending)
+        return SaveJob(
+            target=target,
+            ticket=ticket,
+            claim=claim,
+            future=future,
+            begun=begun,
+            plan=stage.plan,
+            choice=choice,
+            values=values,
+            metadata=metadata,
+            cut=cut,
+            staged=snapshot,
+            fallback=stage.fallback,
+        )
     except BaseException:
         if snapshot is not None:
             snapshot.give_back()
         cut.give_up()
         raise
-    future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
-    if snapshot is not None:
-        future.expect_copies(snapshot.pending)
-    return SaveJob(
-        target=target,
-        ticket=ticket,
-        claim=claim,
-        future=future,
-        begun=begun,
-        plan=stage.plan,
-        choice=choice,
-        values=values,
-        metadata=metadata,
-        cut=cut,
-        staged=snapshot,
-        fallback=stage.fallback,
-    )
 
 
 def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
@@ -180,7 +187,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         deadline_s=deadline_s,
         limit_bytes=options.host_memory_limit,
         layout=layout,
-        before_wait=lambda: check_may_wait("a staging arena", holding=pool.guard),
+        before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
     )
     pending = Pending()
     try:
@@ -206,13 +213,13 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         if layout is not None:
             arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
         arena.seal()
+        return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
     except DeviceError:
         pool.discard(arena)
         raise
     except BaseException:  # An interrupt may come when devices write to the arena already.
         Staged(arena=arena, base=0, tables=(), pending=pending).give_back()
         raise
-    return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
 
 
 def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
+from asyncckpt.errors import closing_beside
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.table import CutVersion, Table, is_overlaid, tracks_rows
@@ -68,8 +71,9 @@ class Cut:
                     schema = table.schema()
                     cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
             cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
-        except BaseException:
-            cut.give_up()
+        except BaseException as error:
+            with closing_beside(error, "giving up the cut raised"):
+                cut.give_up()
             raise
         return cut
 
@@ -101,16 +105,23 @@ class Cut:
         if not self.fenced:
             self.fenced = True
             self.flat = FlatState()
-            for item in self.tables:
-                item.cut.fence()
+            _call_all([item.cut.fence for item in self.tables])
 
     def give_up(self) -> None:
         """End without a save."""
-        self.fence()
         self.end(ok=False)
 
     def end(self, *, ok: bool) -> None:
-        """Let every table know how the save ended."""
-        tables, self.tables = self.tables, []
-        for item in tables:
-            item.cut.end(ok)
+        """Fence, if that has not been done, and let every table know how the save ended."""
+        try:
+            self.fence()
+        finally:
+            tables, self.tables = self.tables, []
+            _call_all([partial(item.cut.end, ok) for item in tables])
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Make every call, also if some raise; then raise an error of theirs."""
+    with ExitStack() as left:
+        for call in reversed(calls):
+            left.callback(call)

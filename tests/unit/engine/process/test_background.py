@@ -7,8 +7,16 @@ from concurrent.futures import Future
 
 import pytest
 
-from asyncckpt.engine.process.background import WORKERS_MAX, Job, background, check_may_wait, workers, writers
-from asyncckpt.errors import UsageError
+from asyncckpt.engine.process.background import (
+    WORKERS_MAX,
+    Job,
+    background,
+    check_may_wait,
+    result_of,
+    workers,
+    writers,
+)
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.staging.chunks import chunk_buffers
 
@@ -37,6 +45,17 @@ def test_a_wait_is_refused_on_the_background_thread_and_on_workers() -> None:
 def test_a_wait_is_allowed_elsewhere() -> None:
     assert check() is None
     assert writers.submit(check).result(DEADLINE_S) is None
+
+
+def test_what_comes_of_work_is_waited_for_up_to_a_deadline() -> None:
+    """Also where the work itself runs into one, which is no end of the wait."""
+    future: Future[int] = Future()
+    with pytest.raises(DeadlineError, match="a removal did not end within 0 s"):
+        result_of(future, "a removal", 0)
+    future.set_exception(TimeoutError("of the work"))
+    with pytest.raises(TimeoutError, match="of the work"):
+        result_of(future, "a removal", 0)
+    assert result_of(writers.submit(int), "a removal", DEADLINE_S) == 0
 
 
 @pytest.mark.parametrize("tasks_count", [1, WORKERS_MAX, 2 * WORKERS_MAX])

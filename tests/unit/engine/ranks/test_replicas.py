@@ -15,14 +15,11 @@ from asyncckpt.engine.ranks.replicas import (
     ReplicaList,
     Replicas,
     WrittenByPeers,
-    check_claims,
     decode_list,
     decode_owners,
-    different_owners,
     is_whole,
-    same_owners,
-    who_asks,
 )
+from asyncckpt.engine.ranks.writers import check_claims, different_owners, same_owners
 from asyncckpt.errors import ConflictError, CorruptError
 from asyncckpt.format.strict_json import dumps
 from asyncckpt.model.sharded import Piece, Sharded, sharded
@@ -41,7 +38,7 @@ def replica(number: int, size: int) -> Replica:
 @given(SIZES, st.integers(1, 7))
 def test_shares_are_balanced(sizes: list[int], ranks_count: int) -> None:
     listed = ReplicaList(tuple(replica(number, size) for number, size in enumerate(sizes)))
-    owners = same_owners(listed, ranks_count)
+    owners = same_owners(listed.items, ranks_count)
     assert owners.keys() == {item.path for item in listed.items}
     loads = [sum(item.bytes for item in listed.items if owners[item.path] == rank) for rank in range(ranks_count)]
     assert max(loads) - min(loads) <= max(sizes, default=0)
@@ -67,7 +64,7 @@ def test_everything_is_written_by_one_rank() -> None:
         listed = replicas.list_of(flatten(state), tables)
         assert replicas.by_peers(listed) is None
         assert dict(listed.claims) == {"spread": f"shard {rank} of 3"}
-        replicas.agree(listed, replicas.written_by_peers(listed, same_owners(listed, 3), "a"))
+        replicas.agree(listed, replicas.written_by_peers(listed, same_owners(listed.items, 3), "a"))
         by_peers = replicas.by_peers(listed)
         assert by_peers is not None
         assert 9 not in by_peers.leaves, "a leaf that is spread is nobody's replica"
@@ -140,7 +137,7 @@ def test_buffers_are_those_of_the_first_rank() -> None:
     by_first = {item.path for item in listed.items if item.by_first}
     names = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
     assert by_first == {f'["nested", ["int", 0], "model", "{name}"]' for name in names}
-    for owners in (same_owners(listed, 4), different_owners([listed.items] * 4)):
+    for owners in (same_owners(listed.items, 4), different_owners([listed.items] * 4)):
         assert {owners[path] for path in by_first} == {0}
         assert set(owners.values()) == {0, 1, 2, 3}
     assert different_owners([[], list(listed.items), list(listed.items)])[next(iter(by_first))] == 1
@@ -165,21 +162,6 @@ def test_small_tensors_are_those_of_the_first_rank() -> None:
     assert [item.by_first for item in listed.items] == [True, False]
 
 
-def test_who_asks() -> None:
-    assert who_asks({0: "", 1: ""}, agreement="a", decided="")
-    assert not who_asks({0: "a", 1: "a"}, agreement="a", decided="a")
-    assert who_asks({0: "a", 1: ""}, agreement="a", decided="a"), "rank 1 has not heard yet, and holds the same"
-    for agreements, agreement, decided in (
-        ({0: "a", 1: ""}, "b", "a"),
-        ({0: "a", 1: ""}, "a", "b"),
-        ({0: "a", 1: "b"}, "a", "a"),
-    ):
-        with pytest.raises(ConflictError, match="other names, dtypes or shapes on ranks"):
-            who_asks(agreements, agreement=agreement, decided=decided)
-    with pytest.raises(ConflictError, match=r"on ranks \[1\] only"):
-        who_asks({0: "a", 1: ""}, agreement="b", decided="a")
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=5))
 def test_ranks_with_one_digest_compute_the_same_shares(rows: list[tuple[int, int, int]]) -> None:
     """Tables that grow apart are of the same form; shares that were computed on each rank would not fit together."""
@@ -192,7 +174,7 @@ def test_ranks_with_one_digest_compute_the_same_shares(rows: list[tuple[int, int
     for one in lists:
         for other in lists:
             if one.digest == other.digest:
-                assert same_owners(one, len(rows)) == same_owners(other, len(rows))
+                assert same_owners(one.items, len(rows)) == same_owners(other.items, len(rows))
 
 
 def test_lists_travel() -> None:

@@ -1,0 +1,39 @@
+"""Controls: each protection is needed. Without it, the places where it is missed are found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+LIMIT_S = 280
+
+# What is left unprotected, and the test that finds it.
+CONTROLS = {
+    "asyncckpt.tables.table_lock:uninterrupted": "test_uses_of_tables",
+    "asyncckpt.tables.optim:_SparseOptimizer.step": "test_step_of_an_optimizer",
+    "asyncckpt.saver:Saver.save_async": "test_calls_of_a_saver[_save_async]",
+    "asyncckpt.saver:Saver.save": "test_calls_of_a_saver[_save_blocking]",
+    "asyncckpt.saver:Saver.prepare": "test_calls_of_a_saver[_prepare]",
+    "asyncckpt.saver:Saver.compact": "test_calls_of_a_saver[_compact]",
+    "asyncckpt.saver:uninterrupted": "test_calls_of_a_saver[_close_and_open]",
+    "asyncckpt.loader:Loader.load": "test_loads[_load]",
+    "asyncckpt.loader:uninterrupted": "test_loads[_load_async]",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unprotected", CONTROLS)
+def test_a_missing_protection_is_found(unprotected: str, tmp_path: Path) -> None:
+    test = f"tests/interrupts/test_interrupts.py::{CONTROLS[unprotected]}"
+    environment = {**os.environ, "ASYNCCKPT_UNPROTECTED": unprotected, "ASYNCCKPT_INTERRUPT_PLACES": "1000000"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/t", test]
+    done = subprocess.run(
+        command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 1, done.stdout
+    assert "AssertionError: 1 of" in done.stdout, done.stdout

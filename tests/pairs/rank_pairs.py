@@ -1,0 +1,67 @@
+"""Pairs of operations of two ranks, each a function of (rank, folder, ...); run by test_two_ranks.py.
+
+Both ranks hold the same operation at the same place, and run the other one there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from asyncckpt.errors import (
+    ConflictError,
+    NotFoundError,
+    PeerError,
+    SaveCancelledError,
+    SaveInProgressError,
+    UsageError,
+)
+from tests.pairs.gate import Gate, Place
+from tests.pairs.operations import BY_NAME, Operation, may_raise
+from tests.pairs.run_pairs import Running, check_world, overlap
+from tests.pairs.world import World, check_no_directory_is_held
+from tests.ranks.job_ranks import group_of
+
+RANKS_COUNT = 2
+REFUSING = (ConflictError, NotFoundError, SaveInProgressError, UsageError)
+
+
+def run_pairs(rank: int, folder: Path, pairs: Sequence[tuple[str, str, Place, int]]) -> None:
+    """Run pairs: two names, the place where the first one is held, and how many Savers there are."""
+    warnings.simplefilter("ignore")
+    group_of(rank, RANKS_COUNT, folder)
+    with Gate().watching() as gate:
+        world = World(gate, folder=folder, of=(rank, RANKS_COUNT), meet=dist.barrier)
+        for first, second, place, sides in pairs:
+            run_pair(world, BY_NAME[first], BY_NAME[second], place, sides=sides)
+        world.close()
+    check_no_directory_is_held()
+
+
+def run_pair(world: World, first: Operation, second: Operation, place: Place, *, sides: int) -> None:
+    print(f"{first} at {place} beside {second}, {sides} Savers", flush=True)
+    world.gate.arm(None)
+    world.renew(sides, ())
+    one, two = ended = overlap(world, first, second, place, sides=sides)
+    world.gate.arm(None)
+    for own, other in ((one, two), (two, one)):
+        if own.error is not None and not _may_raise(own, other, same_saver=sides == 1):
+            raise AssertionError(f"{own.operation} beside {other.operation} failed") from own.error
+    check_world(world, ended)
+
+
+def _may_raise(own: Running, other: Running, *, same_saver: bool) -> bool:
+    """Whether it may raise what it raised, or what another rank did."""
+    assert own.error is not None
+    if isinstance(own.error, PeerError):
+        if "cancels" in own.operation.traits and SaveCancelledError.__name__ in own.error.cause:
+            return True
+        return any(
+            may_raise(own.operation, other.operation, kind(""), same_saver=same_saver)
+            for kind in REFUSING
+            if kind.__name__ in own.error.cause
+        )
+    return may_raise(own.operation, other.operation, own.error, same_saver=same_saver)

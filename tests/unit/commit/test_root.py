@@ -1,0 +1,35 @@
+"""Where checkpoint directories are opened, and where they are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.errors import UnsupportedError
+
+pytestmark = pytest.mark.any_core
+
+DOORS: list[Callable[[Path], Any]] = [
+    lambda path: asyncckpt.Saver(path=path / "new", tensors={"w": torch.zeros(3)}),
+    lambda path: asyncckpt.Loader(path, tensors={"w": torch.zeros(3)}).load(),
+    lambda path: asyncckpt.verify(path),
+]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_host_of_the_other_byte_order_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: Callable[[Path], Any]
+) -> None:
+    """It would write its own order, and say that it is the other one."""
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}) as saver:
+        saver.save(1)
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with pytest.raises(UnsupportedError, match="little-endian hosts, found 'big'"):
+        door(tmp_path)
+    assert not (tmp_path / "new").exists()
