@@ -139,9 +139,14 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "embcache.Saver.save": lambda: world.sparse.save(world.net, world.path / "sparse" / str(next(world.steps))),
         "embcache.Saver.save_async": lambda: world.sparse.save_async(world.net, world.path / "sparse" / "background"),
         "embcache.Saver.wait_idle": lambda: world.sparse.wait_idle(DEADLINE_S),
+        "Saver.when_free": lambda: run_coroutine(saver.when_free(DEADLINE_S)),
+        "Loader.when_free": lambda: run_coroutine(world.loader.when_free(DEADLINE_S)),
+        "embcache.Saver.when_free": lambda: run_coroutine(world.sparse.when_free(DEADLINE_S)),
         "embcache.Saver.close": world.sparse.close,
+        "embcache.Saver.aclose": lambda: run_coroutine(world.sparse.aclose()),
         "Saver.wait_idle": lambda: saver.wait_idle(DEADLINE_S),
         "Saver.close of another": other.close,
+        "Saver.aclose of another": lambda: run_coroutine(world.others[1].aclose()),
     }
 
 

@@ -333,6 +333,6 @@ def test_every_public_function_is_called(world: World) -> None:
     assert (missing, functions) == ([], ["sharded"]), "sharded only describes a tensor"
 
 
-# Of a future, what the engine calls.
+# Of a future, what the engine and asyncio call.
 ENGINE_ONLY = {"enter", "expect_bytes", "resolve", "fail", "end_with", "take_unclaimed_error", "skip", "expect_copies",
-               "mark_staged"}  # fmt: skip
+               "mark_staged", "send", "throw", "close"}  # fmt: skip
