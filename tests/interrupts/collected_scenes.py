@@ -40,7 +40,7 @@ from asyncckpt.options import SaveOptions  # noqa: E402
 from asyncckpt.storage import owner_lock  # noqa: E402
 from tests.interrupts.public_calls import DEADLINE_S, World, calls, run_coroutine  # noqa: E402
 
-HANG_S_MAX = 500.0
+HANG_S_MAX = 300.0
 AT_ONCE_S = 10.0
 
 
@@ -188,7 +188,8 @@ def play(kind: str, folder: Path, every: int) -> dict[str, Any]:
         with at_places(lambda place: seen.setdefault(place)):  # noqa: B023 - called within the block
             scene()
         save_async_ends()
-        for place in [place for place in seen if place not in known]:
+        # A thread that has just been started is in no line of the library, and whoever has started it waits for it.
+        for place in [place for place in seen if place not in known and place[0]]:
             known.add(place)
             if len(known) % every:
                 continue

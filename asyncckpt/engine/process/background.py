@@ -84,7 +84,7 @@ class Background:
 
     def withdraw(self, job: Job) -> bool:
         """Take back a job after an interrupted or failed `submit`; False when it has begun or knows that it is lost."""
-        with self._guard:
+        with self._guard.again():  # Also where the submit was refused to a destructor.
             if job in self._jobs:
                 self._jobs.remove(job)
             return not job.is_begun

@@ -128,7 +128,7 @@ class SaveLock:
 
     def release(self, ticket: Ticket) -> None:
         """Give a ticket back, if it is held. Idempotent, so an interrupted caller may call it again."""
-        with self._changed:
+        with self._guard.again():
             if ticket in self._held:
                 self._held.remove(ticket)
                 self._changed.notify_all()
