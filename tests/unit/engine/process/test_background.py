@@ -13,6 +13,7 @@ from asyncckpt.engine.process.background import (
     background,
     check_may_wait,
     result_of,
+    rewriters,
     workers,
     writers,
 )
