@@ -33,6 +33,7 @@ from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.errors import UsageError
 from asyncckpt.format.limits import check_step
+from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
@@ -191,7 +192,7 @@ class Update:
     def __init__(self, opened: OpenUpdate, follower: Follower) -> None:
         self._opened = opened
         self._follower = follower
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._is_open = True
         self.step: int = opened.step
         self.kind: Literal["full", "delta"] = "full" if opened.previous is None else "delta"

@@ -241,7 +241,10 @@ class Saver:
 
     @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight and their retention; then raise the first error nobody has asked for."""
+        """Wait for saves in flight and their retention; then raise the first error nobody has asked for.
+
+        In a forked child there is nothing to wait for.
+        """
         check_timeout(timeout)
         self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
         self._errors.raise_first()
@@ -255,7 +258,8 @@ class Saver:
         """Wait for saves in flight and calls of other threads, release the directory, raise the first error nobody has
         asked for. Idempotent.
 
-        Interrupted while it waits, it leaves the directory locked until the save in flight has ended.
+        Interrupted while it waits, it leaves the directory locked until the save in flight has ended. A forked child
+        leaves the directory, and what is in flight, to its parent.
         """
         self._end()
         self._errors.raise_first()
@@ -293,6 +297,9 @@ class Saver:
 
     def _end(self) -> None:
         """Take no more saves, wait for those in flight, and give the directory back."""
+        if self._pid != os.getpid():
+            self._closed = True
+            return
         if threading.get_ident() in self._callers:
             what = f"the Saver of {self.path!r} cannot be closed by what one of its calls calls"
             raise UsageError(what, hint="close it when that call has returned")
@@ -369,6 +376,8 @@ class Saver:
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""
+        if self._pid != os.getpid():
+            return
         until = time.monotonic() + timeout
         self._errors.wait(timeout)
         retention = self._target.memory.retention

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "asyncckpt"
 
 FLOORS = {
     "errors": 0,
+    "guard": 0,
     "options": 0,
     "model": 0,
     "arguments": 0,
@@ -53,6 +54,7 @@ FLOORS = {
 # Rooms of the same floor that may know each other.
 NEIGHBOURS = {
     ("adapters", "tables"),
+    ("guard", "errors"),
     ("model", "errors"),
     ("model", "arguments"),
     ("arguments", "errors"),

@@ -19,7 +19,6 @@ promise to report every write: by `FixedTable.track()`, or by `track_lookups` fo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.adapters.export_only import one_run
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, Column, CutVersion, Role, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HeldTable
@@ -50,7 +50,7 @@ class FixedMarks(TouchedRows):
 
     def __init__(self, rows_count: int, *, before_cut: Callable[[], None] = lambda: None) -> None:
         super().__init__(rows_count)
-        self._lock = threading.Lock()
+        self._lock = Guard()
         self._before_cut = before_cut
         self.begin_rows(np.arange(rows_count, dtype=np.int64), rows_end=rows_count)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Collection, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +16,7 @@ from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, NotFoundError
 from asyncckpt.format.names import Attempt
+from asyncckpt.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Claims(Container[str]):
     """All claims of this process, by the ids of their attempts."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self.held: dict[str, Claim] = {}
         self._removing: dict[tuple[int, int], Collection[int]] = {}
 
@@ -124,7 +124,6 @@ class Claims(Container[str]):
 
     def forget(self) -> None:
         """Start anew in a forked child, where nothing is saved."""
-        self._guard = threading.Lock()
         self.held = {}
         self._removing = {}
 

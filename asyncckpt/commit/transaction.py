@@ -128,6 +128,7 @@ class Transaction:
         self._root = commits.root
         self._file: IO[bytes] = io.BytesIO()  # The manifest's, from _prepare on.
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
+        self._pid = os.getpid()
 
     @staticmethod
     def begin(commits: Commits, claim: Claim) -> Transaction:
@@ -191,9 +192,12 @@ class Transaction:
         return Published(parent=parent, manifest_bytes=len(raw))
 
     def close(self) -> None:
-        """Give up what was begun and not committed. Leaves a commit under way alone. Idempotent, never raises."""
+        """Give up what was begun and not committed, in the process that has begun it. Leaves a commit under way alone.
+        Idempotent, never raises.
+        """
         if self._state == "begun":
-            self._abandon()
+            if self._pid == os.getpid():
+                self._abandon()
             self.folder.close()
 
     async def give_up(self) -> None:

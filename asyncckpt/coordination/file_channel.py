@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,6 +31,7 @@ from asyncckpt.coordination.session_files import (
     write_whole,
 )
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, NotFoundError, PeerError
+from asyncckpt.guard import Guard
 from asyncckpt.storage.directory import Directory
 
 # How long rank 0 keeps the session for others that have not closed yet.
@@ -81,7 +82,8 @@ class FileChannel:
         self._ranks = ranks
         self._session = session
         self._closed = False
-        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._guard = Guard()
         self._calls: dict[int, _Call] = {}
         close_at_exit(self)
 
@@ -136,10 +138,19 @@ class FileChannel:
                         folder.remove_file(name)
 
     def close(self) -> None:
-        """Say that this rank is gone. Rank 0 keeps the session until all are, or CLOSE_S_MAX has passed."""
+        """Say that this rank is gone. Rank 0 keeps the session until all are, or CLOSE_S_MAX has passed.
+
+        In a forked child, which is no rank, only the folders are closed.
+        """
         if self._closed:
             return
         self._closed = True
+        if self._pid == os.getpid():
+            self._leave()
+        self._session.close()
+        self._ranks.close()
+
+    def _leave(self) -> None:
         with contextlib.suppress(CheckpointError):
             if self.rank == 0:
                 self._wait_for_others()
@@ -148,8 +159,6 @@ class FileChannel:
                     write_whole(folder, gone_name(self.rank), b"")
         if self.rank == 0:
             remove_session(self._ranks, self._session.path.name)
-        self._session.close()
-        self._ranks.close()
 
     def _call(self, call: int) -> _Call:
         with self._guard:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import uuid
 from collections import defaultdict
@@ -43,8 +42,8 @@ from asyncckpt.storage.directory import Directory
 ROSTER_BYTES_MAX = 16 << 20
 
 
-# What this process, as rank 0, has made: several of its Savers may share a directory.
-_guard = threading.Lock()
+# What this process, as rank 0, has made: several of its Savers may share a directory. Without a lock, for finalizers
+# remove sessions: each use of a set is one operation, of which no other one sees a part.
 _sessions: set[str] = set()  # Not yet removed: no sweep takes them.
 _tokens: set[str] = set()  # Named by a roster: a slow rank may leave such a hello once more; it must not count again.
 
@@ -60,13 +59,17 @@ def make_session(root: Directory, *, ranks_count: int, deadline_s: float) -> str
         _sweep(ranks)
     tokens = _gather(root, ranks_count=ranks_count, deadline_s=deadline_s, until=until)
     session = new_session_name()
-    with _guard:
-        _sessions.add(session)
-        _tokens.update(tokens.values())
-    with _opened(root) as ranks, ranks.make_folder(session) as folder:
-        for name in (PUT_DIR, GONE_DIR, *map(inbox_dir, range(ranks_count))):
-            folder.make_folder(name).close()
-        write_whole(folder, ROSTER, dumps({str(rank): token for rank, token in tokens.items()}))
+    _sessions.add(session)
+    _tokens.update(tokens.values())
+    with _opened(root) as ranks:
+        try:
+            with ranks.make_folder(session) as folder:
+                for name in (PUT_DIR, GONE_DIR, *map(inbox_dir, range(ranks_count))):
+                    folder.make_folder(name).close()
+                write_whole(folder, ROSTER, dumps({str(rank): token for rank, token in tokens.items()}))
+        except BaseException:
+            remove_session(ranks, session)
+            raise
     return session
 
 
@@ -99,8 +102,7 @@ def remove_session(ranks: Directory, session: str) -> None:
     """Remove a session and all in it, as rank 0. What cannot be removed is swept by the next job."""
     with contextlib.suppress(CheckpointError, OSError):
         _remove(ranks, session)
-    with _guard:
-        _sessions.discard(session)
+    _sessions.discard(session)
 
 
 @contextlib.contextmanager
@@ -112,8 +114,7 @@ def _opened(root: Directory) -> Iterator[Directory]:
 
 def _sweep(ranks: Directory) -> None:
     """Remove what earlier jobs have left. What cannot be removed is in nobody's way."""
-    with _guard:
-        live = set(_sessions)
+    live = set(_sessions)
     for name in ranks.names():
         if is_session(name) and name not in live:
             with contextlib.suppress(CheckpointError, OSError):

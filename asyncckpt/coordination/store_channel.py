@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from asyncckpt.coordination.store_values import (
     write_value,
 )
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, PeerError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.own_rank import rank_in_group
 
 T = TypeVar("T")
@@ -106,7 +107,8 @@ class StoreChannel:
         self._line = line
         self._place = place
         self._closed = False
-        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._guard = Guard()
         self._calls: dict[int, _Call] = {}
         close_at_exit(self)
 
@@ -188,8 +190,11 @@ class StoreChannel:
             self._line.ask(lambda _: leave_cause(self._place, cause)).wait(CLOSE_S_MAX)
 
     def close(self) -> None:
-        """Say that this rank is gone. Rank 0 keeps the store up until all are, or CLOSE_S_MAX has passed."""
-        if self._closed:
+        """Say that this rank is gone. Rank 0 keeps the store up until all are, or CLOSE_S_MAX has passed.
+
+        Does nothing in a forked child, which is no rank, and has no thread that speaks to the store.
+        """
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         with contextlib.suppress(LineBroken):

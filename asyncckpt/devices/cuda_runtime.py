@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.native import UnusableLibrary
 from asyncckpt.native.cuda import DeviceFailure, load_cuda_library
 from asyncckpt.options import DEVICE_DEADLINE_S
@@ -61,7 +61,7 @@ class CudaRuntime:
     """Implements contract.Runtime."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._kernels: dict[int, Kernels] = {}
         self._home = 0  # A device that this process uses, for calls without a device.

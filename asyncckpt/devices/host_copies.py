@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from asyncckpt.devices.batch import Batch, settle_all
 from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.native import I64, U64
 
 NO_MEMORY: U64 = np.empty((0, 2), dtype=np.uint64)
@@ -99,7 +99,7 @@ class Pending:
 
     def __init__(self, batches: Sequence[Launched] = ()) -> None:
         self._batches = list(batches)
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._failed: Exception | None = None
 
     @property

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from asyncckpt.errors import IOFailedError
+from asyncckpt.guard import Guard
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class IdleEndingThreads(Executor):
         """Do nothing: the threads end by themselves."""
 
     def _start_anew(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._waiting: deque[_Task[Any]] = deque()
         self._threads: set[threading.Thread] = set()
 

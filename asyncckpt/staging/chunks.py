@@ -7,10 +7,10 @@ uses them.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from asyncckpt.guard import Guard
 from asyncckpt.native import Memory, core
 from asyncckpt.options import CHUNK_BYTES
 
@@ -21,7 +21,7 @@ class ChunkBuffers:
     """A pair of buffers of CHUNK_BYTES each."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._memory: Memory | None = None
 
     @contextmanager
@@ -38,7 +38,6 @@ class ChunkBuffers:
             yield tuple(self._memory.address + index * CHUNK_BYTES for index in range(CHUNKS_COUNT))
 
     def forget(self) -> None:
-        self._guard = threading.Lock()
         self._memory = None
 
 

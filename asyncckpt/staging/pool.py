@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncckpt.errors import DeadlineError
+from asyncckpt.guard import Guard
 from asyncckpt.options import HEADROOM_BYTES_MAX
 from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.staging.arena import Arena, ArenaState
@@ -38,7 +39,10 @@ class ArenaPool:
 
     _arenas: list[Arena] = field(default_factory=list)
     _lost: list[Arena] = field(default_factory=list)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    guard: Guard = field(default_factory=Guard)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition(self.guard)
 
     @property
     def held_bytes(self) -> int:
@@ -142,7 +146,7 @@ class ArenaPool:
 
     def release(self, arena: Arena) -> None:
         """Give an arena back and wake a waiter; from any thread, also from within a garbage collection."""
-        with self._changed:
+        with self.guard.again():
             arena.state = ArenaState.FREE
             arena.is_lent = False
             if self._own_count() > ARENAS_COUNT_MAX:  # It was lent, and others came in its place.
@@ -163,8 +167,8 @@ class ArenaPool:
             return sum(arena.pinned[1] for arena in self._arenas)
 
     def forget(self, layout: object) -> None:
-        """Forget which arenas hold snapshots of this layout: nobody will bring them up to date any more."""
-        with self._changed:
+        """Forget which arenas hold snapshots of this layout: nobody will bring them up to date any more. As release."""
+        with self.guard.again():
             for arena in self._arenas:
                 if arena.contents is not None and arena.contents.layout is layout:
                     arena.contents = None
@@ -202,7 +206,7 @@ def _forget_in_child() -> None:
     """Start without arenas in a forked child, which does not inherit their memory."""
     global pool
     pool._arenas = []
-    pool._changed = threading.Condition()
+    pool._changed = threading.Condition(pool.guard)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -16,12 +16,12 @@ import json
 import os
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 
 from asyncckpt.errors import ConflictError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.storage.directory import FILE_MODE, Directory, io_failed
 
 _F_OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
@@ -32,7 +32,7 @@ class _Registry:
     """The locks of this process: descriptor and number of shares, by device and inode of the directory."""
 
     def __init__(self) -> None:
-        self.guard = threading.Lock()
+        self.guard = Guard()
         self.held: dict[tuple[int, int], tuple[int, int]] = {}
         self.released: deque[tuple[int, int]] = deque()  # Shares that were given back and are still counted.
 
@@ -46,7 +46,7 @@ class _Registry:
 
     def settle(self) -> None:
         """Count what was released. Waits for nobody: finalizers come here, also on the thread that holds the guard."""
-        while self.released and self.guard.acquire(blocking=False):
+        while self.released and not self.guard.is_held_here() and self.guard.acquire(blocking=False):
             try:
                 while self.released:
                     self._release(self.released.popleft())
@@ -113,42 +113,45 @@ class OwnerLock:
 
 def _lock_file(root: Directory, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        is_new = not root.exists(name)
-        fd = os.open(name, flags, FILE_MODE, dir_fd=root.fd)
-        if is_new:
-            root.settle_file(fd)
-    except OSError as error:
-        raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
-    try:
-        # struct flock: type, whence, start, length, pid; an OFD lock wants pid 0.
-        fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError as error:
-        holder = _read_record(fd)
-        os.close(fd)
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            raise ConflictError(
-                f"directory {str(root.path)!r} is being written by another process",
-                found=holder,
-                hint="close its Saver, or save elsewhere; ranks of one job save together, see RankOptions",
-            ) from error
-        raise io_failed(f"directory {str(root.path)!r} cannot be locked", error) from error
-    _write_record(fd)
+    with contextlib.ExitStack() as opened:
+        try:
+            is_new = not root.exists(name)
+            fd = os.open(name, flags, FILE_MODE, dir_fd=root.fd)
+            opened.callback(os.close, fd)
+            if is_new:
+                root.settle_file(fd)
+        except OSError as error:
+            raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
+        try:
+            # struct flock: type, whence, start, length, pid; an OFD lock wants pid 0.
+            fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise ConflictError(
+                    f"directory {str(root.path)!r} is being written by another process",
+                    found=_read_record(fd),
+                    hint="close its Saver, or save elsewhere; ranks of one job save together, see RankOptions",
+                ) from error
+            raise io_failed(f"directory {str(root.path)!r} cannot be locked", error) from error
+        _write_record(fd)
+        opened.pop_all()
     return fd
 
 
 def _read_record(fd: int) -> str:
-    with contextlib.suppress(OSError, ValueError):
+    """Return who holds the lock, whatever the file says."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         record = json.loads(os.pread(fd, _RECORD_BYTES_MAX, 0))
-        return f"process {record['pid']} on {record['host']}, since {record['since']}"
+        if isinstance(record, dict) and {"pid", "host", "since"} <= record.keys():
+            return f"process {record['pid']} on {record['host']}, since {record['since']}"
     return "an unknown process"
 
 
 def _write_record(fd: int) -> None:
     """Write who holds the lock, for error messages only."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
     with contextlib.suppress(OSError):
+        record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
         os.ftruncate(fd, 0)
         os.pwrite(fd, record, 0)
 
@@ -159,7 +162,6 @@ def _forget_in_child() -> None:
             os.close(fd)
     _registry.held.clear()
     _registry.released.clear()
-    _registry.guard = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -11,12 +11,12 @@ The table's lock is held in the states cut and load.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.ids import check_owned, flat_ids
@@ -41,7 +41,7 @@ class HeldTable:
         self._lock = lock
         self._columns = columns
         self._ids = ids
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._is_released = False
 
     def column(self, name: str) -> torch.Tensor:

@@ -13,13 +13,13 @@ map belongs to the same step as the weights, whatever a prefetch has moved befor
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, CacheCopy
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
@@ -43,7 +43,7 @@ class CacheOverlay:
         self._places = places
         self._columns = {name: RowMemory.of(column) for name, column in copy.columns.items()}
         self._columns[ID_COLUMN] = RowMemory.of(torch.from_numpy(ids))
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._by_place: tuple[I64, I64] | None = None
 
     def lay_over(self, index: int, targets: Mapping[str, int]) -> None:

@@ -12,7 +12,6 @@ invariants:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 from typing import Protocol, cast
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, TableSchema
 from asyncckpt.native import I64, core
@@ -50,7 +50,7 @@ class RowWatchers:
     """The watchers of one table. They are added under the table's lock and dropped from any thread, without it."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
         self._all: tuple[RowWatcher, ...] = ()
 

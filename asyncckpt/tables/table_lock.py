@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from asyncckpt.errors import DeadlineError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.table import TableSchema
 from asyncckpt.signals import uninterrupted, wait_in_steps
 
@@ -23,19 +23,28 @@ class TableLock:
         self._table = table
         self._lock = threading.Lock()
         self._holder = ""
+        self._thread: int | None = None  # That has taken it; another one may release it.
 
     def acquire(self, use: str) -> None:
-        """Wait for the table; `use` names what holds it from now on. Raises DeadlineError."""
+        """Wait for the table; `use` names what holds it from now on.
+
+        DeadlineError; UsageError on the thread that holds it: who would let it go then?
+        """
+        if self._thread == threading.get_ident():
+            raise UsageError(
+                f"{use} of table {self._table!r} waits for {self._holder or 'another use'} of it on the same thread",
+                hint="what a cut or load of the table calls, or a destructor, cannot use it meanwhile",
+            )
         is_free = self._lock.acquire(blocking=False)
         if not is_free and not wait_in_steps(lambda seconds: self._lock.acquire(timeout=seconds), TABLE_WAIT_S_MAX):
             holder = self._holder
             what = f"{use} of table {self._table!r} waited {TABLE_WAIT_S_MAX} s for {holder or 'another use'} of it"
             raise DeadlineError(what, hint="a cut holds its table until fence(), a load until end()")
-        self._holder = use
+        self._holder, self._thread = use, threading.get_ident()
 
     def release(self) -> None:
         """Release the lock, from any thread."""
-        self._holder = ""
+        self._holder, self._thread = "", None
         self._lock.release()
 
     def hold(self, use: str) -> _Hold:

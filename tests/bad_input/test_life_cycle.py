@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -361,9 +362,20 @@ def test_case_117_table_that_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", 0.01)
     table = asyncckpt.HashTable("t", 1)
-    cut = table.begin_cut()
+    cut = in_thread(table.begin_cut)
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         with pytest.raises(DeadlineError, match=r"cut of table 't' waited 0\.01 s for cut"):
             saver.save_async(0)
         cut.fence()
         assert saver.save(0).step == 0
+        cut = table.begin_cut()
+        with pytest.raises(UsageError, match="lookup of table 't' waits for cut of it on the same thread"):
+            table.lookup(torch.arange(3))
+        cut.fence()
+        assert len(table.lookup(torch.arange(3))) == 3
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns on a thread of its own."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result(DEADLINE_S)

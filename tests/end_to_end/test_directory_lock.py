@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
+import struct
 import subprocess
 import sys
 import threading
@@ -124,3 +127,23 @@ def test_a_saver_that_is_collected_while_a_lock_is_taken_waits_for_nobody(
     opened[0].close()
     assert registry.held.keys() <= before
     assert not registry.released
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"1", b'"x"', b"null", b"[" * 4096, b'{"pid":1}', b"\xff\xfe\x00", b'{"pid":' + b"9" * 4000],
+    ids=lambda content: repr(content[:8]),
+)
+def test_whatever_a_held_lock_says_it_is_held(tmp_path: Path, content: bytes) -> None:
+    asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}).close()
+    (tmp_path / "LOCK").write_bytes(content)
+    holder = os.open(tmp_path / "LOCK", os.O_RDWR)  # A file opened anew is a holder of its own.
+    try:
+        fcntl.fcntl(holder, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        opened = os.listdir("/proc/self/fd")
+        with pytest.raises(asyncckpt.ConflictError, match="is being written by another process, found 'an unknown"):
+            asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)})
+        assert os.listdir("/proc/self/fd") == opened
+    finally:
+        os.close(holder)
+    asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}).close()

@@ -10,6 +10,7 @@ runs:
     committer   the steps of a commit, which wait for nothing but the disk
     rewriters   compactions and removals, which wait for commits
     retainer    retention
+    talkers     messages with other ranks: sending and receiving block
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.guard import Guard, check_holds_none
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
@@ -36,6 +37,7 @@ WORKERS_MAX = 4
 COMMITTERS_MAX = 8
 # They read and write whole checkpoints; more of them at once would take the disk from saves and end no sooner.
 REWRITERS_MAX = 2
+TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
 HANDOVER_S_MAX = 0.0002
 _usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
@@ -45,6 +47,7 @@ writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
 committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)
 rewriters = IdleEndingThreads("asyncckpt-rewrite", REWRITERS_MAX)
 retainer = IdleEndingThreads("asyncckpt-retention", 1)
+talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 
 
 @dataclass(eq=False)
@@ -64,7 +67,7 @@ class Background:
     """Runs jobs. A job reports its own failure; what still escapes is a bug and is printed."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._jobs: list[Job] = []
         self.is_busy = False
         self._wake: Callable[[], object] | None = None
@@ -81,7 +84,7 @@ class Background:
 
     def withdraw(self, job: Job) -> bool:
         """Take back a job after an interrupted or failed `submit`; False when it has begun or knows that it is lost."""
-        with self._guard:
+        with self._guard.again():  # Also where the submit was refused to a destructor.
             if job in self._jobs:
                 self._jobs.remove(job)
             return not job.is_begun
@@ -175,15 +178,18 @@ async def _run_job(job: Job) -> None:
 background = Background()
 
 
-def check_may_wait(what: str, *pools: IdleEndingThreads) -> None:
-    """Raise UsageError on the threads that run saves, filters and callbacks: what they wait for needs them.
+def check_may_wait(what: str, *pools: IdleEndingThreads, holding: Guard | None = None) -> None:
+    """Raise UsageError on the threads that run saves, filters and callbacks: what they wait for needs them; and in the
+    middle of another call, where a destructor or a signal handler may be.
 
-    pools: on which else it runs.
+    pools: on which else it runs. holding: what is given up for the time of the wait.
     """
-    if background.is_current_thread() or any(pool.is_current_thread() for pool in (workers, *pools)):
+    needed = (_loop_thread, workers, writers, committer, retainer, talkers, *pools)
+    if any(pool.is_current_thread() for pool in needed):
         raise UsageError(
             f"waiting for {what} on the background thread would wait for ever", hint="wait on a thread of your own"
         )
+    check_holds_none(what, but=holding)
 
 
 def result_of(future: Future[T], what: str, deadline_s: float) -> T:

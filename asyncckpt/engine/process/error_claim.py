@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from asyncckpt.errors import DeadlineError, SaveCancelledError
+from asyncckpt.guard import Guard
 
 CALLBACKS_S_MAX = 1.0  # How long `take` waits for done callbacks, which may ask: they may wait for its thread.
 
@@ -29,7 +30,7 @@ class ErrorClaim:
 
     def __init__(self, inner: concurrent.futures.Future[Any]) -> None:
         self._inner = inner
-        self._guard = threading.RLock()  # A signal handler may ask too.
+        self._guard = Guard()  # Entered again by whom a signal handler or a destructor calls.
         self._is_claimed = False
         self._threads_count = 0
         self._loops: list[asyncio.Future[None]] = []  # What each `await` waits for; it holds no error.
@@ -48,7 +49,7 @@ class ErrorClaim:
 
     def claim(self) -> bool:
         """Note that whoever calls this raises or returns the error now; return whether nobody has before."""
-        with self._guard:
+        with self._guard.again():
             is_first, self._is_claimed = not self._is_claimed, True
             return is_first
 
@@ -66,7 +67,7 @@ class ErrorClaim:
             return None
         if self._calling != threading.get_ident():
             self._called.wait(CALLBACKS_S_MAX)
-        with self._guard:
+        with self._guard.again():
             loops_ask = any(not (woken.cancelled() or woken.get_loop().is_closed()) for woken in self._loops)
             if not self.is_open or self._threads_count or loops_ask or self._calling == threading.get_ident():
                 return None
@@ -76,12 +77,12 @@ class ErrorClaim:
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
         """Be registered as a thread that asks."""
-        with self._guard:
+        with self._guard.again():
             self._threads_count += 1
         try:
             yield
         finally:
-            with self._guard:
+            with self._guard.again():
                 self._threads_count -= 1
 
     async def until_done(self, deadline_s: float, what: str) -> None:
@@ -89,7 +90,7 @@ class ErrorClaim:
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
         timer = loop.call_later(deadline_s, _wake, woken)
-        with self._guard:
+        with self._guard.again():
             self._loops.append(woken)
         try:
             if not self._inner.done():
@@ -99,12 +100,12 @@ class ErrorClaim:
             self._is_claimed = True
         finally:
             timer.cancel()
-            with self._guard:
+            with self._guard.again():
                 self._loops.remove(woken)
 
     def wake_loops(self) -> None:
         """Wake those who await, when `inner` is done."""
-        with self._guard:
+        with self._guard.again():
             loops = tuple(self._loops)
         for woken in loops:
             with contextlib.suppress(RuntimeError):  # Its loop is closed.
@@ -112,7 +113,7 @@ class ErrorClaim:
 
     def add_callback(self, call: Callable[[], object]) -> None:
         """Register a callback, which must not raise: it is called when the future is done, now if that is so."""
-        with self._guard:
+        with self._guard.again():
             self._callbacks_count += 1
             self._called.clear()
 
@@ -121,7 +122,7 @@ class ErrorClaim:
             try:
                 call()
             finally:
-                with self._guard:
+                with self._guard.again():
                     self._calling = None
                     self._callbacks_count -= 1
                     if not self._callbacks_count:

@@ -12,6 +12,7 @@ import time
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import DeadlineError, SaveInProgressError
+from asyncckpt.guard import Guard
 from asyncckpt.options import BusyPolicy, OnBusy
 
 BUSY_POLL_S = 0.02  # How often `when_free` looks.
@@ -35,17 +36,18 @@ def action_here(busy: BusyPolicy) -> OnBusy:
     return "raise" if busy.action == "wait" else "queue"
 
 
-def check_may_wait_here(what: str) -> None:
+def check_may_wait_here(what: str, *, holding: Guard | None = None) -> None:
     """Raise before an asynchronous call waits: SaveInProgressError on an event loop; see check_may_wait."""
-    check_may_wait(what)
+    check_may_wait(what, holding=holding)
     if on_event_loop():
         raise SaveInProgressError(f"{what} is not free, {_WOULD_STOP}", hint="await the oldest save before the call")
 
 
 async def when_free(deadline_s: float) -> None:
-    """Wait until nothing holds the save lock, without stopping the loop. DeadlineError."""
+    """Wait until nothing holds the save lock, without stopping the loop. DeadlineError; UsageError as in a wait."""
     until = time.monotonic() + deadline_s
     while in_flight := save_lock.in_flight():
+        save_lock.check_may_wait()
         if time.monotonic() >= until:
             raise DeadlineError(f"a {in_flight[0]} did not end within {deadline_s:g} s")
         await asyncio.sleep(BUSY_POLL_S)

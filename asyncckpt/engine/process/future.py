@@ -33,6 +33,7 @@ from asyncckpt.engine.process.background import check_may_wait
 from asyncckpt.engine.process.error_claim import ErrorClaim
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
@@ -81,7 +82,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
         # A running concurrent future cannot be cancelled, so cancelling an `await` never aborts the save.
         self._inner.set_running_or_notify_cancel()
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._state = FutureState.STAGED
         self._claim = ErrorClaim(self._inner)
         self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
@@ -313,7 +314,7 @@ class OpenErrors:
     """Futures of one Saver whose outcome was not reported yet. In a forked child there are none."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._futures: list[CheckpointFuture[Any]] = []
         self._pid = os.getpid()
 

@@ -26,6 +26,7 @@ from typing import Literal
 
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
+from asyncckpt.guard import Guard
 from asyncckpt.options import BusyPolicy, OnBusy
 from asyncckpt.signals import STEP_S, uninterrupted
 
@@ -68,7 +69,8 @@ class SaveLock:
     """Process-wide; see the table above."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._guard = Guard()
+        self._changed = threading.Condition(self._guard)
         self._asking: list[Ticket] = []
         self._held: list[Ticket] = []
 
@@ -86,6 +88,12 @@ class SaveLock:
                 return may_hold
             finally:
                 self._asking.remove(ticket)
+
+    def check_may_wait(self) -> None:
+        """Raise UsageError where a wait for what is in flight, in whatever way, would have no end."""
+        with self._changed:
+            if self._held:
+                self._check_may_wait(self._held[0])
 
     def _await_turn(self, ticket: Ticket, on_busy: OnBusy, deadline_s: float) -> bool:
         """Wait until a ticket may be held; under the lock. False: it shall be skipped."""
@@ -112,7 +120,7 @@ class SaveLock:
         return next((other for other in self._held if not ticket.may_queue_behind(other)), None)
 
     def _check_may_wait(self, other: Ticket) -> None:
-        check_may_wait(f"a {other}")
+        check_may_wait(f"a {other}", holding=self._guard)
         for ticket in self._held:
             if ticket.thread == threading.get_ident():
                 raise UsageError(
@@ -128,7 +136,7 @@ class SaveLock:
 
     def release(self, ticket: Ticket) -> None:
         """Give a ticket back, if it is held. Idempotent, so an interrupted caller may call it again."""
-        with self._changed:
+        with self._guard.again():
             if ticket in self._held:
                 self._held.remove(ticket)
                 self._changed.notify_all()

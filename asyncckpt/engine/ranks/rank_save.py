@@ -25,10 +25,10 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of
-from asyncckpt.engine.process.background import committer, run_on, workers
+from asyncckpt.engine.process.background import committer, run_on, talkers, workers
 from asyncckpt.engine.process.future import FutureState
 from asyncckpt.engine.ranks.replicas import decode_list, decode_owners
-from asyncckpt.engine.ranks.saver_ranks import Ranks, talkers
+from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.ranks.writers import Decision, Held, agreement_of, same_owners
 from asyncckpt.engine.save.delta_chain import settle
 from asyncckpt.engine.save.save_job import Committed, SaveJob, Written

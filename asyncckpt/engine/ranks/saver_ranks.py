@@ -9,16 +9,10 @@ from dataclasses import dataclass, field
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import Failed, Limits, Skipped, cause_of
-from asyncckpt.engine.process.background import Job, background
+from asyncckpt.engine.process.background import Job, background, talkers
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.writers import Decisions
-from asyncckpt.pipeline.threads import IdleEndingThreads
-
-TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
-
-# Sending and receiving block; the threads end when nothing has been said for a while, like the workers.
-talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 
 
 @dataclass

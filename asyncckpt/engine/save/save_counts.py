@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import Any
 
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import SaveCancelledError
+from asyncckpt.guard import Guard
 from asyncckpt.model.result import SaverStatistics
 from asyncckpt.staging.pool import pool
 
@@ -16,7 +16,7 @@ class SaveCounts:
     """The statistics of one Saver. Futures hold it, and not the Saver, which would keep the user's state alive."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = Guard()
         self._sums: Counter[str] = Counter()
 
     def now(self, plans_made_count: int) -> SaverStatistics:

@@ -187,7 +187,7 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
         deadline_s=deadline_s,
         limit_bytes=options.host_memory_limit,
         layout=layout,
-        before_wait=lambda: check_may_wait_here("a staging arena"),
+        before_wait=lambda: check_may_wait_here("a staging arena", holding=pool.guard),
     )
     pending = Pending()
     try:

@@ -1,0 +1,188 @@
+"""One rank of a job that forks children in the middle of everything; they end in each way that there is.
+
+    python -m tests.interrupts.child_ends <rank> <ranks> <folder> <alone|files|group>
+
+What is in flight at each fork: a save, the retention of an earlier one, a DCP save between its plan and its commit, an
+update of a follower, a Saver of multi-level tables. Ends with status 0 when nothing of it was harmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+
+import asyncckpt
+import asyncckpt.embcache
+from asyncckpt.dcp.attempt import CoordinatedAttempt
+from asyncckpt.options import SaveOptions
+from tests.embcache.models import Net
+
+DEADLINE_S = 120.0
+CHILDREN_S_MAX = 100.0
+# How a child ends, whether inside of a `with` of its parent's Saver, and the status that its parent sees.
+WAYS = {
+    ("return", False): 0,
+    ("return", True): 0,
+    ("sys.exit", True): 3,
+    ("exception", True): 1,
+    ("os._exit", False): 4,
+    ("close", False): 0,
+    ("drop", False): 0,
+}
+
+
+class ChildReturns(Exception):
+    """The program of a child comes to its end."""
+
+
+class Rank:
+    """What a rank has open."""
+
+    def __init__(self, rank: int, ranks_count: int, folder: Path) -> None:
+        self.folder = folder
+        self.may_write = threading.Event()
+        ranks = asyncckpt.RankOptions(peer_deadline=DEADLINE_S)
+        self.saver = asyncckpt.Saver(
+            rank,
+            ranks_count,
+            path=folder / "run",
+            tensors={"x": torch.arange(5.0)},
+            filter_func=self.hold,
+            keep_latest=1000,
+            ranks=ranks,
+        )
+        own = folder / f"own-{rank}"
+        own.mkdir(0o750)
+        self.attempt = CoordinatedAttempt(own / "dcp", 0, SaveOptions())
+        self.net = Net().trained(range(1))
+        self.sparse = asyncckpt.embcache.Saver(rank=0, world_size=1) if ranks_count == 1 else None
+        if self.sparse is not None:
+            self.sparse.save(self.net, own / "sparse")
+        with asyncckpt.Saver(path=own / "followed", tensors={"x": torch.arange(5.0)}) as saver:
+            saver.save(0)
+        # On a loop that ends here: a child that drops one takes from its parent's what wakes it.
+        self.follower = asyncckpt.follow(own / "followed")
+        self.update = asyncio.run(next_of(self.follower))
+
+    def hold(self, blocks: Any) -> Any:
+        assert self.may_write.wait(DEADLINE_S)
+        return blocks
+
+    def fork_all(self, step: int) -> None:
+        """Fork all children in the middle of a save, await their ends, and then that of the save."""
+        self.may_write.clear()
+        future = self.saver.save_async(step)
+        memory = self.saver._target.memory
+        retention, memory.retention = memory.retention, concurrent.futures.Future()
+        before, until = opened(), time.monotonic() + CHILDREN_S_MAX
+        children = {}
+        for ending, is_inside in WAYS:
+            child = os.fork()
+            if child == 0:
+                self.be_child(ending, is_inside=is_inside)
+            children[ending, is_inside] = child
+        try:
+            ended = {way: wait_for(child, until) for way, child in children.items()}
+            assert ended == WAYS
+            now = opened()
+            assert {number: path for number, path in before.items() if now.get(number) != path} == {}
+            assert not future.done()
+        finally:
+            memory.retention = retention
+            self.may_write.set()
+        assert future.result(DEADLINE_S).step == step
+        assert self.attempt.transaction.folder.path.is_dir(), "the attempt of DCP is gone"
+
+    def be_child(self, ending: str, *, is_inside: bool) -> None:
+        if ending == "close":
+            self.close()
+        elif ending == "drop":
+            self.__dict__.clear()
+        if is_inside:
+            with self.saver:
+                end(ending)
+        end(ending)
+
+    def close(self) -> None:
+        self.attempt.close()
+        if self.sparse is not None:
+            self.sparse.close()
+        self.saver.wait_idle(DEADLINE_S)
+        self.saver.close()
+
+    def check_usable(self, step: int) -> None:
+        """A last save of each, and the rest of the update."""
+        assert self.saver.save(step).step == step
+        if self.sparse is not None:
+            self.sparse.save(self.net, self.folder / "own-0" / "sparse")
+        target = {"x": torch.zeros(5)}
+        asyncio.run(self.update.load(tensors=target))
+        assert torch.equal(target["x"], torch.arange(5.0))
+        asyncio.run(self.follower.aclose())
+        self.close()
+
+
+async def next_of(follower: Any) -> Any:
+    return await anext(follower)
+
+
+def end(ending: str) -> None:
+    if ending == "sys.exit":
+        sys.exit(3)
+    if ending == "exception":
+        os.close(2)  # Where its traceback would go.
+        raise ValueError("the end of a child")
+    if ending == "os._exit":
+        os._exit(4)
+    raise ChildReturns
+
+
+def opened() -> dict[int, str]:
+    """What descriptors of this process are open on, but those that were opened only for a moment."""
+    found: list[dict[int, str]] = []
+    for _ in range(3):
+        found.append({})
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # That of the listing.
+                found[-1][int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        time.sleep(0.01)
+    return {number: path for number, path in found[0].items() if all(look.get(number) == path for look in found)}
+
+
+def wait_for(child: int, until: float) -> int:
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(child, 6)
+            raise AssertionError("a child has not ended")
+        time.sleep(0.005)
+
+
+def main(rank: int, ranks_count: int, folder: Path, kind: str) -> None:
+    if kind == "group":
+        # A group of gloo crashes or hangs when a forked child of its own ends, whatever else the process does.
+        store = dist.FileStore(str(folder / "group"), ranks_count)
+        dist.init_process_group("fake", store=store, rank=rank, world_size=ranks_count)
+    own = Rank(rank, ranks_count, folder)
+    own.fork_all(0)
+    own.check_usable(1)
+    if kind == "group":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ChildReturns):
+        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
