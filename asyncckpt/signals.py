@@ -117,7 +117,10 @@ class Uninterrupted:
             raise
 
     def _renew_in_child(self) -> None:
-        self._main = threading.get_ident()
+        if threading.get_ident() != self._main:  # The block is that of a thread which is not here.
+            self._main, self._depth = threading.get_ident(), 0
+            self._noted.clear()
+            self._end()
 
 
 uninterrupted = Uninterrupted()

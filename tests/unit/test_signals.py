@@ -175,3 +175,19 @@ def test_a_child_is_protected_too(handled: list[int]) -> None:
     thread.start()
     thread.join()
     assert codes == [0, 0]
+
+
+def test_a_child_of_another_thread_is_not_in_the_block_of_the_main_one(handled: list[int]) -> None:
+    def run() -> None:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGINT)
+            os._exit(0 if handled else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    codes: list[int] = []
+    thread = threading.Thread(target=run)
+    with uninterrupted:
+        thread.start()
+        thread.join()
+    assert codes == [0]
