@@ -18,7 +18,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
-FAULTS = tests/faults tests/reshard
+FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks/test_kill_schedules.py \
+	tests/interrupts/test_children.py tests/interrupts/test_collected.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
@@ -52,7 +53,7 @@ help: ## this list
 demo: $(READY) ## a training run, killed in the middle of a save and resumed; about a minute
 	$(BIN)/python -m demo $(ARGS)
 
-test: lint test-native test-suite test-twin ## lint, types, and the suite on the compiled core and on its twin
+test: lint test-suite test-twin ## lint, types, and the suite on the compiled core and on its twin
 
 test-suite: $(READY) ## the suite on the compiled core, but for test-faults
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
@@ -60,13 +61,13 @@ test-suite: $(READY) ## the suite on the compiled core, but for test-faults
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
 
-test-faults: $(READY) ## saves whose operations fail, or that are killed or lose power at every one; all numbers of ranks
+test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all numbers of ranks
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
 
 test-interrupts: $(READY) ## Ctrl-C at every place of every call that takes something, and with one protection removed
-	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=1000000 $(PYTEST) tests/interrupts $(PARALLEL) $(ARGS)
-	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=1000000 $(PYTEST) tests/interrupts/test_interrupts.py $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts/test_controls.py $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs $(ARGS)

@@ -49,6 +49,7 @@ ANY_CORE = (
     "end_to_end/test_ranks_load.py",
     "end_to_end/test_write_filter.py",
     "pairs",
+    "interrupts",
     "reshard",
     "strategies/test_sharded_state.py",
     "test_floors.py",

@@ -30,17 +30,24 @@ def look_again(root: CheckpointRoot, look: Callable[[], T]) -> T:
     """Return what a look at the directory finds and opens, beginning with manifests.
 
     What it misses because retention takes it away, or something replaces it, while it is looked for, is not damaged. So
-    an error counts when nothing has changed between two looks that failed. Raises what the last look raises.
+    an error counts when nothing has changed meanwhile, but for newer checkpoints. Raises what the last look raises.
     """
-    names: list[str] | None = None
     for looks_left in reversed(range(LOOKS_MAX)):
-        before, names = names, sorted(root.manifests.names())
+        before = set(root.manifests.names())
         try:
             return look()
         except (CorruptError, NotFoundError):
-            if not looks_left or names == before:
+            newest = max(by_step(before), default=-1)
+            after = {name for name in root.manifests.names() if name in before or not _is_newer(name, newest)}
+            if not looks_left or after == before:
                 raise
     raise AssertionError("the last look returns or raises")
+
+
+def _is_newer(name: str, newest: int) -> bool:
+    """Return whether this is the manifest of a step above a newest one, if there is one."""
+    step = step_of_manifest(name)
+    return step is not None and step > newest >= 0
 
 
 def committed_steps(root: CheckpointRoot) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def test_a_table_without_rows() -> None:
     assert (cut.rows_count, cut.runs.shape, cut.runs.dtype) == (0, (0, 2), np.int64)
 
 
+def on_another_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
 @pytest.mark.usefixtures("no_patience")
 def test_cuts_and_loads_exclude_each_other() -> None:
     table = Rows().table
@@ -90,12 +96,12 @@ def test_cuts_and_loads_exclude_each_other() -> None:
         table.begin_cut,
         lambda: table.begin_load(clear=False, rows_count=0),
     ]
-    cut = table.begin_cut()
+    cut = on_another_thread(table.begin_cut)
     for use in uses:
         with pytest.raises(DeadlineError, match=r"waited 0.0 s for cut of it"):
             use()
     cut.end(ok=False)
-    load = table.begin_load(clear=False, rows_count=0)
+    load = on_another_thread(lambda: table.begin_load(clear=False, rows_count=0))
     cut.fence()  # A late second fence must not give back what the load holds.
     for use in uses:
         with pytest.raises(DeadlineError, match=r"waited 0.0 s for load of it"):

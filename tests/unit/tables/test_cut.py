@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,13 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_lock, "TABLE_WAIT_S_MAX", 0.0)
 
 
-def in_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What work returns on another thread."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     thread.join()
+    return results[0]
 
 
 def test_runs_are_the_used_rows_after_removals(table: HashTable) -> None:
@@ -64,7 +68,7 @@ def test_cut_of_an_empty_table() -> None:
 
 @pytest.mark.usefixtures("no_patience")
 def test_cut_holds_the_table_until_its_fence(table: HashTable) -> None:
-    cut = table.begin_cut()
+    cut = in_thread(table.begin_cut)
     uses: list[Callable[[], object]] = [
         lambda: table.lookup(torch.tensor([1])),
         lambda: table.insert(torch.tensor([1]), torch.ones(1, 2)),
@@ -80,6 +84,19 @@ def test_cut_holds_the_table_until_its_fence(table: HashTable) -> None:
     assert len(table) == 10
     cut.fence()
     assert table.lookup(torch.tensor([1])).tolist() == [10]
+
+
+def test_the_thread_of_a_cut_is_refused_at_once(table: HashTable) -> None:
+    """It would wait for itself."""
+    cut = table.begin_cut()
+    with pytest.raises(UsageError, match="lookup of table 'user' waits for cut of it on the same thread"):
+        table.lookup(torch.tensor([1]))
+    cut.fence()
+    load = table.begin_load(clear=True, rows_count=0)
+    with pytest.raises(UsageError, match="cut of table 'user' waits for load of it on the same thread"):
+        table.begin_cut()
+    load.end(ok=True)
+    assert table.lookup(torch.tensor([1])).tolist() == [0]
 
 
 @pytest.mark.usefixtures("no_patience")
@@ -107,7 +124,7 @@ def test_waiting_use_goes_on_after_the_fence(table: HashTable) -> None:
 def test_end_without_fence_gives_the_table_back_once(table: HashTable, ok: bool) -> None:
     cut = table.begin_cut()
     cut.end(ok=ok)
-    second = table.begin_cut()
+    second = in_thread(table.begin_cut)
     cut.end(ok=ok)
     cut.fence()
     with pytest.raises(DeadlineError):
@@ -160,7 +177,7 @@ def test_reserved_rows_do_not_grow(table: HashTable) -> None:
 @pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize("clear", [True, False])
 def test_failed_load_leaves_the_table_empty(table: HashTable, clear: bool) -> None:
-    load = table.begin_load(clear=clear, rows_count=10)
+    load = in_thread(lambda: table.begin_load(clear=clear, rows_count=10))
     load.insert(torch.tensor([1, 2]))
     with pytest.raises(DeadlineError, match=r"lookup of table 'user' waited 0.0 s for load of it"):
         table.lookup(torch.tensor([1]))
