@@ -18,8 +18,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
-FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks/test_kill_schedules.py \
-	tests/interrupts/test_children.py tests/interrupts/test_collected.py
+FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
+	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
@@ -53,7 +53,7 @@ help: ## this list
 demo: $(READY) ## a training run, killed in the middle of a save and resumed; about a minute
 	$(BIN)/python -m demo $(ARGS)
 
-test: lint test-suite test-twin ## lint, types, and the suite on the compiled core and on its twin
+test: lint test-suite ## lint, types, and the suite on the compiled core
 
 test-suite: $(READY) ## the suite on the compiled core, but for test-faults
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)

@@ -38,6 +38,7 @@ def assert_is_figure(value: float | None) -> None:
     assert math.isfinite(value)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_state_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
     result = run_bench("state", tmp_path / "state", "--peers", "raw_floor,asyncckpt,safetensors")
@@ -133,6 +134,7 @@ def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
     assert "targets" in (tmp_path / "compaction.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_path_bench_counts_files_on_all_threads(tmp_path: Path) -> None:
     cases = run_bench("path", tmp_path / "path", "--list")["cases"]
