@@ -21,6 +21,8 @@ PYTEST := $(BIN)/python -m pytest
 FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
 	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
+# Of a save or load, the suite interrupts this many places.
+PLACES = 1000000
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
 # Once, for each use of a variable that is not expanded at once would draw anew.
 SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
@@ -66,7 +68,7 @@ test-faults: $(READY) ## what fails, is killed, loses power, is forked or collec
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
 
 test-interrupts: $(READY) ## Ctrl-C at every place of every call that takes something, and with one protection removed
-	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=1000000 $(PYTEST) --timeout=1800 tests/interrupts/test_interrupts.py $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 tests/interrupts/test_interrupts.py $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts/test_controls.py $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
