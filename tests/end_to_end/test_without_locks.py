@@ -35,30 +35,10 @@ from asyncckpt.dcp import StorageWriter
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
+from tests.pairs.gate import before_each_operation
 
 WAIT_S_MAX = 60.0
-OPERATIONS = (
-    *("make_folder", "create_file", "sync", "publish", "exists", "check_file", "has", "names", "child"),
-    *("read_file", "remove_file", "remove_folder", "move"),
-)
 Hook = Callable[[], None]
-
-
-@contextlib.contextmanager
-def before_each_operation(hook: Hook) -> Iterator[None]:
-    """Call the hook before every operation, on the thread that makes it."""
-
-    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(self: Directory, *arguments: Any, **options: Any) -> Any:
-            hook()
-            return plain(self, *arguments, **options)
-
-        return operation
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
-            patch.setattr(Directory, name, wrapped(getattr(Directory, name)))
-        yield
 
 
 class Strike:
