@@ -100,12 +100,12 @@ def test_case_107_interrupt_before_the_background_has_the_job(
     """While its thread is being started, for example."""
     gate.may_go_on.set()
 
-    def interrupted(function: Any, name: str) -> Any:
+    def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
     for staged in (False, True):
         with monkeypatch.context() as patched:
-            patched.setattr("asyncckpt.pipeline.threads.start_thread", interrupted)
+            patched.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saver.save_async(0) if staged else saver.save(0)
     assert saver.save(0).step == 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.errors import DeadlineError, UsageError
-from asyncckpt.guard import Guard, check_holds_none
+from asyncckpt.guard import Guard, check_holds_none, not_waiting
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
@@ -74,13 +74,19 @@ class Background:
 
     def submit(self, job: Job) -> None:
         """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started."""
-        with self._guard:
-            if not self.is_busy:
-                _loop_thread.submit(self._run)
-                self.is_busy = True
-            self._jobs.append(job)
-            if self._wake is not None:
-                self._wake()
+        with not_waiting():
+            with self._guard:
+                self._jobs.append(job)
+                is_first, self.is_busy = not self.is_busy, True
+                if self._wake is not None:
+                    self._wake()
+            if is_first:
+                try:
+                    _loop_thread.submit(self._run)
+                except BaseException as error:
+                    self.withdraw(job)
+                    self._fail_all(error)
+                    raise
 
     def withdraw(self, job: Job) -> bool:
         """Take back a job after an interrupted or failed `submit`; False when it has begun or knows that it is lost."""
@@ -119,16 +125,16 @@ class Background:
             asyncio.run(work)
         except BaseException as error:  # A loop needs descriptors, and there may be none left.
             work.close()
-            for job in self._take_all():
-                job.fail(error)
+            self._fail_all(error)
 
-    def _take_all(self) -> Collection[Job]:
-        """Return the jobs that the thread, which has failed, leaves undone."""
+    def _fail_all(self, error: BaseException) -> None:
+        """End the jobs that the thread, which has failed, leaves undone."""
         with self._guard:
             taken, self._jobs, self.is_busy, self._wake = self._jobs, [], False, None
             for job in taken:
                 job.is_begun = True
-            return taken
+        for job in taken:
+            job.fail(error)
 
     async def _work(self) -> None:
         woken = asyncio.Event()
