@@ -26,10 +26,9 @@ DEADLINE_S = 600.0
 OTHERS = {
     "guard.py": "it is made of one",
     "commit/retention.py": "taken on one thread, on which nothing else runs; renewed in children",
-    "tables/table_lock.py": "any thread may release it; refused on the thread that holds it",
+    "tables/table_lock.py": "any thread may release it; refused on the thread that holds it, renewed in children",
     "saver.py": "re-entrant, and only a list of callers is changed under it",
-    "tables/undo_log.py": "taken only by who holds the table, and by the background",
-    "adapters/lookup_hooks.py": "hooks of modules call each other, so it is re-entrant",
+    "tables/undo_log.py": "taken only by who holds the table, and by the background; no child uses it",
 }
 
 
