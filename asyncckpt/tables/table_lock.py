@@ -62,6 +62,11 @@ class TableLock:
         self._holder, self._thread = "", None
         self._lock.release()
 
+    def hand_over(self) -> None:
+        """If this thread holds it, leave the release to another one, for which this one may wait then."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+
     def renew_in_child(self) -> None:
         """Take it from a thread that is not there."""
         if self._lock.locked() and self._thread != threading.get_ident():
