@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, IndeterminateError, UsageError
 from asyncckpt.guard import Guard, check_holds_none, not_waiting
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
@@ -97,7 +97,10 @@ class Background:
 
     @uninterrupted
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
-        """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait."""
+        """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait.
+
+        IndeterminateError when it still runs after twice SAVE_DEADLINE_S: then it may succeed yet.
+        """
         check_may_wait(what)
         future: Future[T] = Future()
 
@@ -111,9 +114,12 @@ class Background:
         try:
             self.submit(job)
             return result_of(future, what, SAVE_DEADLINE_S)
-        except BaseException:
-            if not self.withdraw(job):
-                wait_until_done(future, SAVE_DEADLINE_S)
+        except BaseException as error:
+            if not self.withdraw(job) and not wait_until_done(future, SAVE_DEADLINE_S):
+                late = f"{what} did not end within {2 * SAVE_DEADLINE_S} s, and may succeed yet"
+                raise IndeterminateError(late, resolve=partial(_has_succeeded, future, what)) from error
+            if isinstance(error, DeadlineError) and future.done():
+                return future.result(0)
             raise
 
     def is_current_thread(self) -> bool:
@@ -179,6 +185,14 @@ async def _run_job(job: Job) -> None:
         await job.run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
+
+
+def _has_succeeded(future: Future[Any], what: str) -> bool:
+    """Return whether work has succeeded. DeadlineError while it runs."""
+    if not future.done():
+        raise DeadlineError(f"{what} has not ended")
+    error = future.exception(0)
+    return error.resolve() if isinstance(error, IndeterminateError) else error is None
 
 
 background = Background()
