@@ -3,7 +3,7 @@
     python -m tests.interrupts.child_ends <rank> <ranks> <folder> <alone|files|group>
 
 What is in flight at each fork: a save that keeps old values of a table, the retention of an earlier one, a DCP save
-between its plan and its commit, an update of a follower, a Saver of multi-level tables. Ends with
+between its plan and its commit, an update of a follower, a Saver of multi-level tables, a call of a queue. Ends with
 status 0 when nothing of it was harmed.
 """
 
@@ -28,6 +28,7 @@ import asyncckpt
 import asyncckpt.embcache
 from asyncckpt.dcp.attempt import CoordinatedAttempt
 from asyncckpt.options import SaveOptions
+from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from tests.embcache.models import Net
 
@@ -71,6 +72,7 @@ class Rank:
             device=asyncckpt.DeviceOptions(host_level="first_touch"),
             ranks=ranks,
         )
+        self.queue = AsyncCallsQueue()
         own = folder / f"own-{rank}"
         own.mkdir(0o750)
         self.attempt = CoordinatedAttempt(own / "dcp", 0, SaveOptions())
@@ -89,6 +91,7 @@ class Rank:
         self.may_write.clear()
         future = self.saver.save_async(step)
         self.table.insert(self.ids[:4], torch.full((4, 2), 2.0))
+        self.queue.schedule_async_request(AsyncRequest(self.may_write.wait, (DEADLINE_S,), []))
         memory = self.saver._target.memory
         retention, memory.retention = memory.retention, concurrent.futures.Future()
         before, until = opened(), time.monotonic() + CHILDREN_S_MAX
@@ -108,6 +111,7 @@ class Rank:
             memory.retention = retention
             self.may_write.set()
         assert future.result(DEADLINE_S).step == step
+        assert self.queue.maybe_finalize_async_calls(blocking=True) == [step]
         assert self.attempt.transaction.folder.path.is_dir(), "the attempt of DCP is gone"
 
     def be_child(self, ending: str, *, is_inside: bool) -> None:
@@ -124,6 +128,8 @@ class Rank:
         end(ending)
 
     def close(self) -> None:
+        assert self.queue.maybe_finalize_async_calls(blocking=True) == []
+        self.queue.close()
         self.attempt.close()
         if self.sparse is not None:
             self.sparse.close()
