@@ -266,3 +266,22 @@ def test_one_source_for_two_objects(tmp_path: Path) -> None:
     assert targets["a"].tensor.eq(1).all()
     assert targets["b"].tensor.eq(4).all()
     assert report.bytes_read == 4000
+
+
+def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
+    tmp_path: Path, saved: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a load and a cut of another thread wait for each other."""
+    taken: list[str] = []
+    begin = asyncckpt.HashTable.begin_load
+
+    def note(table: Any, **options: Any) -> Any:
+        taken.append(table.name)
+        return begin(table, **options)
+
+    monkeypatch.setattr(asyncckpt.HashTable, "begin_load", note)
+    tables = {name: new_table(name) for name in ("user", "item")}
+    for names in (("user", "item"), ("item", "user")):
+        asyncckpt.Loader(tmp_path, {name: tables[name] for name in names}).load()
+    assert len(taken) == 4
+    assert taken[:2] == taken[2:]
