@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.engine.load import verify
 from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
 
 Info = dict[str, dict[str, list[str]]]
@@ -285,3 +286,18 @@ def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
         asyncckpt.Loader(tmp_path, {name: tables[name] for name in names}).load()
     assert len(taken) == 4
     assert taken[:2] == taken[2:]
+
+
+def test_a_step_that_goes_while_it_is_verified_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_blocks = verify.verify_blocks
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(4)}, keep_latest=1) as saver:
+        saver.save(1)
+
+        def then_save(*arguments: Any, **options: Any) -> None:
+            verify_blocks(*arguments, **options)
+            saver.save(2)
+            saver.wait_idle()
+
+        monkeypatch.setattr(verify, "verify_blocks", then_save)
+        assert asyncckpt.verify(tmp_path, 1).step == 1
+    assert asyncckpt.list_steps(tmp_path) == [2]
