@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds, check_timeout
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside
+from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
@@ -162,7 +161,7 @@ class PeriodicSaver:
         if self._on_error == "raise":
             raise error
         if self._on_error == "warn":
-            warnings.warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning, stacklevel=3)
+            warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning)
         elif callable(self._on_error):
             self._on_error(error)
 
