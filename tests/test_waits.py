@@ -60,7 +60,6 @@ ALLOWED = {
     ("strategies/async_utils.py", "self._ranks.get()"): "no queue: what ranks agree on, with the deadline of a peer",
     ("embcache/ranks.py", "self._agreement.get()"): "the same",
     ("strategies/common_state.py", "running.result()"): "a RunningSave, which has a deadline",
-    ("strategies/running_save.py", "self.result()"): "the same",
     (
         "strategies/sharded_state.py",
         "self._begin_save(checkpoint_dir, SHARDED_DIR, partial(state_to_save, sharded_state_dict)).result()",
