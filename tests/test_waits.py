@@ -47,7 +47,6 @@ ALLOWED = {
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
     ("loader.py", "streams.wait()"): EVENT,
-    ("periodic.py", "future.exception()"): DONE,
     ("periodic.py", "future.result()"): DONE,
     ("plan/sharded_leaves.py", "wait()"): "a collective of torch, which has the deadline of its group",
     ("engine/save/save_counts.py", "future._inner.exception()"): DONE,
