@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.arguments import check_choice, check_int, check_timeout, check_type
+from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.event_loop import action_here, when_free
+from asyncckpt.engine.process.closing import WaitsUntilFree
+from asyncckpt.engine.process.event_loop import action_here
 from asyncckpt.engine.process.future import LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
@@ -33,7 +34,7 @@ from asyncckpt.storage.directory import check_path
 READ_THREADS_MAX = 4
 
 
-class Loader:
+class Loader(WaitsUntilFree):
     """Load a checkpoint into hash tables and tensors.
 
     checkpoint_path  the directory a Saver wrote to
@@ -155,15 +156,6 @@ class Loader:
             raise
         save_lock.hand_over(ticket)
         return future
-
-    async def when_free(self, timeout: float | None = None) -> None:
-        """Wait, without stopping the event loop, until no save or load of this process is in flight.
-
-        A load_async that follows without another await finds it free, unless another thread was faster. DeadlineError
-        after `timeout` seconds (None: the deadline of on_busy).
-        """
-        check_timeout(timeout)
-        await when_free(self._busy.deadline if timeout is None else timeout)
 
     def _acquire(self, on_busy: OnBusy) -> Ticket:
         ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())

@@ -341,6 +341,10 @@ class OpenErrors:
         for future in in_flight:
             future._wait_done(timeout, until=until)
 
+    def are_settled(self) -> bool:
+        """Return whether nothing is in flight."""
+        return all(future.done() for future in self._watched())
+
     def _watched(self) -> list[CheckpointFuture[Any]]:
         if self._pid != os.getpid():  # The guard may be held by a thread that is not here.
             return []
