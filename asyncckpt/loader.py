@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.closing import WaitsUntilFree
 from asyncckpt.engine.process.event_loop import action_here
-from asyncckpt.engine.process.future import LoadFuture
+from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
@@ -143,7 +143,7 @@ class Loader(WaitsUntilFree):
             try:
                 streams.follow()
                 try:
-                    return self._run(future.native_progress)
+                    return self._run(future.native_progress, on_read=lambda: future.enter(FutureState.COMMITTING))
                 finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
             finally:
@@ -162,6 +162,6 @@ class Loader(WaitsUntilFree):
         save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
         return ticket
 
-    def _run(self, progress: Progress) -> LoadReport:
+    def _run(self, progress: Progress, *, on_read: Callable[[], bool] = lambda: True) -> LoadReport:
         with CheckpointRoot.for_reading(self._path) as root:
-            return run_load(root, self._request, progress)
+            return run_load(root, self._request, progress, on_read=on_read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.engine.load import verify
+from asyncckpt.engine.load import run_load, verify
 from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
 
 Info = dict[str, dict[str, list[str]]]
@@ -301,3 +302,28 @@ def test_a_step_that_goes_while_it_is_verified_is_sound(tmp_path: Path, monkeypa
         monkeypatch.setattr(verify, "verify_blocks", then_save)
         assert asyncckpt.verify(tmp_path, 1).step == 1
     assert asyncckpt.list_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("when", ["while it reads", "at its end"])
+def test_a_load_that_says_it_is_cancelled_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    w, cancelled = torch.ones(4), []
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": w}) as saver:
+        saver.save(1)
+    name = "restore" if when == "while it reads" else "give_state_dicts"
+    real, may_go_on = getattr(run_load, name), threading.Event()
+
+    def first_cancel(*arguments: Any, **options: Any) -> Any:
+        assert may_go_on.wait(60)
+        found = real(*arguments, **options)
+        cancelled.append(future.cancel())
+        return found
+
+    monkeypatch.setattr(run_load, name, first_cancel)
+    future = asyncckpt.Loader(tmp_path, tensors={"w": w}).load_async()
+    may_go_on.set()
+    if when == "while it reads":
+        with pytest.raises(asyncckpt.SaveCancelledError):
+            future.result(60)
+    else:
+        assert future.result(60).step == 1
+    assert cancelled == [when == "while it reads"]
