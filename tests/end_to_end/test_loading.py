@@ -271,7 +271,7 @@ def test_one_source_for_two_objects(tmp_path: Path) -> None:
 
 
 def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
-    tmp_path: Path, saved: State, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a load and a cut of another thread wait for each other."""
     taken: list[str] = []
@@ -283,8 +283,11 @@ def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
 
     monkeypatch.setattr(asyncckpt.HashTable, "begin_load", note)
     tables = {name: new_table(name) for name in ("user", "item")}
-    for names in (("user", "item"), ("item", "user")):
-        asyncckpt.Loader(tmp_path, {name: tables[name] for name in names}).load()
+    for number, names in enumerate((("user", "item"), ("item", "user"))):
+        ordered, path = {name: tables[name] for name in names}, tmp_path / str(number)
+        with asyncckpt.Saver(path=path, hashtables=ordered) as saver:
+            saver.save(1)
+        asyncckpt.Loader(path, ordered).load()
     assert len(taken) == 4
     assert taken[:2] == taken[2:]
 
