@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import asyncckpt
-from interrupts.places import ALL, SOME, interrupt, places_of
-from interrupts.world import DEADLINE_S, Trained, World
+from interrupts.places import ALL, SOME, interrupt_at
+from interrupts.world import DEADLINE_S, Trained, World, settled_fds
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
@@ -24,30 +24,6 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path / "checkpoints")
-
-
-def interrupt_at(count: int, prepare: Callable[[], Callable[[], Any]], check: Callable[[], None]) -> None:
-    """Interrupt what `prepare` returns at some `count` of its places, at most at all, and check after each."""
-    prepare()()
-    check()
-    places = places_of(prepare())
-    check()
-    chosen = places[:: max(1, len(places) // count)]
-    assert len(chosen) > 5
-    failures, reached = [], 0
-    for place in chosen:
-        where = "?"
-        try:
-            call = prepare()
-            found = interrupt(call, place)
-            where = found or "not reached"
-            reached += found is not None
-            check()
-        except BaseException as error:
-            failures.append(f"{place} {where}: {type(error).__name__}: {error}")
-            break  # What is held now would be in the way of the next ones.
-    assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures)
-    assert reached > len(chosen) // 2, f"{reached} of {len(chosen)} reached: the places are those of another run"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -171,7 +147,7 @@ def test_calls_of_a_saver(world: World, use: Callable[[World], None]) -> None:
         world.saver.wait_idle(DEADLINE_S)
         world.save_and_load()
         world.check_folders()
-        assert world.settled_fds() == world.fds
+        assert settled_fds() == world.fds
 
     interrupt_at(SOME, prepare, check)
 
@@ -201,7 +177,7 @@ def test_loads(world: World, use: Callable[[asyncckpt.Loader], None]) -> None:
         world.check_nothing_is_held()
         loader.load()
         assert world.own.rows() == saved
-        assert world.settled_fds() == world.fds
+        assert settled_fds() == world.fds
 
     interrupt_at(SOME, prepare, check)
     world.save_and_load()
