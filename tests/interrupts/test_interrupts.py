@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt import MultiLevelTable
 from interrupts.places import ALL, SOME, interrupt_at
 from interrupts.world import DEADLINE_S, Trained, World, settled_fds
 
@@ -57,6 +58,14 @@ def _prefetch(trained: Trained, ids: torch.Tensor) -> None:
     trained.levels.prefetch(ids - 8)
 
 
+def _insert_rows(table: MultiLevelTable, ids: torch.Tensor) -> None:
+    table.insert(ids, torch.ones(len(ids), 4))
+
+
+def _clear(table: MultiLevelTable, _: torch.Tensor) -> None:
+    table.clear()
+
+
 @pytest.mark.parametrize("use", [_lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch])
 def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], None]) -> None:
     ids = torch.empty(0)
@@ -78,6 +87,29 @@ def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], Non
 
     interrupt_at(ALL, prepare, check)
     world.save_and_load()
+
+
+@pytest.mark.parametrize("use", [MultiLevelTable.lookup, _insert_rows, _clear])
+def test_admission(use: Callable[[MultiLevelTable, torch.Tensor], object]) -> None:
+    table = MultiLevelTable("a", 4, cache_rows=8, capacity=8, admit_after=2)
+    ids = torch.arange(2)
+
+    def prepare() -> Callable[[], object]:
+        nonlocal ids
+        ids = ids + 2
+        table.lookup(ids)
+        _insert_rows(table, torch.tensor([-1]))
+        return lambda: use(table, ids)
+
+    def check() -> None:
+        with_row = table.lookup(ids, insert=False) >= 0
+        counted = torch.isin(ids, table.companions()["candidates"].counts()[0])
+        if use is _clear:
+            assert bool(len(table)) == bool(counted.any())
+        else:
+            assert torch.equal(with_row, ~counted), "each id has a row or a count"
+
+    interrupt_at(SOME, prepare, check)
 
 
 def test_step_of_an_optimizer(world: World) -> None:
