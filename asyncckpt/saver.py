@@ -393,6 +393,7 @@ class Saver:
             self._lock.check()
 
 
+@uninterrupted
 def _give_back(opened: Opened, memory: SaverMemory) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
     for layout in memory.regions.layouts():

@@ -74,6 +74,7 @@ class StorageReader(DcpStorageReader):
         return str(self._path)
 
     @classmethod
+    @uninterrupted
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it names a checkpoint directory."""
         try:
@@ -82,6 +83,7 @@ class StorageReader(DcpStorageReader):
             return False
         return True
 
+    @uninterrupted
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another directory from now on, if one is named."""
         if checkpoint_id is not None:
@@ -150,7 +152,7 @@ class StorageReader(DcpStorageReader):
 
         try:
             self._reader = look_again(root, look)
-            self._finalizer = weakref.finalize(self, self._reader.close)
+            self._finalizer = weakref.finalize(self, uninterrupted(self._reader.close))
         except (NotFoundError, CorruptError):
             if not found:
                 raise
