@@ -29,7 +29,7 @@ _TURNS = 2
 # How many places of a call are tried, at most.
 ALL = 1_000_000
 SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "60"))
-FEW = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "20"))
+FEW = SOME // 3
 
 
 Way = tuple[tuple[CodeType, int], ...]
