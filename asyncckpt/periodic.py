@@ -24,6 +24,7 @@ from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, cl
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
+from asyncckpt.signals import uninterrupted
 
 ErrorHandler = Literal["raise", "warn"] | Callable[[BaseException], object]
 
@@ -79,6 +80,7 @@ class PeriodicSaver:
         self._future: SaveFuture | None = None
         self._statistics = PeriodicStatistics()
 
+    @uninterrupted
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun."""
         check_int("step", step, at_least=0)
@@ -93,12 +95,21 @@ class PeriodicSaver:
             return None
         # Restart the clock even if the save is skipped, so that a slow disk does not make every step try again.
         self._last_time = self._clock()
+        return self._save(step, metadata)
+
+    def _save(self, step: int, metadata: Mapping[str, Any] | None) -> SaveFuture | None:
+        """Begin a save and return its future, None if it was skipped or failed."""
         try:
             future = self._saver.save_async(step, metadata=metadata, on_busy="skip")
         except CheckpointError as error:
+            earlier = self._future
+            is_earlier = earlier is not None and earlier.done() and earlier._inner.exception(0) is error
+            if is_earlier:  # It has failed since it was looked at.
+                self._future = None
             self._count(failed_count=1)
             self._handle(error)
-            return None
+            # Ranks count their calls alike, so of several none makes another one.
+            return self._save(step, metadata) if is_earlier and self._saver.ranks_count == 1 else None
         if future.state is FutureState.SKIPPED:
             self._count(skipped_count=1)
             return None
@@ -106,6 +117,7 @@ class PeriodicSaver:
         self._future = future
         return future
 
+    @uninterrupted
     def drain(self, timeout: float | None = None) -> None:
         """Wait for the save in flight and report its error. DeadlineError after `timeout` seconds."""
         check_timeout(timeout)
@@ -118,6 +130,7 @@ class PeriodicSaver:
     def __enter__(self) -> PeriodicSaver:
         return self
 
+    @uninterrupted
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with closing_beside(error, "the last periodic save failed"):
             self.drain()

@@ -379,6 +379,7 @@ class Saver(Closing):
             self._lock.check()
 
 
+@uninterrupted
 def _give_back(opened: Opened, memory: SaverMemory) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
     for layout in memory.regions.layouts():

@@ -74,6 +74,7 @@ class StorageReader(DcpStorageReader):
         return str(self._path)
 
     @classmethod
+    @uninterrupted
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it names a checkpoint directory."""
         try:
@@ -82,6 +83,7 @@ class StorageReader(DcpStorageReader):
             return False
         return True
 
+    @uninterrupted
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another directory from now on, if one is named."""
         if checkpoint_id is not None:
@@ -89,7 +91,6 @@ class StorageReader(DcpStorageReader):
         self._stored = None
         self._close()
 
-    @uninterrupted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py. Its files are open until it is read."""
         return self._read().metadata
@@ -129,6 +130,7 @@ class StorageReader(DcpStorageReader):
         future.set_result(None)
         return future
 
+    @uninterrupted
     def _read(self) -> Stored:
         """Read the manifests and open the files. A damaged file is reported where it is read: what is raised here,
         newer versions of DCP raise as another error."""
@@ -143,7 +145,7 @@ class StorageReader(DcpStorageReader):
 
             try:
                 reader = look_again(root, look)
-                self._files = found[0], reader, weakref.finalize(self, reader.close)
+                self._files = found[0], reader, weakref.finalize(self, uninterrupted(reader.close))
             except (NotFoundError, CorruptError):
                 if not found:
                     raise

@@ -13,7 +13,6 @@ megatron.core.dist_checkpointing.strategies.async_utils.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import time
 import weakref
@@ -27,6 +26,7 @@ from asyncckpt.coordination.agreement import Agreement, GroupAgreement
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
+from asyncckpt.signals import uninterrupted, wait_until_done
 
 PRELOADED_ARGS_COUNT = 3  # What async_fn is called with, where the second one is what preload_fn returns.
 
@@ -177,7 +177,7 @@ class ThreadAsyncCaller(AsyncCaller):
             left = until - time.monotonic()
             if left <= 0:
                 return DeadlineError(f"async call {call} did not end within {self._deadline_s} s")
-            concurrent.futures.wait([future], left if agreement is None else min(left, agreement.pause_s))
+            wait_until_done(future, left if agreement is None else min(left, agreement.pause_s))
             if agreement is not None and not future.done():
                 agreement.say_running(call)
         return None
@@ -227,6 +227,7 @@ class AsyncCallsQueue:
         self._ranks = GroupAgreement(process_group, deadline=peer_deadline)
         _leave_to_parent.add(self)
 
+    @uninterrupted
     def schedule_async_request(self, async_request: Any) -> int:
         """Begin with a request, ours or a foreign one with such fields; returns its number. To be called on all ranks.
 
@@ -242,6 +243,7 @@ class AsyncCallsQueue:
         self.async_calls.append(_ActiveAsyncRequest(self.call_idx, caller, frozen))
         return self.call_idx
 
+    @uninterrupted
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the oldest calls, as far as they have ended on all ranks; returns their numbers.
 

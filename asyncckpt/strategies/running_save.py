@@ -23,6 +23,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, Durability, RankOptions
 from asyncckpt.saver import Saver
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import io_failed
 from asyncckpt.strategies.backend import writing_path
 
@@ -63,6 +64,7 @@ class RunningSave:
         else:
             wait_for_release(self._lock_path, deadline_s=self.deadline_s)
 
+    @uninterrupted
     def result(self) -> SaveResult:
         """Wait, close the Saver, and return the result or raise what failed; also the finalize function."""
         assert self._future is not None, "only the process that saves has the result"
@@ -83,6 +85,7 @@ class RunningSave:
         return {**self.__dict__, "_saver": None, "_future": None}
 
 
+@uninterrupted
 def begin_save(
     checkpoint_dir: str | Path,
     name: str,

@@ -32,6 +32,7 @@ from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
+from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
@@ -142,6 +143,7 @@ class MultiLevelTable(TrainedTable):
             self._begin()
             return self._levels.prefetch(flat)
 
+    @uninterrupted
     def clear(self) -> None:
         """Remove all ids, candidates for admission too; both levels keep their size."""
         with self._lock.hold("clear"):
@@ -185,13 +187,17 @@ class MultiLevelTable(TrainedTable):
         self._levels.begin()
 
     def _lookup(self, ids: I64, *, insert: bool) -> I64:
-        admitted = self._admitted(ids) if insert and self._candidates is not None else None
-        with self._lock.hold("lookup"):
-            self._begin()
-            rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+        with uninterrupted:
+            admitted = self._admitted(ids) if insert and self._candidates is not None else None
+            with self._lock.hold("lookup"):
+                self._begin()
+                rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+            if self._candidates is not None and admitted is not None and admitted.size:
+                self._candidates.remove(admitted)  # Now that they have rows: the wait for the lock may have been ended.
         self._warn_of_growth()
         return rows
 
+    @uninterrupted
     def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
         order = last_mentions(ids)
         distinct = selected(values, order)

@@ -13,6 +13,7 @@ from asyncckpt.engine.process.background import Job, background, talkers
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.writers import Decisions
+from asyncckpt.signals import wait_in_steps
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Ranks:
     def wait_announced(self) -> None:
         """Wait until what the others are still to hear is on its way. Before the channel is closed."""
         for announced in self.announcing:
-            announced.wait(self.limits.begin_s)
+            wait_in_steps(announced.wait, self.limits.begin_s)
         self.announcing.clear()
 
     def next_call(self) -> int:
