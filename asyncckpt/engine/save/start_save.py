@@ -167,9 +167,11 @@ def _begin(
             fallback=stage.fallback,
         )
     except BaseException:
-        if snapshot is not None:
-            snapshot.give_back()
-        cut.give_up()
+        try:
+            if snapshot is not None:
+                snapshot.give_back()
+        finally:
+            cut.give_up()
         raise
 
 
