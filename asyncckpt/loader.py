@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.event_loop import action_here, when_free
+from asyncckpt.engine.process.event_loop import check_may_wait_for, when_free
 from asyncckpt.engine.process.future import LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
@@ -115,7 +115,7 @@ class Loader:
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire(self._busy.action)
+        ticket = self._acquire(lambda other: None)
         try:
             return self._run(Progress())
         finally:
@@ -135,7 +135,7 @@ class Loader:
 
     def _start(self) -> LoadFuture:
         streams = CallerStreams()
-        ticket = self._acquire(action_here(self._busy))
+        ticket = self._acquire(check_may_wait_for)
         future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
         def load() -> LoadReport:
@@ -165,9 +165,10 @@ class Loader:
         check_timeout(timeout)
         await when_free(self._busy.deadline if timeout is None else timeout)
 
-    def _acquire(self, on_busy: OnBusy) -> Ticket:
+    def _acquire(self, before_wait: Callable[[Ticket], None]) -> Ticket:
         ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
-        save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
+        busy = self._busy
+        save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
         return ticket
 
     def _run(self, progress: Progress) -> LoadReport:

@@ -13,7 +13,7 @@ from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
-from asyncckpt.engine.process.event_loop import action_here, check_may_wait_here
+from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
@@ -56,8 +56,8 @@ def start_save(
         check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
-    on_busy = action_here(busy) if staged else busy.action
-    if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=busy.deadline):
+    before_wait = check_may_wait_for if staged else lambda other: None
+    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait):
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
@@ -76,9 +76,10 @@ def start_save(
         )
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
         job.stall_seconds = time.perf_counter() - begun
+        is_captured = job.staged is not None
         background.submit(work)
-        save_lock.hand_over(ticket)
-        if job.staged is None:  # The background reads what the caller owns.
+        save_lock.hand_over(ticket, is_captured=is_captured)
+        if not is_captured:  # The background reads what the caller owns.
             wait_until_done(job.future._inner, SAVE_DEADLINE_S)
         return job.future
     except BaseException as error:
@@ -100,7 +101,7 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
     One that reads live state is ended in any case, for then the caller may change that; a second interruption does not
     wait for it.
     """
-    save_lock.hand_over(job.ticket)
+    save_lock.hand_over(job.ticket, is_captured=job.staged is not None)
     if work is None or background.withdraw(work):
         end_save(job, ok=False)
     elif job.staged is None:
@@ -142,6 +143,7 @@ def _begin(
         values = cut.values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
+            check_may_block_here(stage.fallback)
             text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
             warnings.warn(text, RuntimeWarning, stacklevel=5)
         if staged and stage.fallback is None:
