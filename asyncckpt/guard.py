@@ -10,6 +10,7 @@ a lock. What they call may want the same lock, or wait for a thread that does. S
 4. Whoever has to start a thread for what others wait for does so outside of every guard, for that thread may need
    them before it says that it has begun; but as if holding one (`not_waiting`).
 5. In a forked child all guards are free: the threads that held them are not there.
+6. While the main thread holds a guard, handlers of signals are put off (signals.py): an interrupt leaves none held.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asyncckpt.errors import UsageError
+from asyncckpt.signals import uninterrupted
 
 if TYPE_CHECKING:
     from threading import _RLock as _OwnedLock
@@ -44,21 +46,22 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
         """Take it. UsageError on the thread that holds it."""
         if self.is_held_here():
             raise UsageError("the library was called in the middle of a call on the same thread", hint=_HINT)
-        try:
-            return self.acquire(blocking, timeout)
-        except BaseException:  # An interrupt, which may come when the lock has just been taken.
-            if self.is_held_here():
-                self.release()
-            raise
+        uninterrupted.__enter__()
+        return self.acquire(blocking, timeout)
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+        uninterrupted.__exit__()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Take it, also on the thread that holds it already."""
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
+        with uninterrupted:
+            self.acquire()
+            try:
+                yield
+            finally:
+                self.release()
 
     def is_held_here(self) -> bool:
         """Return whether the current thread holds it."""

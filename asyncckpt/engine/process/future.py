@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,20 +116,15 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             raise error
         return self._inner.result(0)
 
+    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none. DeadlineError as `result`."""
         check_timeout(timeout)
         self._check_can_end()
-        is_first = False
-        try:
-            with uninterrupted, self._claim.asking():
-                self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
-                is_first = self._claim.claim()
-                return self._inner.exception(0)
-        except BaseException:
-            if is_first:  # A signal that came meanwhile ends this call, without the error.
-                self._claim.give_back()
-            raise
+        with self._claim.asking():
+            self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
+            self._claim.claim()
+            return self._inner.exception(0)
 
     @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -322,12 +318,14 @@ class OpenErrors:
         with self._guard:
             self._futures.append(future)
 
+    @uninterrupted
     def raise_first(self) -> None:
         """Raise the oldest error that was not reported; it will not be raised again."""
         try:
             for future in self._watched():
                 error = future._claim.take()
                 if error is not None:
+                    uninterrupted.if_raised(partial(self.watch, future))
                     raise error
         finally:
             self._drop_settled()
