@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -68,6 +69,7 @@ def start_save(
     claim: Claim | None = None
     job: SaveJob | None = None
     work: Job | None = None
+    pid = os.getpid()
     try:
         claim = claims.save(target.root, step)
         ticket.step = step = claim.step
@@ -76,6 +78,8 @@ def start_save(
         )
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
         job.stall_seconds = time.perf_counter() - begun
+        if pid != os.getpid():
+            raise UsageError("the state forked a child, which goes on with its parent's save", hint="end it there")
         is_captured = job.staged is not None
         background.submit(work)
         save_lock.hand_over(ticket, is_captured=is_captured)
@@ -104,7 +108,7 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
     save_lock.hand_over(job.ticket, is_captured=job.staged is not None)
     if work is None or background.withdraw(work):
         end_save(job, ok=False)
-    elif job.staged is None:
+    elif job.staged is None and job.future._pid == os.getpid():  # Else a signal handler forked, and ends the child.
         job.future.cancel()
         try:
             wait_until_done(job.future._inner, SAVE_DEADLINE_S)
