@@ -16,7 +16,7 @@ from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.closing import WaitsUntilFree
-from asyncckpt.engine.process.event_loop import action_here
+from asyncckpt.engine.process.event_loop import check_may_wait_for
 from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
@@ -116,7 +116,7 @@ class Loader(WaitsUntilFree):
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire(self._busy.action)
+        ticket = self._acquire(lambda other: None)
         try:
             return self._run(Progress())
         finally:
@@ -136,7 +136,7 @@ class Loader(WaitsUntilFree):
 
     def _start(self) -> LoadFuture:
         streams = CallerStreams()
-        ticket = self._acquire(action_here(self._busy))
+        ticket = self._acquire(check_may_wait_for)
         future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
         def load() -> LoadReport:
@@ -157,9 +157,10 @@ class Loader(WaitsUntilFree):
         save_lock.hand_over(ticket)
         return future
 
-    def _acquire(self, on_busy: OnBusy) -> Ticket:
+    def _acquire(self, before_wait: Callable[[Ticket], None]) -> Ticket:
         ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
-        save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
+        busy = self._busy
+        save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
         return ticket
 
     def _run(self, progress: Progress, *, on_read: Callable[[], bool] = lambda: True) -> LoadReport:

@@ -3,8 +3,9 @@
     python -m tests.interrupts.child_ends <rank> <ranks> <folder> <alone|files|group>
 
 What is in flight at each fork: a save that keeps old values of a table, the retention of an earlier one, a DCP save
-between its plan and its commit, an update of a follower, a Saver of multi-level tables, a call of a queue. Ends with
-status 0 when nothing of it was harmed.
+between its plan and its commit, an update of a follower, a Saver of multi-level tables, a call of a queue. Further
+children are forked in callbacks of a save, and end there or go on with it. Ends with status 0 when nothing of it was
+harmed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import queue
 import sys
 import threading
 import time
@@ -47,6 +49,9 @@ WAYS = {
 }
 
 
+CALLBACKS = ("state_dict", "filter", "done callback")
+
+
 class ChildReturns(Exception):
     """The program of a child comes to its end."""
 
@@ -57,6 +62,8 @@ class Rank:
     def __init__(self, rank: int, ranks_count: int, folder: Path) -> None:
         self.folder = folder
         self.may_write = hold_exports()
+        self.forks_in, self.forked_ends_by = "", ""
+        self.forked: queue.SimpleQueue[int] = queue.SimpleQueue()
         ranks = asyncckpt.RankOptions(peer_deadline=DEADLINE_S)
         shard = (rank, ranks_count)
         self.table = asyncckpt.MultiLevelTable("t", 2, cache_rows=8, capacity=64, shard=shard, undo_bytes_max=1024)
@@ -67,7 +74,8 @@ class Rank:
             ranks_count,
             path=folder / "run",
             hashtables={"t": self.table},
-            tensors={"x": torch.arange(5.0)},
+            tensors={"x": torch.arange(5.0), "object": self},
+            filter_func=self.hold,
             keep_latest=1000,
             device=asyncckpt.DeviceOptions(host_level="first_touch"),
             ranks=ranks,
@@ -85,6 +93,37 @@ class Rank:
         # On a loop that ends here: a child that drops one takes from its parent's what wakes it.
         self.follower = asyncckpt.follow(own / "followed")
         self.update = asyncio.run(next_of(self.follower))
+
+    def hold(self, blocks: Any) -> Any:
+        assert self.may_write.wait(DEADLINE_S)
+        self.fork_in("filter")
+        return blocks
+
+    def state_dict(self) -> dict[str, Any]:
+        self.fork_in("state_dict")
+        return {}
+
+    def fork_in(self, place: str) -> None:
+        if place == self.forks_in:
+            self.forks_in = ""
+            child = os.fork()
+            if child:
+                self.forked.put(child)
+            elif self.forked_ends_by == "sys.exit":
+                sys.exit(3)
+
+    def fork_in_callbacks(self, step: int) -> int:
+        """Save, and fork a child in each callback; it ends there, or goes on with the save. Return the next step."""
+        for place in CALLBACKS:
+            for ending in ("sys.exit", "return"):
+                self.forks_in, self.forked_ends_by = place, ending
+                future = self.saver.save_async(step)
+                future.add_done_callback(lambda _: self.fork_in("done callback"))
+                child = self.forked.get(timeout=DEADLINE_S)
+                wait_for(child, time.monotonic() + CHILDREN_S_MAX)
+                assert future.result(DEADLINE_S).step == step, (place, ending)
+                step += 1
+        return step
 
     def fork_all(self, step: int) -> None:
         """Fork all children in the middle of a save, await their ends, and then that of the save."""
@@ -206,7 +245,7 @@ def main(rank: int, ranks_count: int, folder: Path, kind: str) -> None:
         dist.init_process_group("fake", store=store, rank=rank, world_size=ranks_count)
     own = Rank(rank, ranks_count, folder)
     own.fork_all(0)
-    own.check_usable(1)
+    own.check_usable(own.fork_in_callbacks(1))
     if kind == "group":
         dist.destroy_process_group()
 

@@ -82,7 +82,7 @@ class Background:
                     self._wake()
             if is_first:
                 try:
-                    _loop_thread.submit(self._run)
+                    _loop_thread.submit_behind(self._run)  # Also for a destructor that runs while the loop is closed.
                 except BaseException as error:
                     self.withdraw(job)
                     self._fail_all(error)
@@ -181,10 +181,13 @@ class Background:
 
 
 async def _run_job(job: Job) -> None:
+    pid = os.getpid()
     try:
         await job.run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    if pid != os.getpid():
+        os._exit(0)  # A child that a callback has forked: the loop, and what wakes it, is its parent's.
 
 
 def _has_succeeded(future: Future[Any], what: str) -> bool:

@@ -135,9 +135,10 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
         """
         check_timeout(timeout)
+        timeout = DEVICE_DEADLINE_S if timeout is None else timeout
         if not self._staged.is_set():
             self._check_can_end()
-        if not wait_in_steps(self._staged.wait, DEVICE_DEADLINE_S if timeout is None else timeout):
+        if not wait_in_steps(self._staged.wait, timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
     @uninterrupted

@@ -3,6 +3,7 @@ sent of a call in which this rank does not save, because it was skipped, or fail
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class Ranks:
     decisions: Decisions = field(default_factory=Decisions)
     announcing: list[threading.Event] = field(default_factory=list)
     call: int = 1
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def rank(self) -> int:
@@ -66,7 +68,12 @@ def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
-    """Announce it behind what is in flight: the others come to this call no sooner either."""
+    """Announce it behind what is in flight: the others come to this call no sooner either.
+
+    A forked child, which ends in the middle of a call of its parent's, has nothing to announce.
+    """
+    if ranks.pid != os.getpid():
+        return
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
 

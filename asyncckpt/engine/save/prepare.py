@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.event_loop import action_here
+from asyncckpt.engine.process.event_loop import check_may_wait_for
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.delta_chain import Choice
@@ -17,7 +17,6 @@ from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.model.table import is_overlaid
-from asyncckpt.options import BusyPolicy
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.staging.pool import pool
 
@@ -35,7 +34,9 @@ def prepare_arena(target: SaveTarget) -> PrepareFuture:
 
     SaveInProgressError on an event loop which that would stop, as it would a queued save.
     """
-    action_here(BusyPolicy("queue"))
+    for other in save_lock.in_flight():
+        if not other.is_captured:  # It may hold tables.
+            check_may_wait_for(other)
     cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
         stage = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))
