@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds, check_timeout
-from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside
+from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
@@ -107,10 +106,11 @@ class PeriodicSaver:
             is_earlier = earlier is not None and earlier.done() and earlier._inner.exception(0) is error
             if is_earlier:  # It has failed since it was looked at.
                 self._future = None
+            self._count(failed_count=1)
             self._handle(error)
             # Ranks count their calls alike, so of several none makes another one.
             return self._save(step, metadata) if is_earlier and self._saver.ranks_count == 1 else None
-        if future.done() and future.exception() is None and future.result().skipped:
+        if future.state is FutureState.SKIPPED:
             self._count(skipped_count=1)
             return None
         self._count(begun_count=1)
@@ -163,21 +163,20 @@ class PeriodicSaver:
         error = future._inner.exception(0)
         if isinstance(error, SaveCancelledError):
             return  # By whoever has the future; that is no failure.
-        if error is not None and future._claim.take() is None:
-            self._count(failed_count=1)  # Somebody else has the error.
-        elif error is not None:
-            self._handle(error)
+        if error is not None:
+            self._count(failed_count=1)
+            if future._claim.take() is not None:  # Else somebody has it already.
+                self._handle(error)
         elif future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
             self._statistics = replace(self._statistics, last_result=future.result())
 
     def _handle(self, error: BaseException) -> None:
-        self._count(failed_count=1)
         if self._on_error == "raise":
             raise error
         if self._on_error == "warn":
-            warnings.warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning, stacklevel=3)
+            warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning)
         elif callable(self._on_error):
             self._on_error(error)
 
