@@ -95,17 +95,6 @@ def test_errors_may_warn_or_call(tmp_path: Path) -> None:
     assert [type(error) for error in seen] == [asyncckpt.errors.FilterError]
 
 
-def test_an_error_that_the_saver_has_raised_is_not_raised_again(tmp_path: Path) -> None:
-    saver = make(tmp_path, filter_func=failing)
-    with saver, asyncckpt.PeriodicSaver(saver, every_steps=1) as periodic:
-        periodic.step(1)
-        saver._errors.wait(60)
-        with pytest.raises(asyncckpt.errors.FilterError):
-            saver.save(2)
-        periodic.drain(60)
-        assert periodic.statistics().failed_count == 1
-
-
 def test_an_error_that_comes_in_the_middle_of_a_step_costs_no_save(tmp_path: Path) -> None:
     gate = Gate()
     seen: list[BaseException] = []
