@@ -47,9 +47,14 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
         if self.is_held_here():
             raise UsageError("the library was called in the middle of a call on the same thread", hint=_HINT)
         uninterrupted.__enter__()
-        is_taken = self.acquire(blocking, timeout)
-        if not is_taken:
-            uninterrupted.__exit__()
+        is_taken = False
+        try:
+            is_taken = self.acquire(blocking, timeout)
+        finally:
+            if not is_taken:
+                if self.is_held_here():  # What has been raised came behind it.
+                    self.release()
+                uninterrupted.__exit__()
         return is_taken
 
     def __exit__(self, *error: object) -> None:

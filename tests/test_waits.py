@@ -67,6 +67,8 @@ ALLOWED = {
     ("tables/levels.py", "self.cache.begin_to_host(rows[inside]).wait()"): EVENT,
     ("tables/levels.py", "self.cache.begin_to_host(cached, only=column).wait()"): EVENT,
     ("testing/case.py", "use.result()"): DONE,
+    ("engine/ranks/rank_save.py", "self.stopped.wait()"): "within asyncio.wait_for",
+    ("signals.py", "given_up.acquire()"): "the lock of a condition, which the caller holds for a few lines",
     ("guard.py", "self.acquire()"): "held for a few lines; on the thread that holds it, it does not wait",
 }
 
