@@ -56,18 +56,19 @@ class Uninterrupted:
         self._depth = 0
         self._set_back: list[tuple[int, Any, Any]] = []
         self._noted: list[int] = []
+        self._late: list[BaseException] = []  # What handlers have raised while others were put off.
         self._noter = self._note
         self._undo: list[Callable[[], object]] = []  # What a handler that raises undoes, see if_raised.
 
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
             self._depth += 1
-            if self._depth == 1:
+            while self._depth == 1:
                 try:
                     self._put_off()
-                except BaseException:  # The handler of a signal whose turn had not come.
-                    self._end()
-                    raise
+                    break
+                except BaseException as error:  # The handler of a signal whose turn had not come.
+                    self._late.append(error)
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == self._main:
@@ -91,7 +92,7 @@ class Uninterrupted:
 
         given_up: a lock that the caller holds and that handlers shall not wait for, nor those whom they wait for.
         """
-        if not self._noted or threading.get_ident() != self._main:
+        if not (self._noted or self._late) or threading.get_ident() != self._main:
             return
         if given_up is not None:
             given_up.release()
@@ -157,6 +158,8 @@ class Uninterrupted:
             if self._noted:
                 self._handle()
             raise
+        if self._late:
+            raise self._late.pop()
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -167,6 +170,7 @@ class Uninterrupted:
         self._main = threading.get_ident()
         self._noted.clear()
         self._undo.clear()
+        self._late.clear()
         self._end()
 
 

@@ -370,3 +370,29 @@ def test_the_end_of_a_child_is_handled_behind_the_block() -> None:
         assert ended == [signal.SIGCHLD]
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_handler_that_raises_while_others_are_put_off_ends_the_block_at_its_next_look() -> None:
+    """So a finalizer is never kept from what it gives back."""
+    put_off, done = uninterrupted._put_off, []
+
+    def interrupted() -> None:
+        if not done:
+            done.append("raised")
+            raise KeyboardInterrupt
+        put_off()
+
+    @uninterrupted
+    def run() -> None:
+        done.append("begun")
+        uninterrupted.look()
+
+    uninterrupted._put_off = interrupted  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        uninterrupted._put_off = put_off  # type: ignore[method-assign]
+    assert done == ["raised", "begun"]
+    with uninterrupted:
+        uninterrupted.look()
