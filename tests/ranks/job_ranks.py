@@ -254,7 +254,7 @@ def periodic_savers(rank: int, folder: Path) -> None:
         training.train()
         future = periodic.step(training.step)
         assert future is not None
-        raised(future)
+        future._wait_done(60.0)  # Without asking: whoever asks has the error.
         broken.clear()
         training.train()
         if rank == 0:  # Rank 0 hears of it where a save is due, rank 1 before that.
@@ -268,8 +268,8 @@ def periodic_savers(rank: int, folder: Path) -> None:
             error = raised(missed)
             assert isinstance(error, PeerError)
             assert "boom" in error.cause
-            with pytest.raises(PeerError):
-                periodic.drain()
+            periodic.drain()
+            assert periodic.statistics().failed_count == 2
         training.train()
         periodic.step(training.step)
         periodic.drain()
