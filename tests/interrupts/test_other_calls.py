@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sys
@@ -42,6 +43,7 @@ class Process:
         check_nothing_is_held()
         if self._has_more():
             settled_fds()
+            asyncio.set_event_loop(None)  # One that asyncio.run was kept from closing.
             gc.collect()
             assert not self._has_more(), (os.listdir("/proc/self/fd"), self.fds, _registry.held)
 
@@ -189,7 +191,8 @@ def _follow(saver: asyncckpt.Saver, step: int) -> None:
             update = await anext(follower)
             await update.load(tensors={"w": torch.zeros(3)})
 
-    asyncio.run(run())
+    with contextlib.suppress(asyncio.CancelledError):  # asyncio.run cancels, and does not always say why.
+        asyncio.run(run())
 
 
 USES = [_wait_idle, _cancel, _drain, _statistics, _list_steps, _drop, _follow]
