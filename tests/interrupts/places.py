@@ -29,8 +29,10 @@ _TURNS = 2
 _WHOLE = 16
 # How many places of a call are tried, at most.
 ALL = 1_000_000
-SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "60"))
-FEW = SOME // 3
+SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "150"))
+FEW = min(SOME // 7, 300)
+# Here Python itself drops what is raised, or leaves descriptors behind: beginnings of destructors, asyncio.run.
+_OF_PYTHON = ("finalize.__call__", "WeakValueDictionary.__init__.<locals>.remove", "Runner._lazy_init", "Runner.close")
 
 
 Way = tuple[tuple[CodeType, int], ...]
@@ -52,7 +54,7 @@ def places_of(call: Callable[[], Any]) -> list[Place]:
     def come(frame: FrameType) -> None:
         way = _way_to(frame)
         turns[way] += 1
-        if turns[way] <= _TURNS:
+        if turns[way] <= _TURNS and not any(code.co_qualname in _OF_PYTHON for code, _ in way):
             places.append(Place(way, turns[way]))
 
     _trace(call, lambda frame, event, arg: _follow(frame, come))
