@@ -168,6 +168,19 @@ def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     assert differences(image_of(found), image_of(rich_state(0))) == []
 
 
+def test_reads_at_once_through_one_reader_have_files_of_their_own(tmp_path: Path) -> None:
+    dcp.save(rich_state(0), storage_writer=StorageWriter(tmp_path / "ckpt"))
+    reader = StorageReader(tmp_path / "ckpt")
+    reader.read_metadata()
+    files = reader._files
+    assert files is not None
+    with reader._take_files(files[0]) as first:
+        reader._files = files  # So it is for another thread that has looked before.
+        with reader._take_files(files[0]) as second:
+            assert first is files[1]
+            assert second is not first
+
+
 def test_saves_at_once_through_one_writer_are_steps_of_their_own(tmp_path: Path) -> None:
     """DCP's own writer lets both run into one directory, and mixes their files."""
     writer = StorageWriter(tmp_path / "ckpt")
