@@ -22,13 +22,15 @@ Pair = tuple[str, str, Place, int]
 
 def pairs_of(first: Operation, *, sides: int) -> list[Pair]:
     places = first.places or (None,)
-    return [(first.name, second.name, places[number % len(places)], sides) for number, second in enumerate(TOGETHER)]
+    others = [second for second in TOGETHER if not first.name == second.name == "dcp.load"]
+    return [(first.name, second.name, places[number % len(places)], sides) for number, second in enumerate(others)]
 
 
 def sample() -> list[Pair]:
     return [
-        pairs_of(first, sides=1 + number % 2)[(number * SAMPLE_STRIDE + SAMPLE_OFFSET) % len(TOGETHER)]
+        pairs[(number * SAMPLE_STRIDE + SAMPLE_OFFSET) % len(pairs)]
         for number, first in enumerate(TOGETHER)
+        for pairs in [pairs_of(first, sides=1 + number % 2)]
     ]
 
 
