@@ -132,9 +132,16 @@ def _save_all_kinds(rank: int, folder: Path, table: Any, ids: np.ndarray[Any, An
 
 
 def a_rule_of_its_own(rank: int, folder: Path) -> None:
+    """Refused where two ranks own the same ids by it."""
     group_of(rank, RANKS_COUNT, folder)
     table = RuledTable("t", DIM, optimizer_slots={"sum": torch.float64})
     table.index, table.count = rank, RANKS_COUNT
+    insert(table, IDS[table.owned(IDS)])
+    if rank == 3:
+        insert(table, IDS[~table.owned(IDS)][:1])
+    with saver_of(rank, folder / "twice", {"t": table}) as saver:
+        refused(saver, 1, r"'t': ranks \d and 3 hold the same ids, found -")
+    table.remove(torch.from_numpy(IDS[~table.owned(IDS)]))
     _save_all_kinds(rank, folder, table, IDS[table.owned(IDS)])
 
 

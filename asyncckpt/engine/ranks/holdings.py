@@ -38,8 +38,12 @@ class TableSlice:
     first: int
     end: int
 
+    @property
+    def is_known(self) -> bool:
+        return self.end > 0
+
     def __str__(self) -> str:
-        if not self.end:
+        if not self.is_known:
             return "ids by a rule of its own"
         if not self.modulus:
             return f"rows {self.first} to {self.end}"

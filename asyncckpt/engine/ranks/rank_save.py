@@ -108,7 +108,7 @@ class RankSave:
         """While it is not known who writes which replica: say which there are here, and what is in them."""
         if not self.share.is_known:
             await self._put(f"list/{self.ranks.rank}", self.share.replicas.encoded())
-            contents = dumps(dict(await run_on(workers, contents_of, self.job, self.share.replicas)))
+            contents = (await run_on(workers, contents_of, self.job, self.share.replicas)).encoded()
             self.contents = xxhash.xxh3_128_hexdigest(contents)
             await self._put(f"contents/{self.ranks.rank}", contents)
 

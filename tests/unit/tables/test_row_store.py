@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import asyncckpt
@@ -38,6 +38,7 @@ def expected(ids: set[int]) -> IdsHeld:
 
 @MAKERS
 @pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
+@settings(deadline=None)
 @given(program=PROGRAMS)
 def test_all_that_changes_ids_is_counted(make: Callable[[], Any], program: list[tuple[str, list[int]]]) -> None:
     table, held = make(), set[int]()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncckpt.adapters import FixedTable
@@ -86,9 +86,10 @@ def test_a_table_is_no_shard_and_replica_in_one() -> None:
             make("t", 4, replicated=1)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
-        st.integers(1, 12).flatmap(
+        st.integers(1, 8).flatmap(
             lambda modulus: st.tuples(st.just(modulus), st.integers(0, modulus - 1), st.integers(1, modulus))
         ),
         min_size=2,
@@ -97,7 +98,7 @@ def test_a_table_is_no_shard_and_replica_in_one() -> None:
 )
 def test_parts_with_an_id_in_common_are_a_conflict(slices: list[tuple[int, int, int]]) -> None:
     parts = [TableSlice(modulus, first, min(first + size, modulus)) for modulus, first, size in slices]
-    ids = range(27_720)  # Divisible by all of the moduli.
+    ids = range(840)  # Divisible by all of the moduli.
     owned = [{id for id in ids if part.first <= id % part.modulus < part.end} for part in parts]
     is_apart = sum(map(len, owned)) == len(set().union(*owned))
     if is_apart:
