@@ -322,33 +322,22 @@ class Saver:
         staged: bool,
     ) -> SaveFuture:
         with self._using_directory():
-            return self._start_open(step, kind, metadata, on_busy, staged=staged)
-
-    def _start_open(
-        self,
-        step: int | None,
-        kind: SaveKind,
-        metadata: Mapping[str, Any] | None,
-        on_busy: OnBusy | BusyPolicy | None,
-        *,
-        staged: bool,
-    ) -> SaveFuture:
-        ranks = self._target.ranks
-        call = None if ranks is None else ranks.next_call()
-        try:
-            check_choice("kind", kind, SAVE_KINDS)
-            busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
-            self._errors.raise_first()
-            future = start_save(
-                self._target, step=step, kind=kind, metadata=metadata, busy=busy, staged=staged, call=call
-            )
-        except BaseException as error:
-            if ranks is not None and call is not None:
-                announce_failed(ranks, call, error)
-            raise
-        self._errors.watch(future)
-        future.add_done_callback(self._counts.add)
-        return future
+            ranks = self._target.ranks
+            call = None if ranks is None else ranks.next_call()
+            try:
+                check_choice("kind", kind, SAVE_KINDS)
+                busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
+                self._errors.raise_first()
+                future = start_save(
+                    self._target, step=step, kind=kind, metadata=metadata, busy=busy, staged=staged, call=call
+                )
+            except BaseException as error:
+                if ranks is not None and call is not None:
+                    announce_failed(ranks, call, error)
+                raise
+            self._errors.watch(future)
+            future.add_done_callback(self._counts.add)
+            return future
 
     @contextmanager
     def _using_directory(self) -> Iterator[None]:

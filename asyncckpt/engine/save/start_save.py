@@ -105,7 +105,10 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
         end_save(job, ok=False)
     elif job.staged is None:
         job.future.cancel()
-        wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        try:
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        finally:
+            job.cut.hand_over()
 
 
 def _begin(
@@ -140,7 +143,7 @@ def _begin(
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
             text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()
