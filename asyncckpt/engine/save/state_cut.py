@@ -76,13 +76,16 @@ class Cut:
                 listed = ranks.replicas.list_of(cut.flat, tables)
                 left_out = None if audit else ranks.replicas.by_peers(listed)
                 cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
-            for name, table in tables.items():
+            left = frozenset() if left_out is None else left_out.tables
+            for name, table in sorted(tables.items(), key=lambda item: id(item[1])):  # See model/table.py.
                 own: TableCut | None = None
-                if left_out is None or name not in left_out.tables:
+                if name not in left:
                     schema, own = table.schema(), table.begin_cut()
                     cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=own))
                 if cut.share is not None and is_replicated(table):
                     cut.share.ids_held[name] = held_by(table, own)
+            places = {name: place for place, name in enumerate(tables)}
+            cut.tables.sort(key=lambda item: places[item.name])
             cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
         except BaseException as error:
             with closing_beside(error, "giving up the cut raised"):
