@@ -144,7 +144,8 @@ class DebugOptions:
 
     refresh  a full save copies only rows written since the arena was filled, where tables have marks. False: all rows
     audit    every save copies all rows, compares them in the background with those of the last one, and lists in
-             SaveResult.missed_ids which were changed without a mark
+             SaveResult.missed_ids which were changed without a mark. Of several ranks, each also copies all tensors
+             and tables that others hold too, and what ranks hold is compared
     """
 
     refresh: bool = True

@@ -31,10 +31,10 @@ class CandidateTable(StoredTable):
     grows by every new id that is looked up; call `evict("count", below=2)` now and then to remove the rare ones.
     """
 
-    def __init__(self, name: str, *, shard: tuple[int, int]) -> None:
+    def __init__(self, name: str, *, shard: tuple[int, int], replicated: bool = False) -> None:
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
-        store = RowStore(layout, capacity=FIRST_ROWS, initializer=None)
-        super().__init__(name, _SCHEMA, shard=shard, store=store)
+        store = RowStore(layout, capacity=FIRST_ROWS, initializer=None, fingerprints_ids=replicated)
+        super().__init__(name, _SCHEMA, shard=shard, replicated=replicated, store=store)
 
     def __repr__(self) -> str:
         return f"CandidateTable({self._name!r}, rows={len(self)}, shard={self._shard})"

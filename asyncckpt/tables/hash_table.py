@@ -33,9 +33,10 @@ class HashTable(TrainedTable):
     """A sparse table that a Saver can save. Implements `asyncckpt.model.table.Table`.
 
     optimizer_slots and metadata name further columns (see slots.py for the ways to describe one). shard is (index,
-    count): the table holds the ids whose bit pattern, as an unsigned number, modulo count is index. A new row starts
-    from the initializer and the fills, also where its row belonged to a removed id. Raises UsageError for wrong
-    arguments and UnsupportedError for a dtype that tables cannot hold.
+    count): the table holds the ids whose bit pattern, as an unsigned number, modulo count is index. replicated: every
+    rank that has the table has all of its ids, with the same rows. Where several ranks save together, a table is one or
+    the other. A new row starts from the initializer and the fills, also where its row belonged to a removed id. Raises
+    UsageError for wrong arguments and UnsupportedError for a dtype that tables cannot hold.
     """
 
     def __init__(
@@ -47,13 +48,22 @@ class HashTable(TrainedTable):
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
         shard: tuple[int, int] = (0, 1),
+        replicated: bool = False,
         device: torch.device | str = "cpu",
         capacity: int = 1024,
         initializer: Initializer = None,
     ) -> None:
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
         place = row_device(checked_device(name, device))
-        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=place)
+        super().__init__(
+            name,
+            layout,
+            shard=shard,
+            replicated=replicated,
+            capacity=capacity,
+            initializer=initializer,
+            place=place,
+        )
         self._level = self._store
 
     def __repr__(self) -> str:

@@ -90,6 +90,7 @@ class MultiLevelTable(TrainedTable):
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
         shard: tuple[int, int] = (0, 1),
+        replicated: bool = False,
         capacity: int = 1024,
         initializer: Initializer = None,
         policy: Literal["lru", "lfu"] = "lru",
@@ -107,10 +108,20 @@ class MultiLevelTable(TrainedTable):
         self._undo_bytes_max = undo_bytes_max
         cache_device = checked_device(name, device)
         place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
-        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=host)
+        super().__init__(
+            name,
+            layout,
+            shard=shard,
+            replicated=replicated,
+            capacity=capacity,
+            initializer=initializer,
+            place=host,
+        )
         self._cache = self._level = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
-        self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
+        self._candidates = (
+            CandidateTable(f"{name}.{CANDIDATES}", shard=shard, replicated=replicated) if admit_after > 1 else None
+        )
         self._cache_rows_wished = cache_rows
         self._growth_warned = False
         self._paused_seconds = 0.0

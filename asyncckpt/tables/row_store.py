@@ -23,9 +23,10 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.row_runs import rows_of
-from asyncckpt.model.table import ID_COLUMN, TableSchema
+from asyncckpt.model.table import ID_COLUMN, IdsHeld, TableSchema
 from asyncckpt.native import I64, core
 from asyncckpt.tables.expiry import is_below
+from asyncckpt.tables.ids import ids_held
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
@@ -164,22 +165,33 @@ class Level:
 
 
 class RowStore(Level):
-    """Ids and columns of one table at one place, the host by default."""
+    """Ids and columns of one table at one place, the host by default.
+
+    fingerprints_ids: keep the sum of the fingerprints of all ids, too. ids_held: replaced and never modified, so that
+    it can be read without the lock, like the length; its count is a copy of the map's, which no second thread may ask
+    while it works.
+    """
 
     def __init__(
-        self, layout: Layout, *, capacity: int, initializer: Initializer, place: RowDevice | None = None
+        self,
+        layout: Layout,
+        *,
+        capacity: int,
+        initializer: Initializer,
+        place: RowDevice | None = None,
+        fingerprints_ids: bool = False,
     ) -> None:
         super().__init__(layout.schema, rows=capacity, place=place or RowDevice(torch.device("cpu")))
         self.watchers = RowWatchers()
         self.marks = TouchedRows(capacity)
         self._fills = layout.fills
         self._initializer = initializer
-        # A copy of the map's count: no second thread may ask the map while it works.
-        self._rows_count = 0
+        self._fingerprints_ids = fingerprints_ids
+        self.ids_held = IdsHeld()
 
     def __len__(self) -> int:
         """How many ids there are; the only method that needs no lock."""
-        return self._rows_count
+        return self.ids_held.count
 
     def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
         """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`.
@@ -217,8 +229,8 @@ class RowStore(Level):
         rows = self._ids.remove(ids)
         were_there = rows >= 0
         rows = rows[were_there]
-        self.marks.remove(rows, ids[were_there], used_count=self._rows_count)
-        self._rows_count -= rows.size
+        self.marks.remove(rows, ids[were_there], used_count=len(self))
+        self._count(ids[were_there], sign=-1)
         return rows.size
 
     def clear(self) -> None:
@@ -226,7 +238,7 @@ class RowStore(Level):
         self.watchers.storage_moves()
         self._ids.clear()
         self.marks.clear()
-        self._rows_count = 0
+        self.ids_held = IdsHeld()
 
     def reserve(self, rows_count: int) -> None:
         """Make room for rows_count rows in all, so that inserts up to there do not grow."""
@@ -288,10 +300,16 @@ class RowStore(Level):
             if self._ids.rows_end > self.capacity:
                 self._grow(max(self._ids.rows_end, self.capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
             self._initialize(new_rows, new_ids, filled)
+            self._count(new_ids, sign=1)
         except BaseException:
             self._ids.remove(new_ids)
             raise
-        self._rows_count += new_rows.size
+
+    def _count(self, ids: I64, *, sign: int) -> None:
+        """Note distinct ids that have come (sign 1) or gone (-1)."""
+        held = self.ids_held
+        fingerprint = ids_held(ids).fingerprint if self._fingerprints_ids else 0
+        self.ids_held = IdsHeld(held.count + sign * ids.size, (held.fingerprint + sign * fingerprint) % 2**64)
 
     def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
         index = _fill_index(rows, place=self.place)

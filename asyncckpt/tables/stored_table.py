@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 
 from asyncckpt.arguments import check_int, check_type
-from asyncckpt.model.table import TableSchema
+from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
@@ -26,8 +26,10 @@ from asyncckpt.tables.table_lock import LockedTable
 class StoredTable(LockedTable):
     """A table whose ids have rows in a RowStore."""
 
-    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int], store: RowStore) -> None:
-        super().__init__(name, schema, shard=shard)
+    def __init__(
+        self, name: str, schema: TableSchema, *, shard: tuple[int, int], replicated: bool, store: RowStore
+    ) -> None:
+        super().__init__(name, schema, shard=shard, replicated=replicated)
         self._store = store
 
     @property
@@ -38,6 +40,10 @@ class StoredTable(LockedTable):
     def __len__(self) -> int:
         """How many ids have a row. Does not wait for the lock, so it can be logged while a load runs elsewhere."""
         return len(self._store)
+
+    def ids_held(self) -> IdsHeld:
+        """Return how many ids there are, and of a replica the sum of their fingerprints. Does not wait for the lock."""
+        return self._store.ids_held
 
     def __contains__(self, id: object) -> bool:
         flat = one_id(id, table=self._name)
@@ -130,6 +136,7 @@ class TrainedTable(StoredTable):
         layout: Layout,
         *,
         shard: tuple[int, int],
+        replicated: bool,
         capacity: int,
         initializer: Initializer,
         place: RowDevice | None,
@@ -137,9 +144,9 @@ class TrainedTable(StoredTable):
         check_name(name)
         check_int(f"capacity of table {name!r}", capacity, at_least=1)
         check_initializer(initializer, table=name)
-        check_shard(name, shard)
-        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place)
-        super().__init__(name, layout.schema, shard=shard, store=store)
+        check_shard(name, shard, replicated=replicated)
+        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place, fingerprints_ids=replicated)
+        super().__init__(name, layout.schema, shard=shard, replicated=replicated, store=store)
 
     @property
     def dim(self) -> int:

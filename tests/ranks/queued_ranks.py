@@ -59,7 +59,7 @@ class State:
         self.rank, self.ranks_count = rank, ranks_count
         self.tables = {
             "user": asyncckpt.HashTable("user", 2, shard=(rank, ranks_count)),
-            "all": asyncckpt.HashTable("all", 2),
+            "all": asyncckpt.HashTable("all", 2, replicated=True),
         }
         self.plain = torch.nn.Embedding(len(IDS), 2)
         torch.nn.init.zeros_(self.plain.weight)

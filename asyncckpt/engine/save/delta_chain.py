@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from asyncckpt.engine.ranks.replicas import is_whole
+from asyncckpt.engine.ranks.holdings import is_whole
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from asyncckpt.devices.current_runtime import device_of
-from asyncckpt.engine.ranks.replicas import is_whole
+from asyncckpt.engine.ranks.holdings import is_whole
 from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.state_cut import Cut

@@ -128,7 +128,7 @@ def _begin(
     call: int | None,
 ) -> SaveJob:
     options = target.options
-    cut = Cut.begin(target.state, target.tables, target.ranks, call)
+    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit)
     snapshot: Staged | None = None
     try:
         base = _hold_newest(target, claim)
