@@ -81,7 +81,26 @@ def _prefetch(trained: Trained, ids: torch.Tensor) -> None:
     trained.levels.prefetch(ids - 8)
 
 
-@pytest.mark.parametrize("use", [_lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch])
+def _rows(trained: Trained, ids: torch.Tensor) -> None:
+    with trained.table.rows(ids - 6) as rows:
+        rows.embedding += 1.0
+        rows["sum"] += 1.0
+
+
+def _update_levels(trained: Trained, ids: torch.Tensor) -> None:
+    def write(rows: Any) -> None:
+        rows.embedding += 1.0
+        rows["sum"] += 1.0
+
+    trained.levels.update(trained.levels.lookup(ids - 6, insert=False), write)
+
+
+USES = [
+    _lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch, _rows, _update_levels,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
 def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], None]) -> None:
     ids = torch.empty(0)
     before: Any = None
