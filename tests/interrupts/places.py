@@ -2,8 +2,9 @@
 jump backward.
 
 `places_of` runs a call under a tracer and lists its places; `interrupt` runs it again and raises a real SIGINT at one
-of them, in whichever Python code that is, this package's or others'. Places count by frame, so that a second run need
-trace only one frame instruction by instruction.
+of them, in whichever Python code that is, this package's or others'. A place is an instruction, the way on which it is
+reached (which function has called which, and where), and how often it has been reached so before: the first two times
+count, so that waits, whose turns depend on the clock, change no other place.
 """
 
 from __future__ import annotations
@@ -13,44 +14,46 @@ import dis
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _LOOKS = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") if name in dis.opmap}
 _CACHE = 0
+_TURNS = 2
 # How many places of a call are tried, at most.
 ALL = 1_000_000
 SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "60"))
 
 
+Way = tuple[tuple[CodeType, int], ...]
+
+
 @dataclass(frozen=True)
 class Place:
-    """The `number`-th place in the `frame`-th frame of a call; a generator has a frame each time that it goes on."""
+    """An instruction, at the end of the calls that lead there, and the number of the time that it is reached so."""
 
-    frame: int
-    number: int
+    way: Way
+    turn: int
 
 
 def places_of(call: Callable[[], Any]) -> list[Place]:
     """Run the call and return its places, in order."""
     places: list[Place] = []
-    frames = 0
+    turns: Counter[Way] = Counter()
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal frames
-        frames += 1
-        own, seen = frames, 0
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return follow
 
-        def follow(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal seen
-            if event == "opcode" and _is_behind_look(frame):
-                seen += 1
-                places.append(Place(own, seen))
-            return follow
-
+    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and _is_behind_look(frame):
+            way = _way_to(frame)
+            turns[way] += 1
+            if turns[way] <= _TURNS:
+                places.append(Place(way, turns[way]))
         return follow
 
     _trace(call, begin)
@@ -62,27 +65,24 @@ def interrupt(call: Callable[[], Any], place: Place) -> str | None:
 
     Raises what the call raises, but KeyboardInterrupt.
     """
-    frames = 0
+    *callers, (code, instruction) = place.way
+    turns = 0
     where: str | None = None
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal frames
-        frames += 1
-        if frames != place.frame:
+        if frame.f_code is not code or _way_to(frame.f_back) != tuple(callers):
             return None
-        seen = 0
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return follow
 
-        def follow(frame: FrameType, event: str, arg: Any) -> Any:
-            nonlocal seen, where
-            if event == "opcode" and _is_behind_look(frame):
-                seen += 1
-                if seen == place.number:
-                    where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
-                    sys.settrace(None)
-                    signal.raise_signal(signal.SIGINT)
-            return follow
-
+    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal turns, where
+        if event == "opcode" and frame.f_lasti == instruction and _is_behind_look(frame):
+            turns += 1
+            if turns == place.turn:
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
         return follow
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -96,6 +96,14 @@ def _trace(call: Callable[[], Any], begin: Any) -> None:
         call()
     finally:
         sys.settrace(None)
+
+
+def _way_to(frame: FrameType | None) -> Way:
+    way = []
+    while frame is not None and frame.f_code is not _trace.__code__:
+        way.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(reversed(way))
 
 
 def _is_behind_look(frame: FrameType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -71,6 +72,7 @@ class World:
             trained.forward(torch.arange(20) * 1000)
             trained.optimizer.step()
         self.save_and_load()
+        gc.collect()  # What earlier tests have left may have descriptors.
         self.fds = self.settled_fds()
 
     def new_saver(self) -> asyncckpt.Saver:
