@@ -118,9 +118,6 @@ class Saver:
         shard_index, shard_num = which_shard(shard_index, shard_num, ranks.process_group)
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
-        check_type("debug", debug, DebugOptions)
-        if debug.audit and filter_func is not identity:
-            raise UsageError("audit=True compares rows that no filter_func has seen", hint="leave out one of them")
         self._busy = BusyPolicy.of(on_busy)
         options = SaveOptions(
             parallel=parallel,
