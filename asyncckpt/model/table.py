@@ -82,6 +82,15 @@ class TableCut(Protocol):
     def end(self, ok: bool) -> None: ...
 
 
+@runtime_checkable
+class HandsOver(TableCut, Protocol):
+    """A cut whose table refuses other uses to the thread that began it, which would wait for itself."""
+
+    def hand_over(self) -> None:
+        """Note that another thread fences it: from now on, the one that began it may wait for that."""
+        ...
+
+
 @dataclass(frozen=True)
 class CutVersion:
     """Names the state of one table at one cut.
@@ -290,6 +299,11 @@ def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:
 def can_be_deferred(cut: TableCut) -> TypeGuard[DeferredCut]:
     """Return whether the export of the table can be deferred behind the fence."""
     return _offers_all(cut, DeferredCut)
+
+
+def hands_over(cut: TableCut) -> TypeGuard[HandsOver]:
+    """Return whether the table knows the thread that makes the cut."""
+    return _offers_all(cut, HandsOver)
 
 
 def _offers_all(cut: TableCut, protocol: type) -> bool:

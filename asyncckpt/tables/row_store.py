@@ -13,6 +13,8 @@ invariants:
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Protocol, cast
 
@@ -35,6 +37,9 @@ GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
 INITIALIZER_ROWS_MAX = 1 << 16
 
 
+_watchers: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
+
+
 class RowWatcher(Protocol):
     """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
 
@@ -48,9 +53,13 @@ class RowWatcher(Protocol):
 
 
 class RowWatchers:
-    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it."""
+    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it.
+
+    A forked child has none: what they wait for goes on in its parent.
+    """
 
     def __init__(self) -> None:
+        _watchers.add(self)
         self._guard = Guard()
         # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
         self._all: tuple[RowWatcher, ...] = ()
@@ -66,6 +75,9 @@ class RowWatchers:
         """Remove a watcher, if it is there."""
         with self._guard:
             self._all = tuple(other for other in self._all if other is not watcher)
+
+    def forget(self) -> None:
+        self._all = ()
 
     def rows_change(self, rows: I64) -> None:
         if rows.size:
@@ -358,3 +370,11 @@ def _call(initializer: Initializer, ids: torch.Tensor, *, shape: tuple[int, int]
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
         raise UsageError("initializer returned something else than a row for every id", found=found, expected=shape)
     return values.detach()
+
+
+def _forget_in_child() -> None:
+    for watchers in _watchers:
+        watchers.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

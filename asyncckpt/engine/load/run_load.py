@@ -57,7 +57,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class _OpenStep:
+class OpenStep:
     """A step with its plan. Its files are open, so that it stays readable when it is removed."""
 
     chain: Chain
@@ -73,7 +73,7 @@ def run_load(root: CheckpointRoot, request: LoadRequest, progress: Progress) -> 
     passed_over: dict[int, Exception] = {}
     step: int | None = None
 
-    def look() -> _OpenStep:
+    def look() -> OpenStep:
         nonlocal step
         step = _candidate(root, request, passed_over)
         return _open_step(root, request, step, progress)
@@ -81,7 +81,7 @@ def run_load(root: CheckpointRoot, request: LoadRequest, progress: Progress) -> 
     while True:
         begun = time.perf_counter()
         try:
-            report = _load_open(root, request, look_again(root, look))
+            report = load_open(root, request, look_again(root, look))
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 raise
@@ -102,7 +102,12 @@ def _candidate(root: CheckpointRoot, request: LoadRequest, passed_over: Mapping[
     return older[-1]
 
 
-def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> _OpenStep:
+def open_step(root: CheckpointRoot, request: LoadRequest, step: int) -> OpenStep:
+    """Open a step for `load_open`, with all checks before a target is touched."""
+    return look_again(root, lambda: _open_step(root, request, step, Progress()))
+
+
+def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> OpenStep:
     chain = read_chain(root, step)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     targets = dense_targets(request.state, tables=iter(request.tables))
@@ -118,10 +123,10 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
         progress=progress,
         wanted=plan.wanted_blocks(chain),
     )
-    return _OpenStep(chain, contents, targets, plan, report, reader)
+    return OpenStep(chain, contents, targets, plan, report, reader)
 
 
-def _load_open(root: CheckpointRoot, request: LoadRequest, opened: _OpenStep) -> LoadReport:
+def load_open(root: CheckpointRoot, request: LoadRequest, opened: OpenStep) -> LoadReport:
     """Fill the targets from the open files, and close these."""
     chain, contents, plan = opened.chain, opened.contents, opened.plan
     with opened.reader as reader:

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -324,6 +325,7 @@ class OpenErrors:
             for future in self._watched():
                 error = future._claim.take()
                 if error is not None:
+                    uninterrupted.if_raised(partial(self.watch, future))
                     raise error
         finally:
             self._drop_settled()

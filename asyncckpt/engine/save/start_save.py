@@ -105,7 +105,10 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
         end_save(job, ok=False)
     elif job.staged is None:
         job.future.cancel()
-        wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        try:
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        finally:
+            job.cut.hand_over()
 
 
 def _begin(

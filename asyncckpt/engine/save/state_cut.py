@@ -15,7 +15,7 @@ from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import closing_beside
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.table import CutVersion, Table, is_overlaid, tracks_rows
+from asyncckpt.model.table import CutVersion, Table, hands_over, is_overlaid, tracks_rows
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
@@ -106,6 +106,12 @@ class Cut:
             self.fenced = True
             self.flat = FlatState()
             _call_all([item.cut.fence for item in self.tables])
+
+    def hand_over(self) -> None:
+        """Leave the tables to the background, behind an interrupted wait for it."""
+        for item in self.tables:
+            if hands_over(item.cut):
+                item.cut.hand_over()
 
     def give_up(self) -> None:
         """End without a save."""
