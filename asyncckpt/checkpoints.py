@@ -116,6 +116,7 @@ class CheckpointInfo:
         return len(self.ranks)
 
 
+@uninterrupted
 def list_steps(path: str | os.PathLike[str]) -> list[int]:
     """Return the committed steps of a checkpoint directory, ascending. Raises NotFoundError if it is not one."""
     with CheckpointRoot.for_reading(check_path(path)) as root:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.run_compaction import run_compaction
-from asyncckpt.engine.process.background import check_may_wait, result_of, rewriters
+from asyncckpt.engine.process.background import check_may_wait, result_or_end, rewriters
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, SaveOptions
-from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
 
@@ -37,13 +37,7 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     progress = Progress()
     check_may_wait("a compaction")
     future = rewriters.submit(_compact, checked, step, progress)
-    try:
-        return result_of(future, "a compaction", SAVE_DEADLINE_S)
-    except BaseException:
-        # Interrupted: wait for the thread, which owns open files and may be committing.
-        progress.cancel()
-        wait_until_done(future, SAVE_DEADLINE_S)
-        raise
+    return result_or_end(future, "a compaction", SAVE_DEADLINE_S, progress.cancel)
 
 
 def _compact(path: Path, step: int | None, progress: Progress) -> SaveResult:

@@ -224,7 +224,6 @@ class Update:
         state = named_state(tensors)
         progress = Progress()
         ticket = Ticket(kind="load", path=self._opened.path, step=self.step, thread=threading.get_ident())
-        await _acquire_save_lock(ticket)
 
         def work() -> LoadReport:
             try:
@@ -234,13 +233,14 @@ class Update:
             finally:
                 save_lock.release(ticket)
 
+        until = time.monotonic() + BUSY_DEADLINE_S
         try:
-            future = workers.submit(work)
+            while (future := _begun(ticket, work)) is None:
+                await when_free(max(0.0, until - time.monotonic()))
+            return await _end_of(future, on_cancel=progress.cancel)
         except BaseException:
-            save_lock.release(ticket)
+            progress.cancel()  # Whoever is interrupted has lost the future.
             raise
-        save_lock.hand_over(ticket)
-        return await _end_of(future, on_cancel=progress.cancel)
 
     async def rows(self, table: str) -> dict[str, torch.Tensor]:
         """Return the rows of a table in this update: column -> tensor [n, *row_shape] on the CPU, including `id`.
@@ -279,7 +279,7 @@ class Update:
         try:
             yield
         finally:
-            self._guard.release()
+            self._guard.__exit__()
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -299,21 +299,31 @@ class Update:
         return f"<Update: step {self.step}, {self.kind}{built}>"
 
 
-async def _acquire_save_lock(ticket: Ticket) -> None:
-    """Take the save lock without blocking the loop. DeadlineError."""
-    until = time.monotonic() + BUSY_DEADLINE_S
-    while not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
-        await when_free(max(0.0, until - time.monotonic()))
+@uninterrupted
+def _begun(ticket: Ticket, work: Callable[[], T]) -> concurrent.futures.Future[T] | None:
+    """Take the save lock and begin work, which gives it back; None while it is not free."""
+    try:
+        if not save_lock.acquire(ticket, on_busy="skip", deadline_s=0):
+            return None
+        future = workers.submit(work)
+    except BaseException:
+        save_lock.release(ticket)
+        raise
+    save_lock.hand_over(ticket)
+    return future
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
     """Run a function on a worker thread, to its end."""
-    return await _end_of(workers.submit(function))
+    with uninterrupted:
+        future = workers.submit(function)
+    return await _end_of(future)
 
 
 async def _end_of(future: concurrent.futures.Future[T], on_cancel: Callable[[], None] = lambda: None) -> T:
     """Wait for the end of work, also when cancelled: it comes soon after `on_cancel`."""
-    waiter = asyncio.wrap_future(future)
+    with uninterrupted:
+        waiter = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiter)
     except asyncio.CancelledError:

@@ -47,7 +47,10 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
         if self.is_held_here():
             raise UsageError("the library was called in the middle of a call on the same thread", hint=_HINT)
         uninterrupted.__enter__()
-        return self.acquire(blocking, timeout)
+        is_taken = self.acquire(blocking, timeout)
+        if not is_taken:
+            uninterrupted.__exit__()
+        return is_taken
 
     def __exit__(self, *error: object) -> None:
         self.release()

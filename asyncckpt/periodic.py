@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds, check_timeout
-from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside
+from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
+from asyncckpt.signals import uninterrupted
 
 ErrorHandler = Literal["raise", "warn"] | Callable[[BaseException], object]
 
@@ -80,6 +80,7 @@ class PeriodicSaver:
         self._future: SaveFuture | None = None
         self._statistics = PeriodicStatistics()
 
+    @uninterrupted
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun."""
         check_int("step", step, at_least=0)
@@ -94,18 +95,29 @@ class PeriodicSaver:
             return None
         # Restart the clock even if the save is skipped, so that a slow disk does not make every step try again.
         self._last_time = self._clock()
+        return self._save(step, metadata)
+
+    def _save(self, step: int, metadata: Mapping[str, Any] | None) -> SaveFuture | None:
+        """Begin a save and return its future, None if it was skipped or failed."""
         try:
             future = self._saver.save_async(step, metadata=metadata, on_busy="skip")
         except CheckpointError as error:
+            earlier = self._future
+            is_earlier = earlier is not None and earlier.done() and earlier._inner.exception(0) is error
+            if is_earlier:  # It has failed since it was looked at.
+                self._future = None
+            self._count(failed_count=1)
             self._handle(error)
-            return None
-        if future.done() and future.exception() is None and future.result().skipped:
+            # Ranks count their calls alike, so of several none makes another one.
+            return self._save(step, metadata) if is_earlier and self._saver.ranks_count == 1 else None
+        if future.state is FutureState.SKIPPED:
             self._count(skipped_count=1)
             return None
         self._count(begun_count=1)
         self._future = future
         return future
 
+    @uninterrupted
     def drain(self, timeout: float | None = None) -> None:
         """Wait for the save in flight and report its error. DeadlineError after `timeout` seconds."""
         check_timeout(timeout)
@@ -118,6 +130,7 @@ class PeriodicSaver:
     def __enter__(self) -> PeriodicSaver:
         return self
 
+    @uninterrupted
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with closing_beside(error, "the last periodic save failed"):
             self.drain()
@@ -147,22 +160,23 @@ class PeriodicSaver:
         if future is None or not future.done():
             return
         self._future = None
-        error = future.exception()
+        error = future._inner.exception(0)
         if isinstance(error, SaveCancelledError):
             return  # By whoever has the future; that is no failure.
         if error is not None:
-            self._handle(error)
+            self._count(failed_count=1)
+            if future._claim.take() is not None:  # Else somebody has it already.
+                self._handle(error)
         elif future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
             self._statistics = replace(self._statistics, last_result=future.result())
 
     def _handle(self, error: BaseException) -> None:
-        self._count(failed_count=1)
         if self._on_error == "raise":
             raise error
         if self._on_error == "warn":
-            warnings.warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning, stacklevel=3)
+            warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning)
         elif callable(self._on_error):
             self._on_error(error)
 

@@ -185,15 +185,16 @@ def _shown(steps: list[int]) -> str:
     return f"[{steps[0]}, {steps[1]}, ... {len(steps) - 4} more ..., {steps[-2]}, {steps[-1]}]"
 
 
-_verified: set[tuple[tuple[int, int], int]] = set()  # (directory, step)
+_verified: dict[tuple[int, int], int] = {}  # The newest step of each directory.
 
 
 def mark_verified(root: CheckpointRoot, step: int) -> None:
     """Remember that this process has verified a step; retention will not remove the newest such step."""
-    _verified.add((root.root.identity, step))
+    own = root.root.identity
+    _verified[own] = max(step, _verified.get(own, step))
 
 
 def newest_verified(root: CheckpointRoot) -> set[int]:
     """Return the newest step of this directory that this process has verified, as a set of none or one."""
-    own = root.root.identity
-    return set(sorted(step for directory, step in list(_verified) if directory == own)[-1:])
+    newest = _verified.get(root.root.identity)
+    return set() if newest is None else {newest}

@@ -11,6 +11,8 @@ import os
 import weakref
 from typing import Protocol
 
+from asyncckpt.errors import UsageError
+
 
 class Channel(Protocol):
     """One rank's way to the others. All methods block.
@@ -56,6 +58,12 @@ def close_at_exit(channel: Channel) -> None:
     then see their channel break instead of the last message.
     """
     _open.add(channel)
+
+
+def check_own_process(pid: int) -> None:
+    """Raise UsageError in a forked child of the process that has opened a channel: it is no rank."""
+    if pid != os.getpid():
+        raise UsageError("this channel belongs to the parent process", hint="make a new Saver in the child")
 
 
 def _close_all() -> None:

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from asyncckpt.coordination.channel import close_at_exit
+from asyncckpt.coordination.channel import check_own_process, close_at_exit
 from asyncckpt.coordination.rendezvous import join_session, make_session, remove_session
 from asyncckpt.coordination.session_files import (
     GONE_DIR,
@@ -196,6 +196,7 @@ class FileChannel:
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Directory]:
         """Open a folder of the session; PeerError when the session is gone, which only rank 0 takes away."""
+        check_own_process(self._pid)
         try:
             folder = self._session.child(name)
         except (NotFoundError, IOFailedError) as error:

@@ -20,7 +20,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
-from asyncckpt.coordination.channel import close_at_exit
+from asyncckpt.coordination.channel import check_own_process, close_at_exit
 from asyncckpt.coordination.pauses import FIRST_S, Pauses
 from asyncckpt.coordination.store_address import connect_to_announced, leave_cause, serve_for
 from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
@@ -234,6 +234,7 @@ class StoreChannel:
         return self.ranks_count / LOOKS_PER_S
 
     def _ask(self, call: Callable[[Any], T]) -> Answer[T]:
+        check_own_process(self._pid)
         with self._broken_line():
             if self._closed:
                 raise LineBroken("it was closed")

@@ -35,6 +35,7 @@ from asyncckpt.engine.process.held_directory import held_directory, start_retent
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.names import Attempt
 from asyncckpt.options import BusyPolicy, SaveOptions
+from asyncckpt.signals import uninterrupted
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ class CoordinatedAttempt:
                 self.transaction = held.enter_context(Transaction.begin(self._commits, self._claim))
             self._held = held.pop_all()
         # Also when a writer is dropped in the middle of a save.
-        self._finalizer = weakref.finalize(self, self._held.close)
+        self._finalizer = weakref.finalize(self, uninterrupted(self._held.close))
 
     @property
     def attempt(self) -> Attempt:

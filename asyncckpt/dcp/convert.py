@@ -76,7 +76,6 @@ def import_checkpoint(
     return begun.attempt.step
 
 
-@uninterrupted
 def export_checkpoint(
     path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None
 ) -> None:

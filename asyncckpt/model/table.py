@@ -19,6 +19,9 @@ A load:
 2. `insert(ids)` returns the rows of a batch of ids, in the order of the ids.
 3. The restore stage writes those rows of every column tensor.
 4. `end(ok)`: False leaves the table empty, never half filled.
+
+Saves and loads of several tables begin in the order of the tables' identities, whatever the order of their names: so
+none of them ever waits for a table that another one has, while that one waits for a table of its own.
 """
 
 from __future__ import annotations

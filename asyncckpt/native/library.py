@@ -42,6 +42,7 @@ from asyncckpt.native.declarations import (
     AcReadOptions,
     load_library,
 )
+from asyncckpt.signals import uninterrupted
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
 _MARKED_PART = 16
@@ -250,8 +251,9 @@ def _unmap(library: ctypes.CDLL, base: c_void_p, held: list[int], owner_pid: int
 class NativeDigester:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._handle = _handle_of(library.ac_digester_new())
-        weakref.finalize(self, library.ac_digester_free, self._handle).atexit = False
+        with uninterrupted:
+            self._handle = _handle_of(library.ac_digester_new())
+            weakref.finalize(self, library.ac_digester_free, self._handle).atexit = False
 
     def update(self, address: int, bytes: int) -> None:
         self._library.ac_digester_update(self._handle, address, bytes)
@@ -267,8 +269,9 @@ class NativeIdMap:
 
     def __init__(self, library: ctypes.CDLL, capacity: int) -> None:
         self._library = library
-        self._handle = _handle_of(library.ac_idmap_new(capacity))
-        weakref.finalize(self, library.ac_idmap_free, self._handle).atexit = False
+        with uninterrupted:
+            self._handle = _handle_of(library.ac_idmap_new(capacity))
+            weakref.finalize(self, library.ac_idmap_free, self._handle).atexit = False
 
     def __len__(self) -> int:
         return int(self._library.ac_idmap_size(self._handle))

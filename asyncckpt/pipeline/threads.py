@@ -46,11 +46,16 @@ class IdleEndingThreads(Executor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run fn(*args, **kwargs) on one of the threads. IOFailedError when there is none and none can be started."""
-        task: _Task[T] = _Task(self, partial(fn, *args, **kwargs))
         if self.is_current_thread() and asyncio._get_running_loop() is not None:
             self._check_own_wait()  # Whoever runs the loop waits until it ends.
+            task: _Task[T] = _Task(self, partial(fn, *args, **kwargs))
             task.run()
             return task
+        return self.submit_behind(partial(fn, *args, **kwargs))
+
+    def submit_behind(self, call: Callable[[], T]) -> Future[T]:
+        """Run it on one of the threads, never in place: on a thread of the pool nobody may wait for it."""
+        task = _Task(self, call)
         with uninterrupted, not_waiting():
             thread: threading.Thread | None = None
             with self._guard:

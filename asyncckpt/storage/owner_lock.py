@@ -2,7 +2,8 @@
 
 OFD locks belong to the open file description: they are released with the last process that holds it, however that
 ends, and not when another descriptor of the file is closed. But a forked child (a DataLoader worker) keeps the
-description, and so the lock, alive. Therefore every forked child closes the descriptor.
+description, and so the lock, alive. Therefore every forked child closes the descriptor, and no thread forks while
+another one is between opening the file and noting its descriptor.
 
 Several Savers of one process share the lock of a directory (counted by device and inode).
 """
@@ -164,4 +165,10 @@ def _forget_in_child() -> None:
     _registry.released.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+def _end_fork() -> None:
+    if _registry.guard.is_held_here():  # An interrupt may have kept `before` from taking it.
+        _registry.guard.release()
+    _registry.settle()
+
+
+os.register_at_fork(before=_registry.guard.acquire, after_in_parent=_end_fork, after_in_child=_forget_in_child)

@@ -9,6 +9,7 @@ from asyncckpt.errors import NotFoundError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.options import PEER_DEADLINE_S, Durability
 from asyncckpt.saver import Saver
+from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import (
     BACKEND,
     COMMON,
@@ -54,6 +55,7 @@ class CommonSave(SaveCommonStrategy):
         self._peer_deadline_s = peer_deadline
         self._durability: Durability = durability
 
+    @uninterrupted
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Save the common state and return when it is durable. Rank 0 writes; the others do nothing, and do not wait.
 
@@ -66,6 +68,7 @@ class CommonSave(SaveCommonStrategy):
         with Saver(path=path, tensors=state, keep_latest=1, on_busy="wait", durability=self._durability) as saver:
             saver.save()
 
+    @uninterrupted
     def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save the objects of all ranks and return when all are durable. To be called on all ranks.
 

@@ -12,7 +12,6 @@ No file that a manifest names is ever changed.
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
-from asyncckpt.engine.process.background import background, check_may_wait, result_of, rewriters
+from asyncckpt.engine.process.background import background, check_may_wait, result_or_end, rewriters
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.errors import IncompatibleError, UsageError
+from asyncckpt.errors import IncompatibleError, UsageError, warn
 from asyncckpt.format.manifest import Chain, Manifest, render_body
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, leaves, tensor_paths
@@ -55,10 +54,10 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
     if own_rank(None, None, process_group)[0] != 0:
         return
     check_may_wait("a removal")
-    removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix)
-    if not result_of(removing, "a removal", SAVE_DEADLINE_S):
-        what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
-        warnings.warn(what, stacklevel=3)
+    progress = Progress()
+    removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix, progress)
+    if not result_or_end(removing, "a removal", SAVE_DEADLINE_S, progress.cancel):
+        warn(f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed")
 
 
 @dataclass(frozen=True)
@@ -114,20 +113,20 @@ def _blocks(manifest: Manifest, places: dict[TreePath, int]) -> list[BlockCopy]:
     return blocks
 
 
-def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
+def _remove(checkpoint_dir: Path, key_prefix: str, progress: Progress) -> bool:
     options = SaveOptions()
     try:
         with (
             reading_root(checkpoint_dir, SHARDED_DIR) as root,
             held_directory(root, options.durability) as commits,
         ):
-            manifest, reader = look_again(root, lambda: _open_newest(root))
+            manifest, reader = look_again(root, lambda: _open_newest(root, progress))
             with reader:
                 remaining = without_tensors(manifest, key_prefix)
                 if remaining is None:
                     return False
                 with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
-                    draft = _write(manifest, remaining, reader, transaction, options)
+                    draft = _write(manifest, remaining, reader, transaction, options, progress)
                     background.run(lambda: transaction.commit(draft), "a removal")
             commits.retain(1, protected=frozenset)
             return True
@@ -135,16 +134,21 @@ def _remove(checkpoint_dir: Path, key_prefix: str) -> bool:
         raise as_checkpoint_error(error, None) from error
 
 
-def _open_newest(root: CheckpointRoot) -> tuple[Manifest, ChainReader]:
+def _open_newest(root: CheckpointRoot, progress: Progress) -> tuple[Manifest, ChainReader]:
     manifest = read_manifest(root, newest_step(root))
-    return manifest, ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=Progress())
+    return manifest, ChainReader(root.data, Chain((manifest,)), threads=1, verify=False, progress=progress)
 
 
 def _write(
-    manifest: Manifest, remaining: Remaining, reader: ChainReader, transaction: Transaction, options: SaveOptions
+    manifest: Manifest,
+    remaining: Remaining,
+    reader: ChainReader,
+    transaction: Transaction,
+    options: SaveOptions,
+    progress: Progress,
 ) -> Draft:
     """Copy what stays into new shard files; returns what the manifest is made of."""
-    target = ShardTarget(transaction.folder, transaction.attempt, options, Progress())
+    target = ShardTarget(transaction.folder, transaction.attempt, options, progress)
     own = copy_blocks(remaining.blocks, reader, target, rank=0)
     was = manifest.head
     head = transaction.head(created=was.created, files=own.files, values=remaining.values, metadata=was.metadata)

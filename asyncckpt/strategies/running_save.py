@@ -23,6 +23,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, Durability, RankOptions
 from asyncckpt.saver import Saver
+from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import io_failed
 from asyncckpt.strategies.backend import writing_path
 
@@ -48,17 +49,22 @@ class RunningSave:
             future.add_done_callback(lambda _: lock.release())
 
     def __call__(self) -> None:
-        """Wait until the save has ended; raises what failed, in the process in which it runs.
+        """Wait until the save has ended, and its Saver too. What failed, `result` raises, or it is printed at the end.
 
         DeadlineError; UsageError in another process that was not foreseen.
         """
-        if self._future is not None and self._pid == os.getpid():
-            self.result()
+        future, saver = self._future, self._saver
+        if future is not None and self._pid == os.getpid():
+            future._check_can_end()
+            future._wait_done(self.deadline_s)
+            if saver is not None:
+                saver._end()
         elif self._lock_path is None:
             raise UsageError("a save is waited for in another process", hint="make the request for Megatron's queue")
         else:
             wait_for_release(self._lock_path, deadline_s=self.deadline_s)
 
+    @uninterrupted
     def result(self) -> SaveResult:
         """Wait, close the Saver, and return the result or raise what failed; also the finalize function."""
         assert self._future is not None, "only the process that saves has the result"
@@ -79,6 +85,7 @@ class RunningSave:
         return {**self.__dict__, "_saver": None, "_future": None}
 
 
+@uninterrupted
 def begin_save(
     checkpoint_dir: str | Path,
     name: str,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability
+from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.async_utils import AsyncRequest
 from asyncckpt.strategies.backend import BACKEND, SHARDED_DIR, VERSION, LoadsOwnCheckpoints
 from asyncckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
@@ -54,6 +55,7 @@ class ShardedSave(AsyncSaveShardedStrategy):
         )
         self._request_type = request_type
 
+    @uninterrupted
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path, async_strategy: str | None = None
     ) -> AsyncRequest:
@@ -70,6 +72,7 @@ class ShardedSave(AsyncSaveShardedStrategy):
         request: AsyncRequest = kind(async_fn=running, async_fn_args=(), finalize_fns=[running.result])
         return request
 
+    @uninterrupted
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save and return when the checkpoint of all ranks is durable. To be called on all ranks; raises the same."""
         self._begin_save(checkpoint_dir, SHARDED_DIR, partial(state_to_save, sharded_state_dict)).result()

@@ -27,6 +27,7 @@ from asyncckpt.format.values import decode_value
 from asyncckpt.loader import Loader
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
+from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
 
 T = TypeVar("T")
@@ -101,6 +102,7 @@ class StoredState:
         return rebuild(node, iter(tensors), iter(values))
 
 
+@uninterrupted
 def use_stored(checkpoint_dir: str | os.PathLike[str], name: str, use: Callable[[StoredState], T]) -> T:
     """Use the newest checkpoint of a part; all over again when a save has replaced it meanwhile.
 

@@ -47,11 +47,10 @@ class CandidateTable(StoredTable):
             return torch.from_numpy(self._store.ids_of(rows)), values
 
     def add(self, ids: I64, *, admit_at: int) -> I64:
-        """Count one lookup of each of ids (distinct); return those that reach admit_at, which are removed here."""
+        """Count one lookup of each of ids (distinct); return those that reach admit_at, to be removed here."""
         with self._lock.hold("count"):
             rows = self._store.insert(ids)
             seen = self._store.read(rows)[COUNT_COLUMN] + 1
             self._store.write(rows, {COUNT_COLUMN: seen})
             admitted: I64 = ids[(seen >= admit_at).numpy()]
-            self._store.remove(admitted)
             return admitted

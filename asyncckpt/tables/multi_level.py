@@ -21,7 +21,6 @@ Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admissi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -31,9 +30,10 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
+from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
 from asyncckpt.tables.candidates import CandidateTable
@@ -145,6 +145,7 @@ class MultiLevelTable(TrainedTable):
             self._begin()
             return self._levels.prefetch(flat)
 
+    @uninterrupted
     def clear(self) -> None:
         """Remove all ids, candidates for admission too; both levels keep their size."""
         with self._lock.hold("clear"):
@@ -188,13 +189,17 @@ class MultiLevelTable(TrainedTable):
         self._levels.begin()
 
     def _lookup(self, ids: I64, *, insert: bool) -> I64:
-        admitted = self._admitted(ids) if insert and self._candidates is not None else None
-        with self._lock.hold("lookup"):
-            self._begin()
-            rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+        with uninterrupted:
+            admitted = self._admitted(ids) if insert and self._candidates is not None else None
+            with self._lock.hold("lookup"):
+                self._begin()
+                rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+            if self._candidates is not None and admitted is not None and admitted.size:
+                self._candidates.remove(admitted)  # Now that they have rows: the wait for the lock may have been ended.
         self._warn_of_growth()
         return rows
 
+    @uninterrupted
     def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
         order = last_mentions(ids)
         distinct = selected(values, order)
@@ -258,7 +263,7 @@ class MultiLevelTable(TrainedTable):
             return
         self._growth_warned = True
         what = f"cache of table {self._name!r} grew from {self._cache_rows_wished} to {self._cache.capacity} rows"
-        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=5)
+        warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning)
 
     def _add_pause(self, seconds: float) -> None:
         self._paused_seconds += seconds

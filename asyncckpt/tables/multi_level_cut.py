@@ -156,8 +156,10 @@ class MultiLevelCut(HashTableCut):
         if self._open is not None:
             log, _ = self._open
             # In this order: after the drop, a change no longer waits for an export that reads.
-            log.end()
-            self._store.watchers.drop(log)
+            try:
+                log.end()
+            finally:
+                self._store.watchers.drop(log)
 
     def _opened(self) -> tuple[UndoLog, CacheOverlay]:
         if self._open is None:

@@ -37,9 +37,6 @@ GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
 INITIALIZER_ROWS_MAX = 1 << 16
 
 
-_watchers: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
-
-
 class RowWatcher(Protocol):
     """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
 
@@ -55,14 +52,14 @@ class RowWatcher(Protocol):
 class RowWatchers:
     """The watchers of one table. They are added under the table's lock and dropped from any thread, without it.
 
-    A forked child has none: what they wait for goes on in its parent.
+    A forked child has none: it has neither the memory nor the threads of its parent's saves.
     """
 
     def __init__(self) -> None:
-        _watchers.add(self)
         self._guard = Guard()
         # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
         self._all: tuple[RowWatcher, ...] = ()
+        _of_all_tables.add(self)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -76,9 +73,6 @@ class RowWatchers:
         with self._guard:
             self._all = tuple(other for other in self._all if other is not watcher)
 
-    def forget(self) -> None:
-        self._all = ()
-
     def rows_change(self, rows: I64) -> None:
         if rows.size:
             for watcher in self._all:
@@ -87,6 +81,21 @@ class RowWatchers:
     def storage_moves(self) -> None:
         for watcher in self._all:
             watcher.storage_moves()
+
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self._all = ()
+
+
+_of_all_tables: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for watchers in _of_all_tables:
+        watchers.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Level:
@@ -370,11 +379,3 @@ def _call(initializer: Initializer, ids: torch.Tensor, *, shape: tuple[int, int]
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values)
         raise UsageError("initializer returned something else than a row for every id", found=found, expected=shape)
     return values.detach()
-
-
-def _forget_in_child() -> None:
-    for watchers in _watchers:
-        watchers.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

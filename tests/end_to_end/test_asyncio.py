@@ -414,3 +414,36 @@ def test_a_follower_is_closed_while_it_loads(tmp_path: Path, run: Any) -> None:
 
     run(main())
     assert save_lock.in_flight() == []
+
+
+def test_a_preparation_that_would_wait_for_a_load_raises_on_a_loop(tmp_path: Path, run: Any) -> None:
+    async def main() -> None:
+        held = HeldLoad()
+        async with asyncckpt.Saver(path=tmp_path, tensors={"held": held}) as saver:
+            await saver.save_async(1)
+            loading = asyncckpt.Loader(tmp_path, tensors={"held": held}).load_async()
+            with pytest.raises(asyncckpt.SaveInProgressError, match=r"load of .*stop its event loop.*when_free"):
+                saver.prepare()
+            held.may_go_on.set()
+            await loading
+            await saver.prepare()
+
+
+def test_a_save_that_is_queued_behind_a_blocking_one_raises_on_a_loop(tmp_path: Path, run: Any, gate: Gate) -> None:
+    """That one holds its tables until it is written; so does one that turns out not to fit into memory."""
+
+    async def main() -> None:
+        async with make(tmp_path, filter_func=gate, on_busy="queue") as saver:
+            blocking = asyncio.create_task(asyncio.to_thread(saver.save, 1))
+            while not gate.reached.is_set():
+                await asyncio.sleep(0)
+            with pytest.raises(asyncckpt.SaveInProgressError, match=r"step 1 .*stop its event loop.*when_free"):
+                saver.save_async(2)
+            await turns_while(saver.when_free(), gate.open)
+            assert (await blocking).step == 1
+        async with make(tmp_path, host_memory_limit=1) as saver:
+            with pytest.raises(asyncckpt.UsageError, match=r"1 bytes.*stop its event loop.*to_thread"):
+                saver.save_async(3)
+            assert (await asyncio.to_thread(saver.save, 3)).step == 3
+
+    run(main())

@@ -147,3 +147,44 @@ def test_whatever_a_held_lock_says_it_is_held(tmp_path: Path, content: bytes) ->
     finally:
         os.close(holder)
     asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}).close()
+
+
+def test_a_child_forked_while_the_lock_is_taken_does_not_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, between the lock and the note of its descriptor, which tells a child what to close."""
+    locked, forked = threading.Event(), threading.Event()
+    write_record = owner_lock._write_record
+
+    def wait_and_write(fd: int) -> None:
+        locked.set()
+        forked.wait(0.3)  # As long as a fork takes, if it does not wait.
+        write_record(fd)
+
+    monkeypatch.setattr(owner_lock, "_write_record", wait_and_write)
+    savers: list[asyncckpt.Saver] = []
+    thread = threading.Thread(
+        target=lambda: savers.append(asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}))
+    )
+    thread.start()
+    assert locked.wait(60)
+    (end_child, until_end), (begun, begin) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(until_end)
+        os.write(begin, b"1")
+        os.read(end_child, 1)
+        os._exit(0)
+    forked.set()
+    try:
+        assert os.read(begun, 1)
+        thread.join(60)
+        savers[0].close()
+        with open(tmp_path / "LOCK", "r+b") as file:
+            fcntl.fcntl(file, owner_lock._F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    finally:
+        for end in (until_end, end_child, begun, begin):
+            os.close(end)
+        assert os.waitpid(child, 0)[1] == 0
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}) as saver:  # Whoever forks lets the lock go.
+        assert saver.save(0).step == 0

@@ -19,6 +19,7 @@ import asyncckpt
 import asyncckpt.engine.follow.table_update
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.format.manifest import Chain
+from asyncckpt.signals import uninterrupted
 from tests.end_to_end.chains import ALWAYS_DELTAS, TrainingRun
 from tests.end_to_end.state import Gate, State
 
@@ -127,6 +128,7 @@ async def test_a_cursor_goes_on_behind_the_last_finished_step(run: TrainingRun, 
         assert (update.step, update.kind, update.previous) == (3, "delta", 2)
         update.done()
         update.done()
+        assert uninterrupted._depth == 0, "handlers are set back"
         assert json.loads(cursor.read_text())["step"] == 3
         with pytest.raises(asyncckpt.UsageError, match="step 3 is finished"):
             await update.rows("user")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
 from tests.end_to_end.state import Gate, State, load_image
+
+DEADLINE_S = 60
 
 
 def test_raise_names_step_path_and_age(tmp_path: Path) -> None:
@@ -130,3 +134,33 @@ def test_load_waits_for_a_save(tmp_path: Path) -> None:
         target = {"w": torch.zeros(5, dtype=torch.int64)}
         assert asyncckpt.Loader(tmp_path, tensors=target, on_busy="wait").load().step == 1
         assert target["w"].equal(state["w"])
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError, SystemExit, KeyError])
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_table_that_does_not_end_its_cut_holds_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException], staged: bool
+) -> None:
+    """Whatever it raises: the save has committed, and is reported; the next one may begin."""
+    printed = threading.Event()
+    monkeypatch.setattr("sys.excepthook", lambda *_: printed.set())
+    table = asyncckpt.HashTable("t", 2)
+    plain = table.begin_cut
+
+    def begin_cut() -> Any:
+        cut = plain()
+        end = cut.end
+
+        def end_and_raise(ok: bool) -> None:
+            end(ok)
+            raise raised
+
+        cut.end = end_and_raise  # type: ignore[method-assign]
+        return cut
+
+    monkeypatch.setattr(table, "begin_cut", begin_cut)
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        for step in (0, 1):
+            result = saver.save_async(step).result(DEADLINE_S) if staged else saver.save(step)
+            assert result.step == step
+    assert issubclass(raised, Exception) or printed.wait(DEADLINE_S), "nobody hears of it"

@@ -71,6 +71,17 @@ def test_background_error_reaches_the_next_step(tmp_path: Path) -> None:
         assert periodic.statistics().failed_count == 1
 
 
+def test_an_error_that_somebody_has_got_is_only_counted(tmp_path: Path) -> None:
+    saver = make(tmp_path, filter_func=failing)
+    periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+    periodic.step(1)
+    with pytest.raises(asyncckpt.errors.FilterError, match="disk on fire"):
+        saver.wait_idle()
+    periodic.drain(60)
+    saver.close()
+    assert periodic.statistics().failed_count == 1
+
+
 def test_errors_may_warn_or_call(tmp_path: Path) -> None:
     seen: list[BaseException] = []
     with make(tmp_path, filter_func=failing) as saver:
@@ -82,6 +93,46 @@ def test_errors_may_warn_or_call(tmp_path: Path) -> None:
         calling.step(1)
         calling.drain(60)
     assert [type(error) for error in seen] == [asyncckpt.errors.FilterError]
+
+
+def test_an_error_that_the_saver_has_raised_is_not_raised_again(tmp_path: Path) -> None:
+    saver = make(tmp_path, filter_func=failing)
+    with saver, asyncckpt.PeriodicSaver(saver, every_steps=1) as periodic:
+        periodic.step(1)
+        saver._errors.wait(60)
+        with pytest.raises(asyncckpt.errors.FilterError):
+            saver.save(2)
+        periodic.drain(60)
+        assert periodic.statistics().failed_count == 1
+
+
+def test_an_error_that_comes_in_the_middle_of_a_step_costs_no_save(tmp_path: Path) -> None:
+    gate = Gate()
+    seen: list[BaseException] = []
+    fails = [False, True]
+    times = [22.0, 21.0, 20.0, 11.0, 10.0, 0.0]
+
+    def filter_func(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+        gate(blocks)
+        return failing(blocks) if fails.pop() else blocks
+
+    def clock() -> float:
+        now = times.pop()
+        if now == 21.0:  # Between the two looks of the second step.
+            gate.open()
+            saver._errors.wait(60)
+        return now
+
+    with make(tmp_path, filter_func=filter_func) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_seconds=5, on_error=seen.append, clock=clock)
+        periodic.step(1)
+        assert gate.reached.wait(60)
+        future = periodic.step(2)
+        assert future is not None
+        periodic.step(3)
+        periodic.drain(60)
+        assert (len(seen), periodic.statistics().failed_count) == (1, 1)
+    assert asyncckpt.list_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
     monkeypatch.setattr(ChainReader, "run", wait)
     yield held
     held.may_go_on.set()
-    assert save_lock.in_flight() == save_lock.asking() == []
+    assert save_lock.in_flight() == save_lock._asking == []
 
 
 def filled(value: float) -> State:

@@ -2,8 +2,10 @@
 
     python -m tests.interrupts.child_ends <rank> <ranks> <folder> <alone|files|group>
 
-What is in flight at each fork: a save, the retention of an earlier one, a DCP save between its plan and its commit, an
-update of a follower, a Saver of multi-level tables. Ends with status 0 when nothing of it was harmed.
+What is in flight at each fork: a save that keeps old values of a table, the retention of an earlier one, a DCP save
+between its plan and its commit, an update of a follower, a Saver of multi-level tables, a call of a queue. Further
+children are forked in callbacks of a save, and end there or go on with it. Ends with status 0 when nothing of it was
+harmed.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import queue
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ import asyncckpt
 import asyncckpt.embcache
 from asyncckpt.dcp.attempt import CoordinatedAttempt
 from asyncckpt.options import SaveOptions
+from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from tests.embcache.models import Net
 
 DEADLINE_S = 120.0
@@ -39,7 +45,11 @@ WAYS = {
     ("os._exit", False): 4,
     ("close", False): 0,
     ("drop", False): 0,
+    ("tables", False): 0,
 }
+
+
+CALLBACKS = ("state_dict", "filter", "done callback")
 
 
 class ChildReturns(Exception):
@@ -51,17 +61,26 @@ class Rank:
 
     def __init__(self, rank: int, ranks_count: int, folder: Path) -> None:
         self.folder = folder
-        self.may_write = threading.Event()
+        self.may_write = hold_exports()
+        self.forks_in, self.forked_ends_by = "", ""
+        self.forked: queue.SimpleQueue[int] = queue.SimpleQueue()
         ranks = asyncckpt.RankOptions(peer_deadline=DEADLINE_S)
+        shard = (rank, ranks_count)
+        self.table = asyncckpt.MultiLevelTable("t", 2, cache_rows=8, capacity=64, shard=shard, undo_bytes_max=1024)
+        self.ids = torch.arange(rank, 64 * ranks_count, ranks_count)
+        self.table.insert(self.ids, torch.ones(64, 2))
         self.saver = asyncckpt.Saver(
             rank,
             ranks_count,
             path=folder / "run",
-            tensors={"x": torch.arange(5.0)},
+            hashtables={"t": self.table},
+            tensors={"x": torch.arange(5.0), "object": self},
             filter_func=self.hold,
             keep_latest=1000,
+            device=asyncckpt.DeviceOptions(host_level="first_touch"),
             ranks=ranks,
         )
+        self.queue = AsyncCallsQueue()
         own = folder / f"own-{rank}"
         own.mkdir(0o750)
         self.attempt = CoordinatedAttempt(own / "dcp", 0, SaveOptions())
@@ -77,12 +96,41 @@ class Rank:
 
     def hold(self, blocks: Any) -> Any:
         assert self.may_write.wait(DEADLINE_S)
+        self.fork_in("filter")
         return blocks
+
+    def state_dict(self) -> dict[str, Any]:
+        self.fork_in("state_dict")
+        return {}
+
+    def fork_in(self, place: str) -> None:
+        if place == self.forks_in:
+            self.forks_in = ""
+            child = os.fork()
+            if child:
+                self.forked.put(child)
+            elif self.forked_ends_by == "sys.exit":
+                sys.exit(3)
+
+    def fork_in_callbacks(self, step: int) -> int:
+        """Save, and fork a child in each callback; it ends there, or goes on with the save. Return the next step."""
+        for place in CALLBACKS:
+            for ending in ("sys.exit", "return"):
+                self.forks_in, self.forked_ends_by = place, ending
+                future = self.saver.save_async(step)
+                future.add_done_callback(lambda _: self.fork_in("done callback"))
+                child = self.forked.get(timeout=DEADLINE_S)
+                wait_for(child, time.monotonic() + CHILDREN_S_MAX)
+                assert future.result(DEADLINE_S).step == step, (place, ending)
+                step += 1
+        return step
 
     def fork_all(self, step: int) -> None:
         """Fork all children in the middle of a save, await their ends, and then that of the save."""
         self.may_write.clear()
         future = self.saver.save_async(step)
+        self.table.insert(self.ids[:4], torch.full((4, 2), 2.0))
+        self.queue.schedule_async_request(AsyncRequest(self.may_write.wait, (DEADLINE_S,), []))
         memory = self.saver._target.memory
         retention, memory.retention = memory.retention, concurrent.futures.Future()
         before, until = opened(), time.monotonic() + CHILDREN_S_MAX
@@ -102,6 +150,7 @@ class Rank:
             memory.retention = retention
             self.may_write.set()
         assert future.result(DEADLINE_S).step == step
+        assert self.queue.maybe_finalize_async_calls(blocking=True) == [step]
         assert self.attempt.transaction.folder.path.is_dir(), "the attempt of DCP is gone"
 
     def be_child(self, ending: str, *, is_inside: bool) -> None:
@@ -109,12 +158,17 @@ class Rank:
             self.close()
         elif ending == "drop":
             self.__dict__.clear()
+        elif ending == "tables":  # More rows than the parent's save keeps, and then more than there is room for.
+            self.table.insert(self.ids, torch.zeros(64, 2))
+            self.table.insert(self.ids + 1024 * self.saver.ranks_count, torch.zeros(64, 2))
         if is_inside:
             with self.saver:
                 end(ending)
         end(ending)
 
     def close(self) -> None:
+        assert self.queue.maybe_finalize_async_calls(blocking=True) == []
+        self.queue.close()
         self.attempt.close()
         if self.sparse is not None:
             self.sparse.close()
@@ -131,6 +185,19 @@ class Rank:
         assert torch.equal(target["x"], torch.arange(5.0))
         asyncio.run(self.follower.aclose())
         self.close()
+
+
+def hold_exports() -> threading.Event:
+    """Let the rows of multi-level tables leave for files only while the event is set."""
+    may_write, export = threading.Event(), MultiLevelCut.export
+    may_write.set()
+
+    def hold(cut: MultiLevelCut, index: int, targets: Mapping[str, int]) -> None:
+        assert may_write.wait(DEADLINE_S)
+        export(cut, index, targets)
+
+    setattr(MultiLevelCut, "export", hold)  # noqa: B010 - mypy forbids to assign a method.
+    return may_write
 
 
 async def next_of(follower: Any) -> Any:
@@ -178,7 +245,7 @@ def main(rank: int, ranks_count: int, folder: Path, kind: str) -> None:
         dist.init_process_group("fake", store=store, rank=rank, world_size=ranks_count)
     own = Rank(rank, ranks_count, folder)
     own.fork_all(0)
-    own.check_usable(1)
+    own.check_usable(own.fork_in_callbacks(1))
     if kind == "group":
         dist.destroy_process_group()
 

@@ -20,12 +20,16 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-_LOOKS = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") if name in dis.opmap}
-_CACHE = 0
+_LOOKS = {code for name, code in dis.opmap.items() if name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
+# These look when they jump.
+_LOOP_ENDS = {code for name, code in dis.opmap.items() if name.startswith("POP_JUMP_BACKWARD_IF_")}
+# RESUME: at the beginning of a function, and behind a yield; behind these it does not look.
+_BEHIND_AWAIT = 2
 _TURNS = 2
 # How many places of a call are tried, at most.
 ALL = 1_000_000
 SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "60"))
+FEW = SOME // 3
 
 
 Way = tuple[tuple[CodeType, int], ...]
@@ -44,19 +48,13 @@ def places_of(call: Callable[[], Any]) -> list[Place]:
     places: list[Place] = []
     turns: Counter[Way] = Counter()
 
-    def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return follow
+    def come(frame: FrameType) -> None:
+        way = _way_to(frame)
+        turns[way] += 1
+        if turns[way] <= _TURNS:
+            places.append(Place(way, turns[way]))
 
-    def follow(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode" and _is_behind_look(frame):
-            way = _way_to(frame)
-            turns[way] += 1
-            if turns[way] <= _TURNS:
-                places.append(Place(way, turns[way]))
-        return follow
-
-    _trace(call, begin)
+    _trace(call, lambda frame, event, arg: _follow(frame, come))
     return places
 
 
@@ -70,24 +68,70 @@ def interrupt(call: Callable[[], Any], place: Place) -> str | None:
     where: str | None = None
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is not code or _way_to(frame.f_back) != tuple(callers):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return follow
+        return _follow(frame, come) if frame.f_code is code and _way_to(frame.f_back) == tuple(callers) else None
 
-    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+    def come(frame: FrameType) -> None:
         nonlocal turns, where
-        if event == "opcode" and frame.f_lasti == instruction and _is_behind_look(frame):
+        if frame.f_lasti == instruction:
             turns += 1
             if turns == place.turn:
                 where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGINT)
-        return follow
 
     with contextlib.suppress(KeyboardInterrupt):
         _trace(call, begin)
     return where
+
+
+def interrupt_at(count: int, prepare: Callable[[], Callable[[], Any]], check: Callable[[], None]) -> None:
+    """Interrupt what `prepare` returns at some `count` of its places, at most at all, and check after each."""
+    prepare()()
+    check()
+    places = places_of(prepare())
+    check()
+    chosen = places[:: max(1, len(places) // count)]
+    assert len(chosen) > 5
+    failures, reached = [], 0
+    for place in chosen:
+        where = "?"
+        try:
+            call = prepare()
+            found = interrupt(call, place)
+            where = found or "not reached"
+            reached += found is not None
+            check()
+        except BaseException as error:
+            failures.append(f"{where}, time {place.turn}: {type(error).__name__}: {error}")
+            break  # What is held now would be in the way of the next ones.
+    assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures)
+    assert reached > len(chosen) // 2, f"{reached} of {len(chosen)} reached: the places are those of another run"
+
+
+def _follow(frame: FrameType, come: Callable[[FrameType], None]) -> Any:
+    """Trace a frame, and call `come` where it has just executed an instruction that looks for signals."""
+    frame.f_trace_opcodes, frame.f_trace_lines = True, False
+    code, before = frame.f_code.co_code, frame.f_lasti
+
+    def follow(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal before
+        if event == "opcode":
+            behind, before = before, frame.f_lasti
+            if behind >= 0 and _looks(code, behind, before):
+                come(frame)
+        elif event == "exception":
+            before = -1  # The instruction has raised, which comes before it looks.
+        return follow
+
+    return follow
+
+
+def _looks(code: bytes, at: int, next: int) -> bool:
+    """Return whether the instruction looks for signals when this one is the next."""
+    name = code[at]
+    if name == dis.opmap["RESUME"]:
+        return code[at + 1] < _BEHIND_AWAIT
+    return name in _LOOKS or (name in _LOOP_ENDS and next < at)
 
 
 def _trace(call: Callable[[], Any], begin: Any) -> None:
@@ -104,10 +148,3 @@ def _way_to(frame: FrameType | None) -> Way:
         way.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(reversed(way))
-
-
-def _is_behind_look(frame: FrameType) -> bool:
-    code, last = frame.f_code.co_code, frame.f_lasti - 2
-    while last >= 0 and code[last] == _CACHE:
-        last -= 2
-    return last >= 0 and code[last] in _LOOKS

@@ -248,6 +248,24 @@ def test_a_signal_handler_in_a_capture_calls_everything(world: World, everything
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_handler_in_a_blocking_save_may_save_behind_it(world: World) -> None:
+    results = []
+
+    def signal_first(blocks: Any) -> Any:
+        if not results:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            results.append(0)
+        return blocks
+
+    with saver_with(world, tensors=world.state, filter_func=signal_first) as saver:
+        before = signal.signal(signal.SIGUSR1, lambda *_: results.append(saver.save(2, on_busy="wait").step))
+        try:
+            assert saver.save(1).step == 1
+            assert results == [0, 2]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_signal_handler_in_a_wait_calls_everything(world: World, everything: Everything) -> None:
     """The wait is for a save that goes on meanwhile."""
     ended = threading.Event()

@@ -20,6 +20,6 @@ def test_a_child_leaves_everything_to_its_parent(tmp_path: Path, kind: str) -> N
     ranks = [start_rank("tests.interrupts.child_ends", given, tmp_path) for given in arguments]
     ended = await_ranks(ranks, DEADLINE_S)
     assert [rank.status for rank in ended] == [0] * ranks_count, "\n".join(rank.output for rank in ended)
-    assert asyncckpt.list_steps(tmp_path / "run") == [0, 1]
+    assert asyncckpt.list_steps(tmp_path / "run") == list(range(8)), "a save beside children failed"
     asyncckpt.verify(tmp_path / "run", 0)
     assert list((tmp_path / "run").glob("ranks/s-*")) == [], "the parent has ended its session"

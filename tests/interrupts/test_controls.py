@@ -14,22 +14,24 @@ LIMIT_S = 280
 
 # What is left unprotected, and the test that finds it.
 CONTROLS = {
-    "asyncckpt.tables.table_lock:uninterrupted": "test_uses_of_tables",
-    "asyncckpt.tables.optim:_SparseOptimizer.step": "test_step_of_an_optimizer",
-    "asyncckpt.saver:Saver.save_async": "test_calls_of_a_saver[_save_async]",
-    "asyncckpt.saver:Saver.save": "test_calls_of_a_saver[_save_blocking]",
-    "asyncckpt.saver:Saver.prepare": "test_calls_of_a_saver[_prepare]",
-    "asyncckpt.saver:Saver.compact": "test_calls_of_a_saver[_compact]",
-    "asyncckpt.saver:uninterrupted": "test_calls_of_a_saver[_close_and_open]",
-    "asyncckpt.loader:Loader.load": "test_loads[_load]",
-    "asyncckpt.loader:uninterrupted": "test_loads[_load_async]",
+    "asyncckpt.tables.table_lock:uninterrupted": "test_interrupts.py::test_uses_of_tables",
+    "asyncckpt.tables.optim:_SparseOptimizer.step": "test_interrupts.py::test_step_of_an_optimizer",
+    "asyncckpt.saver:Saver.save_async": "test_interrupts.py::test_calls_of_a_saver[_save_async]",
+    "asyncckpt.saver:Saver.save": "test_interrupts.py::test_calls_of_a_saver[_save_blocking]",
+    "asyncckpt.saver:Saver.prepare": "test_interrupts.py::test_calls_of_a_saver[_prepare]",
+    "asyncckpt.saver:Saver.compact": "test_interrupts.py::test_calls_of_a_saver[_compact]",
+    "asyncckpt.saver:uninterrupted": "test_interrupts.py::test_calls_of_a_saver[_close_and_open]",
+    "asyncckpt.loader:Loader.load": "test_interrupts.py::test_loads[_load]",
+    "asyncckpt.loader:uninterrupted": "test_interrupts.py::test_loads[_load_async]",
+    "asyncckpt.tables.multi_level:uninterrupted": "test_interrupts.py::test_admission[lookup]",
+    "asyncckpt.strategies.load_state:use_stored": "test_other_calls.py::test_strategies[_load]",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unprotected", CONTROLS)
 def test_a_missing_protection_is_found(unprotected: str, tmp_path: Path) -> None:
-    test = f"tests/interrupts/test_interrupts.py::{CONTROLS[unprotected]}"
+    test = f"tests/interrupts/{CONTROLS[unprotected]}"
     environment = {**os.environ, "ASYNCCKPT_UNPROTECTED": unprotected, "ASYNCCKPT_INTERRUPT_PLACES": "1000000"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/t", test]
     done = subprocess.run(

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import asyncckpt
-from interrupts.places import ALL, SOME, interrupt, places_of
-from interrupts.world import DEADLINE_S, Trained, World
+from asyncckpt import MultiLevelTable
+from interrupts.places import ALL, SOME, interrupt_at
+from interrupts.world import DEADLINE_S, Trained, World, settled_fds
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
@@ -24,30 +25,6 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path / "checkpoints")
-
-
-def interrupt_at(count: int, prepare: Callable[[], Callable[[], Any]], check: Callable[[], None]) -> None:
-    """Interrupt what `prepare` returns at some `count` of its places, at most at all, and check after each."""
-    prepare()()
-    check()
-    places = places_of(prepare())
-    check()
-    chosen = places[:: max(1, len(places) // count)]
-    assert len(chosen) > 5
-    failures, reached = [], 0
-    for place in chosen:
-        where = "?"
-        try:
-            call = prepare()
-            found = interrupt(call, place)
-            where = found or "not reached"
-            reached += found is not None
-            check()
-        except BaseException as error:
-            failures.append(f"{place} {where}: {type(error).__name__}: {error}")
-            break  # What is held now would be in the way of the next ones.
-    assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures)
-    assert reached > len(chosen) // 2, f"{reached} of {len(chosen)} reached: the places are those of another run"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -95,6 +72,14 @@ def _update_levels(trained: Trained, ids: torch.Tensor) -> None:
     trained.levels.update(trained.levels.lookup(ids - 6, insert=False), write)
 
 
+def _insert_rows(table: MultiLevelTable, ids: torch.Tensor) -> None:
+    table.insert(ids, torch.ones(len(ids), 4))
+
+
+def _clear(table: MultiLevelTable, _: torch.Tensor) -> None:
+    table.clear()
+
+
 USES = [
     _lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch, _rows, _update_levels,
 ]  # fmt: skip
@@ -121,6 +106,29 @@ def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], Non
 
     interrupt_at(ALL, prepare, check)
     world.save_and_load()
+
+
+@pytest.mark.parametrize("use", [MultiLevelTable.lookup, _insert_rows, _clear])
+def test_admission(use: Callable[[MultiLevelTable, torch.Tensor], object]) -> None:
+    table = MultiLevelTable("a", 4, cache_rows=8, capacity=8, admit_after=2)
+    ids = torch.arange(2)
+
+    def prepare() -> Callable[[], object]:
+        nonlocal ids
+        ids = ids + 2
+        table.lookup(ids)
+        _insert_rows(table, torch.tensor([-1]))
+        return lambda: use(table, ids)
+
+    def check() -> None:
+        with_row = table.lookup(ids, insert=False) >= 0
+        counted = torch.isin(ids, table.companions()["candidates"].counts()[0])
+        if use is _clear:
+            assert bool(len(table)) == bool(counted.any())
+        else:
+            assert torch.equal(with_row, ~counted), "each id has a row or a count"
+
+    interrupt_at(SOME, prepare, check)
 
 
 def test_step_of_an_optimizer(world: World) -> None:
@@ -190,7 +198,7 @@ def test_calls_of_a_saver(world: World, use: Callable[[World], None]) -> None:
         world.saver.wait_idle(DEADLINE_S)
         world.save_and_load()
         world.check_folders()
-        assert world.settled_fds() == world.fds
+        assert settled_fds() == world.fds
 
     interrupt_at(SOME, prepare, check)
 
@@ -220,7 +228,7 @@ def test_loads(world: World, use: Callable[[asyncckpt.Loader], None]) -> None:
         world.check_nothing_is_held()
         loader.load()
         assert world.own.rows() == saved
-        assert world.settled_fds() == world.fds
+        assert settled_fds() == world.fds
 
     interrupt_at(SOME, prepare, check)
     world.save_and_load()

@@ -6,15 +6,16 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import asyncckpt
+from asyncckpt import guard
 from asyncckpt.commit.claims import claims
-from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.staging.arena import ArenaState
 from asyncckpt.staging.pool import pool
@@ -66,6 +67,7 @@ class World:
         self.path = path
         self.own, self.reference = Trained(), Trained()
         self.saver = self.new_saver()
+        self.futures: list[CheckpointFuture[Any]] = []  # What a call waited for.
         self.steps = 0
         self.next_id = 0
         for trained in (self.own, self.reference):
@@ -73,7 +75,7 @@ class World:
             trained.optimizer.step()
         self.save_and_load()
         gc.collect()  # What earlier tests have left may have descriptors.
-        self.fds = self.settled_fds()
+        self.fds = settled_fds()
 
     def new_saver(self) -> asyncckpt.Saver:
         return asyncckpt.Saver(
@@ -101,14 +103,9 @@ class World:
         assert all(torch.equal(loaded.tensors[name], self.own.tensors[name]) for name in ("w", "b"))
 
     def check_nothing_is_held(self) -> None:
-        assert wait_for(lambda: not save_lock.in_flight()), save_lock.in_flight()
-        assert wait_for(lambda: all(arena.state is ArenaState.FREE for arena in pool._arenas)), pool._arenas
-        assert wait_for(lambda: not claims.held), claims.held
+        check_nothing_is_held(self.futures)
         for name, table in self.own.tables.items():
             assert wait_for(lambda lock=table._lock._lock: not lock.locked()), f"table {name} is locked"  # type: ignore[misc]
-        for guard in (save_lock._changed, pool._changed, claims._guard, background._guard):
-            assert guard.acquire(timeout=1.0), f"{guard} is held"
-            guard.release()
 
     def check_folders(self) -> None:
         """Check that nothing of what was interrupted is left. After a save, which sweeps."""
@@ -118,10 +115,33 @@ class World:
         folders = {path.name for path in (self.path / "data").iterdir()}
         assert len(folders) == len(names), (names, folders)
 
-    def settled_fds(self) -> int:
-        """Return how many descriptors are open when the background has ended."""
-        wait_for(lambda: not any(thread.name.startswith("asyncckpt") for thread in threading.enumerate()))
-        return len(os.listdir("/proc/self/fd"))
+
+def settled_fds() -> int:
+    """Return how many descriptors are open when the background has ended."""
+    wait_for(lambda: not any(thread.name.startswith("asyncckpt") for thread in threading.enumerate()))
+    return len(os.listdir("/proc/self/fd"))
+
+
+def check_nothing_is_held(futures: Iterable[CheckpointFuture[Any]] = ()) -> None:
+    """Check that no call of this process holds anything any more, and nobody a lock of these futures."""
+    assert held_locks(futures) == []
+    assert wait_for(lambda: not save_lock.in_flight()), save_lock.in_flight()
+    assert wait_for(lambda: all(arena.state is ArenaState.FREE for arena in pool._arenas)), pool._arenas
+    assert wait_for(lambda: not claims.held), claims.held
+
+
+def held_locks(futures: Iterable[CheckpointFuture[Any]] = ()) -> list[str]:
+    """Return the guards of the process, and the locks of futures, that stay held: by any thread, this one too."""
+    locks: list[Any] = [reference() for reference in guard._guards.valuerefs()]
+    locks += [future._inner._condition._lock for future in futures]  # type: ignore[attr-defined]
+    held = []
+    for lock in locks:
+        # A thread may take once more what it holds.
+        if lock is not None and (lock._is_owned() or not lock.acquire(timeout=1.0)):
+            held.append(repr(lock))
+        elif lock is not None:
+            lock.release()
+    return held
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:

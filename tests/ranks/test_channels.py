@@ -16,7 +16,7 @@ from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import FileChannel
 from asyncckpt.coordination.store_channel import StoreChannel
 from asyncckpt.coordination.store_line import StoreLine
-from asyncckpt.errors import DeadlineError, IOFailedError, PeerError
+from asyncckpt.errors import DeadlineError, IOFailedError, PeerError, UsageError
 from asyncckpt.storage.directory import Directory
 from tests.ranks.channels import DEADLINE_S, KINDS, StuckStore, at_once, channels, gather
 
@@ -322,3 +322,18 @@ def test_a_message_of_which_a_listing_misses_the_one_before_it_waits(
         assert first.receive(1, 0.01) == []
         monkeypatch.undo()
         assert gather(first, 1, 2) == [(1, b"1"), (1, b"2")]
+
+
+def test_a_forked_child_says_nothing(pair: list[Channel]) -> None:
+    child = os.fork()
+    if child == 0:
+        refused = []
+        for call in (lambda: pair[1].send(1, 0, b"child"), lambda: pair[1].put(1, "name", b"child")):
+            try:
+                call()
+            except UsageError:
+                refused.append(call)
+        os._exit(len(refused))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    pair[1].send(1, 0, b"parent")
+    assert pair[0].receive(1, DEADLINE_S) == [(1, b"parent")]

@@ -189,7 +189,7 @@ def test_an_interrupted_wait_leaves_the_call_to_be_finalized(monkeypatch: pytest
     queue = AsyncCallsQueue()
     queue.schedule_async_request(request(gate, lambda: seen.append("finalized")))
     with monkeypatch.context() as patched:
-        patched.setattr("asyncckpt.strategies.async_utils.concurrent.futures.wait", interrupt)
+        patched.setattr("asyncckpt.strategies.async_utils.wait_until_done", interrupt)
         with pytest.raises(KeyboardInterrupt):
             queue.maybe_finalize_async_calls(blocking=True)
     gate.opened.set()

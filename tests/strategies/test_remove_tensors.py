@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import signal
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +17,9 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.commit.claims import claims
 from asyncckpt.errors import ConflictError, IncompatibleError, NotFoundError, UsageError
-from asyncckpt.strategies import ShardedLoad, ShardedSave
+from asyncckpt.strategies import ShardedLoad, ShardedSave, remove_tensors
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
 
 SAVE, LOAD = ShardedSave(), ShardedLoad()
@@ -30,6 +37,29 @@ def state() -> dict[str, Any]:
         },
         "rng": ShardedObject("rng", {"seed": 5, "state": torch.arange(3)}, (1,), (0,)),
     }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupted_removal_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    SAVE.save(state(), tmp_path)
+    write, ended = remove_tensors._write, threading.Event()
+
+    def slow_write(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        ended.set()
+        if fails:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(*args)
+
+    monkeypatch.setattr(remove_tensors, "_write", slow_write)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        LOAD.remove_sharded_tensors(tmp_path, "optimizer")
+    assert ended.is_set()
+    assert claims.held == {}
+    notes = getattr(raised.value, "__notes__", [])
+    assert any("no space left" in note.lower() for note in notes) == (fails and sys.version_info >= (3, 11))
+    assert "optimizer.exp_avg" in LOAD.load_tensors_metadata(tmp_path)
 
 
 def files(folder: Path) -> dict[str, str]:

@@ -38,6 +38,7 @@ from asyncckpt.plan.load_plan import TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader
 
 READ_THREADS = 4
@@ -219,7 +220,7 @@ class OpenUpdate:
 
     def _open(self, root: CheckpointRoot) -> ChainReader:
         reader = ChainReader(root.data, self._chain, threads=READ_THREADS, verify=True, progress=Progress())
-        weakref.finalize(self, reader.close)  # A loop that is left with `break` closes nothing.
+        weakref.finalize(self, uninterrupted(reader.close))  # A loop that is left with `break` closes nothing.
         return reader
 
     @contextmanager

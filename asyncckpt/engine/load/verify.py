@@ -101,7 +101,8 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
                 folders.pop(heads.of(name).head.folder_name, None)
     files = []
     for folder in own:
-        with root.data.child(folder) as directory:
+        # Retention may have taken it away meanwhile; its files were open.
+        with contextlib.suppress(NotFoundError), root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
     temporary = [n for n in root.manifests.names() if attempt_id_of_temporary(n) or Mark.of(n)]
     return tuple(sorted([*folders, *files, *temporary]))

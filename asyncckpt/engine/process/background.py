@@ -16,16 +16,16 @@ runs:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.errors import DeadlineError, IndeterminateError, UsageError
+from asyncckpt.errors import DeadlineError, IndeterminateError, SaveCancelledError, UsageError, closing_beside
 from asyncckpt.guard import Guard, check_holds_none, not_waiting
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
@@ -82,7 +82,7 @@ class Background:
                     self._wake()
             if is_first:
                 try:
-                    _loop_thread.submit(self._run)
+                    _loop_thread.submit_behind(self._run)  # Also for a destructor that runs while the loop is closed.
                 except BaseException as error:
                     self.withdraw(job)
                     self._fail_all(error)
@@ -181,10 +181,13 @@ class Background:
 
 
 async def _run_job(job: Job) -> None:
+    pid = os.getpid()
     try:
         await job.run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    if pid != os.getpid():
+        os._exit(0)  # A child that a callback has forked: the loop, and what wakes it, is its parent's.
 
 
 def _has_succeeded(future: Future[Any], what: str) -> bool:
@@ -219,12 +222,24 @@ def result_of(future: Future[T], what: str, deadline_s: float) -> T:
     return future.result(0)
 
 
+def result_or_end(future: Future[T], what: str, deadline_s: float, cancel: Callable[[], object]) -> T:
+    """The same, but wait for its end, soon after `cancel`, also when interrupted: it has open files, and may commit."""
+    try:
+        return result_of(future, what, deadline_s)
+    except BaseException as error:
+        if not future.done():
+            cancel()
+            with contextlib.suppress(SaveCancelledError), closing_beside(error, f"{what} failed"):
+                result_of(future, what, deadline_s)
+        raise
+
+
 async def run_on(threads: Executor, function: Callable[..., T], *arguments: Any) -> T:
     """Run a blocking call on a pool."""
     return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
 
-@contextmanager
+@contextlib.contextmanager
 def short_handovers() -> Iterator[None]:
     """Let waits for the interpreter lock end within HANDOVER_S_MAX; one thread of the process at a time.
 

@@ -10,10 +10,9 @@ import asyncio
 import time
 
 from asyncckpt.engine.process.background import background, check_may_wait
-from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.errors import DeadlineError, SaveInProgressError
+from asyncckpt.engine.process.save_lock import Ticket, save_lock
+from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
-from asyncckpt.options import BusyPolicy, OnBusy
 
 BUSY_POLL_S = 0.02  # How often `when_free` looks.
 _WOULD_STOP = "and a wait on this thread would stop its event loop"
@@ -24,16 +23,10 @@ def on_event_loop() -> bool:
     return asyncio._get_running_loop() is not None and not background.is_current_thread()
 
 
-def action_here(busy: BusyPolicy) -> OnBusy:
-    """Return what an asynchronous call does while the save lock is held. SaveInProgressError where it must not wait."""
-    if busy.action not in ("wait", "queue") or not on_event_loop():
-        return busy.action
-    for ticket in save_lock.in_flight():
-        # A save queues at once behind saves of the background.
-        if busy.action == "wait" or not ticket.is_queue:
-            what = f"a {ticket} is in flight, {_WOULD_STOP}"
-            raise SaveInProgressError(what, hint="await when_free() before the call")
-    return "raise" if busy.action == "wait" else "queue"
+def check_may_wait_for(other: Ticket) -> None:
+    """Raise before an asynchronous call waits for the save lock: SaveInProgressError on an event loop."""
+    if on_event_loop():
+        raise SaveInProgressError(f"a {other} is in flight, {_WOULD_STOP}", hint="await when_free() before the call")
 
 
 def check_may_wait_here(what: str, *, holding: Guard | None = None) -> None:
@@ -43,11 +36,18 @@ def check_may_wait_here(what: str, *, holding: Guard | None = None) -> None:
         raise SaveInProgressError(f"{what} is not free, {_WOULD_STOP}", hint="await the oldest save before the call")
 
 
+def check_may_block_here(why: str) -> None:
+    """Raise before an asynchronous call becomes a blocking one: UsageError on an event loop."""
+    if on_event_loop():
+        what = f"{why}, {_WOULD_STOP}"
+        raise UsageError(what, hint="raise the limit, or save on another thread: await asyncio.to_thread(saver.save)")
+
+
 async def when_free(deadline_s: float) -> None:
     """Wait until nothing holds the save lock, without stopping the loop. DeadlineError; UsageError as in a wait."""
     until = time.monotonic() + deadline_s
-    while in_flight := save_lock.in_flight():
+    while ahead := save_lock.ahead():
         save_lock.check_may_wait()
         if time.monotonic() >= until:
-            raise DeadlineError(f"a {in_flight[0]} did not end within {deadline_s:g} s")
+            raise DeadlineError(f"a {ahead[0]} did not end within {deadline_s:g} s")
         await asyncio.sleep(BUSY_POLL_S)

@@ -3,7 +3,7 @@
 #   from        to          done by
 #   staged      filtering   the background, when the save's turn has come
 #   filtering   writing     the filter has returned
-#   writing     committing  all bytes are on disk; from here cancel() comes too late
+#   writing     committing  all bytes are on disk; from here cancel() comes too late. Of a load: all are read
 #   committing  committed   the manifest is durable
 #   any above   failed      an error; before committing also cancelled
 #   -           skipped     another save was in flight and on_busy="skip"
@@ -135,14 +135,15 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
         """
         check_timeout(timeout)
+        timeout = DEVICE_DEADLINE_S if timeout is None else timeout
         if not self._staged.is_set():
             self._check_can_end()
-        if not wait_in_steps(self._staged.wait, DEVICE_DEADLINE_S if timeout is None else timeout):
+        if not wait_in_steps(self._staged.wait, timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
 
     @uninterrupted
     def cancel(self) -> bool:
-        """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
+        """Abort the save if its commit has not begun, the load if it still reads; True when it will end so, or has."""
         with self._guard:
             if self._state in (FutureState.STAGED, FutureState.FILTERING, FutureState.WRITING):
                 self.native_progress.cancel()
@@ -338,6 +339,10 @@ class OpenErrors:
         until = time.monotonic() + timeout
         for future in in_flight:
             future._wait_done(timeout, until=until)
+
+    def are_settled(self) -> bool:
+        """Return whether nothing is in flight."""
+        return all(future.done() for future in self._watched())
 
     def _watched(self) -> list[CheckpointFuture[Any]]:
         if self._pid != os.getpid():  # The guard may be held by a thread that is not here.

@@ -7,9 +7,9 @@
 #   held      -          SaveLock.release   committed, failed or cancelled
 
 Queued saves hold tickets behind the first one; the background thread works them off in that order, so commits stay in
-order. A save joins them only behind saves whose capture has ended: never while a load, or anything else that a thread
-does in its own call (a capture, a DCP save), may still change the state, or hold it. The staging of a state for DCP
-joins all but loads.
+order. A save joins them only behind saves whose state is captured: never while a load, a capture, a blocking save or a
+DCP save may still change the state, or hold it. The staging of a state for DCP joins all but loads. None of them passes
+a ticket that asks for longer, so whoever waits for all of them has its turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,26 +37,24 @@ Kind = Literal["save", "load", "staging"]
 class Ticket:
     """One save or load in flight. `step` is None until it is known.
 
-    thread: the one whose call it still is, which so cannot wait for its end. None: it goes on in the background.
+    thread: the one that asks for it, and has to go on for it to end, so that it cannot wait for that. None: all that is
+    left of it is the background's.
+    is_captured: it is a save, and the background has all that it needs, so that saves may queue behind it.
     """
 
     kind: Kind
     path: Path | None
     step: int | None
     thread: int | None = None
+    is_captured: bool = False
     begun: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_queue(self) -> bool:
-        """Whether saves may queue behind this one: it is a save, and the background has all that it needs."""
-        return self.kind == "save" and self.thread is None
 
     def may_queue_behind(self, other: Ticket) -> bool:
         """Return whether the state may be captured while the other one is held.
 
         For the staging of a state, which somebody else writes, that is all that does not change it.
         """
-        return other.kind != "load" if self.kind == "staging" else other.is_queue
+        return other.kind != "load" if self.kind == "staging" else other.is_captured
 
     def __str__(self) -> str:
         age_s = time.monotonic() - self.begun
@@ -74,15 +72,23 @@ class SaveLock:
         self._asking: list[Ticket] = []
         self._held: list[Ticket] = []
 
-    def acquire(self, ticket: Ticket, *, on_busy: OnBusy, deadline_s: float) -> bool:
+    def acquire(
+        self,
+        ticket: Ticket,
+        *,
+        on_busy: OnBusy,
+        deadline_s: float,
+        before_wait: Callable[[Ticket], None] = lambda other: None,
+    ) -> bool:
         """Take the lock; False when the call shall be skipped. However it ends, `release` may be called behind it.
 
+        before_wait: called with what is waited for; what it raises ends the call.
         SaveInProgressError, DeadlineError; UsageError for a wait that would have no end.
         """
         with self._changed:
             self._asking.append(ticket)
             try:
-                may_hold = self._await_turn(ticket, on_busy, deadline_s)
+                may_hold = self._await_turn(ticket, on_busy, deadline_s, before_wait)
                 if may_hold:
                     self._held.append(ticket)
                 return may_hold
@@ -95,7 +101,9 @@ class SaveLock:
             if self._held:
                 self._check_may_wait(self._held[0])
 
-    def _await_turn(self, ticket: Ticket, on_busy: OnBusy, deadline_s: float) -> bool:
+    def _await_turn(
+        self, ticket: Ticket, on_busy: OnBusy, deadline_s: float, before_wait: Callable[[Ticket], None]
+    ) -> bool:
         """Wait until a ticket may be held; under the lock. False: it shall be skipped."""
         until = time.monotonic() + deadline_s
         while (other := self._in_the_way(ticket, on_busy)) is not None:
@@ -105,6 +113,7 @@ class SaveLock:
                 raise SaveInProgressError(
                     f"a {other} is in flight", hint="await it, or pass on_busy='wait', 'skip' or 'queue'"
                 )
+            before_wait(other)
             self._check_may_wait(other)
             left_s = until - time.monotonic()
             if left_s <= 0:
@@ -114,10 +123,13 @@ class SaveLock:
         return True
 
     def _in_the_way(self, ticket: Ticket, on_busy: OnBusy) -> Ticket | None:
-        """Return the oldest ticket that has to be given back, or go on in the background, before this one is held."""
-        if on_busy != "queue":
-            return self._held[0] if self._held else None
-        return next((other for other in self._held if not ticket.may_queue_behind(other)), None)
+        """Return the oldest ticket that has to be given back, captured, or have its turn, before this one is held.
+
+        A call in the middle of another one on its thread, by a signal handler, passes that one, which waits for it.
+        """
+        older = self._asking[: self._asking.index(ticket)]
+        held = [other for other in self._held if on_busy != "queue" or not ticket.may_queue_behind(other)]
+        return next(iter([*held, *(other for other in older if other.thread != ticket.thread)]), None)
 
     def _check_may_wait(self, other: Ticket) -> None:
         check_may_wait(f"a {other}", holding=self._guard)
@@ -128,10 +140,10 @@ class SaveLock:
                     hint="a signal handler, or what a save or load calls, cannot wait for it: pass on_busy='skip'",
                 )
 
-    def hand_over(self, ticket: Ticket) -> None:
-        """Note that it goes on in the background. Saves may queue behind a save then, for its state is captured."""
+    def hand_over(self, ticket: Ticket, *, is_captured: bool = False) -> None:
+        """Note that it goes on in the background; see Ticket."""
         with self._changed:
-            ticket.thread = None
+            ticket.thread, ticket.is_captured = None, is_captured
             self._changed.notify_all()
 
     def release(self, ticket: Ticket) -> None:
@@ -141,20 +153,15 @@ class SaveLock:
                 self._held.remove(ticket)
                 self._changed.notify_all()
 
-    def is_held(self, ticket: Ticket) -> bool:
-        """Return whether a ticket is held now."""
-        with self._changed:
-            return ticket in self._held
-
-    def asking(self) -> list[Ticket]:
-        """Return the tickets that are waited with now, oldest first."""
-        with self._changed:
-            return list(self._asking)
-
     def in_flight(self) -> list[Ticket]:
         """Return the tickets held now, oldest first."""
         with self._changed:
             return list(self._held)
+
+    def ahead(self) -> list[Ticket]:
+        """Return the tickets that a call on this thread would come behind, oldest first."""
+        with self._changed:
+            return [*self._held, *(other for other in self._asking if other.thread != threading.get_ident())]
 
     @contextmanager
     def held(self, kind: Kind, path: Path | None, step: int | None, *, busy: BusyPolicy) -> Iterator[None]:

@@ -35,7 +35,15 @@ from asyncckpt.engine.save.delta_chain import settle
 from asyncckpt.engine.save.save_job import Committed, SaveJob, Written
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
-from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError, NotFoundError, PeerError
+from asyncckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    IndeterminateError,
+    IOFailedError,
+    NotFoundError,
+    PeerError,
+)
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
 from asyncckpt.format.names import Attempt
@@ -302,11 +310,11 @@ def _notes(notes: Mapping[str, Json], rank: int) -> Fields:
 
 @contextmanager
 def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Iterator[Directory]:
-    """Open the folder of an attempt; NotFoundError when it is not there, or is gone when files in it are missed."""
+    """Open the folder of an attempt; NotFoundError when it is not there, or is gone when work in it fails."""
     try:
         with root.data.child(attempt.directory) as folder:
             yield folder
-    except (CorruptError, NotFoundError) as error:
+    except (CorruptError, IOFailedError, NotFoundError) as error:
         if root.data.exists(attempt.directory):
             raise
         raise NotFoundError(

@@ -3,6 +3,7 @@ sent of a call in which this rank does not save, because it was skipped, or fail
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from asyncckpt.engine.process.background import Job, background, talkers
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.writers import Decisions
+from asyncckpt.signals import wait_in_steps
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Ranks:
     decisions: Decisions = field(default_factory=Decisions)
     announcing: list[threading.Event] = field(default_factory=list)
     call: int = 1
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def rank(self) -> int:
@@ -45,7 +48,7 @@ class Ranks:
     def wait_announced(self) -> None:
         """Wait until what the others are still to hear is on its way. Before the channel is closed."""
         for announced in self.announcing:
-            announced.wait(self.limits.begin_s)
+            wait_in_steps(announced.wait, self.limits.begin_s)
         self.announcing.clear()
 
     def next_call(self) -> int:
@@ -65,7 +68,12 @@ def announce_failed(ranks: Ranks, call: int, error: BaseException) -> None:
 
 
 def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
-    """Announce it behind what is in flight: the others come to this call no sooner either."""
+    """Announce it behind what is in flight: the others come to this call no sooner either.
+
+    A forked child, which ends in the middle of a call of its parent's, has nothing to announce.
+    """
+    if ranks.pid != os.getpid():
+        return
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]
 

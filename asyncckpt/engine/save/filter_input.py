@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from asyncckpt.engine.save.row_fingerprints import Selections
 from asyncckpt.engine.save.save_job import SaveJob
+from asyncckpt.errors import UsageError
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
 from asyncckpt.model.row_runs import positions
 from asyncckpt.model.table import Role
@@ -37,7 +39,10 @@ def planned_blocks(job: SaveJob) -> list[StagedBlock]:
 
 def filter_blocks(job: SaveJob, blocks: list[StagedBlock]) -> list[StagedBlock]:
     """Run the user's function; return the same list if it changed nothing."""
+    pid = os.getpid()
     left = run_filter(job.target.filter_func, [WriteBlock(block.spec, block.data.whole) for block in blocks])
+    if pid != os.getpid():
+        raise UsageError("filter_func forked a child, which goes on with its parent's save", hint="end it there")
     if left is None:
         return blocks
     return [

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.event_loop import check_may_wait_for
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.delta_chain import Choice
@@ -29,7 +30,13 @@ class PrepareFuture(CheckpointFuture[None]):
 
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
-    """Make the plan now, on the caller's thread, because it reads the live state; touch the arena on a worker."""
+    """Make the plan now, on the caller's thread, because it reads the live state; touch the arena on a worker.
+
+    SaveInProgressError on an event loop which that would stop, as it would a queued save.
+    """
+    for other in save_lock.in_flight():
+        if not other.is_captured:  # It may hold tables.
+            check_may_wait_for(other)
     cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
         stage = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 from asyncckpt.commit.discover import newest_verified
@@ -73,16 +73,17 @@ def fail_save(job: SaveJob, error: BaseException) -> None:
 
 
 def end_save(job: SaveJob, *, ok: bool) -> None:
-    """Give back everything the save holds; afterwards the next save may begin."""
-    try:
-        job.cut.end(ok=ok)
-    except Exception:
-        log_exception("a table did not end its cut of step %d", job.step)
-    if job.staged is not None:
-        job.staged.give_back()
-        job.staged = None
-    job.claim.release()
-    save_lock.release(job.ticket)
+    """Give back everything the save holds, whatever its tables raise; afterwards the next save may begin."""
+    with ExitStack() as left:
+        left.callback(save_lock.release, job.ticket)
+        left.callback(job.claim.release)
+        staged, job.staged = job.staged, None
+        if staged is not None:
+            left.callback(staged.give_back)
+        try:
+            job.cut.end(ok=ok)
+        except Exception:
+            log_exception("a table did not end its cut of step %d", job.step)
 
 
 async def _save(job: SaveJob) -> SaveResult | Outcome:

@@ -33,6 +33,7 @@ from asyncckpt.native import I64, U8, U64, core
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.dense_blocks import CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan
+from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, place_of
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
@@ -133,6 +134,7 @@ class StagedTensors:
             pool.discard(lent.arena)
 
 
+@uninterrupted
 def _give_back(lent: LentArena) -> None:
     if _lent.get(lent.arena.address) is lent:  # In a forked child it is the parent's.
         del _lent[lent.arena.address]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import Job, background, check_may_wait
-from asyncckpt.engine.process.event_loop import action_here, check_may_wait_here
+from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
@@ -23,7 +23,7 @@ from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
 from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import DeviceError, UsageError
+from asyncckpt.errors import DeviceError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
@@ -56,8 +56,8 @@ def start_save(
         check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
-    on_busy = action_here(busy) if staged else busy.action
-    if not save_lock.acquire(ticket, on_busy=on_busy, deadline_s=busy.deadline):
+    before_wait = check_may_wait_for if staged else lambda other: None
+    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait):
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
@@ -68,6 +68,7 @@ def start_save(
     claim: Claim | None = None
     job: SaveJob | None = None
     work: Job | None = None
+    pid = os.getpid()
     try:
         claim = claims.save(target.root, step)
         ticket.step = step = claim.step
@@ -76,9 +77,12 @@ def start_save(
         )
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
         job.stall_seconds = time.perf_counter() - begun
+        if pid != os.getpid():
+            raise UsageError("the state forked a child, which goes on with its parent's save", hint="end it there")
+        is_captured = job.staged is not None
         background.submit(work)
-        save_lock.hand_over(ticket)
-        if job.staged is None:  # The background reads what the caller owns.
+        save_lock.hand_over(ticket, is_captured=is_captured)
+        if not is_captured:  # The background reads what the caller owns.
             wait_until_done(job.future._inner, SAVE_DEADLINE_S)
         return job.future
     except BaseException as error:
@@ -100,10 +104,10 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
     One that reads live state is ended in any case, for then the caller may change that; a second interruption does not
     wait for it.
     """
-    save_lock.hand_over(job.ticket)
+    save_lock.hand_over(job.ticket, is_captured=job.staged is not None)
     if work is None or background.withdraw(work):
         end_save(job, ok=False)
-    elif job.staged is None:
+    elif job.staged is None and job.future._pid == os.getpid():  # Else a signal handler forked, and ends the child.
         job.future.cancel()
         try:
             wait_until_done(job.future._inner, SAVE_DEADLINE_S)
@@ -145,8 +149,8 @@ def _begin(
         values = cut.values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
-            text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            check_may_block_here(stage.fallback)
+            warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()
@@ -170,9 +174,11 @@ def _begin(
             fallback=stage.fallback,
         )
     except BaseException:
-        if snapshot is not None:
-            snapshot.give_back()
-        cut.give_up()
+        try:
+            if snapshot is not None:
+                snapshot.give_back()
+        finally:
+            cut.give_up()
         raise
 
 

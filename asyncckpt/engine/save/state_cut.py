@@ -66,10 +66,11 @@ class Cut:
                 listed = ranks.replicas.list_of(cut.flat, tables)
                 left_out = ranks.replicas.by_peers(listed)
                 cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
-            for name, table in tables.items():
-                if left_out is None or name not in left_out.tables:
-                    schema = table.schema()
-                    cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
+            own = [name for name in tables if left_out is None or name not in left_out.tables]
+            for name in sorted(own, key=lambda name: id(tables[name])):  # See model/table.py.
+                table = tables[name]
+                cut.tables.append(CutTable(name=name, table=table, schema=table.schema(), cut=table.begin_cut()))
+            cut.tables.sort(key=lambda item: own.index(item.name))
             cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
         except BaseException as error:
             with closing_beside(error, "giving up the cut raised"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,11 @@ def test_help_tells_the_exit_codes(arguments: tuple[str, ...]) -> None:
 
 def test_negative_step_is_wrong_usage(checkpoints: Path) -> None:
     assert run("show", checkpoints, "--", "-1").exit_code == ExitCode.USAGE
+
+
+def test_the_command_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["cli", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("asyncckpt.cli", run_name="__main__")
+    assert ended.value.code == 0
+    assert "Usage: asyncckpt" in capsys.readouterr().out

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.errors import IOFailedError, UsageError
+from asyncckpt.errors import DeadlineError, IOFailedError, UsageError
 from asyncckpt.model.table import CacheCopy
 from asyncckpt.tables import multi_level_cut, undo_log
 from asyncckpt.tables.multi_level import MultiLevelTable
@@ -36,6 +36,21 @@ ROOM = 32
 WINDOW_ROWS = st.integers(1, 8)
 SEEDS = range(40)
 EXPORT = "export"
+
+
+def test_a_log_that_cannot_be_ended_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(cache_rows=4, capacity=ROOM)
+    world.train([1, 2])
+    cut, watchers = Saving(world, window_rows=4).cut, world.table._store.watchers
+
+    def fails(_: UndoLog) -> None:
+        raise DeadlineError("a window was not exported")
+
+    monkeypatch.setattr(UndoLog, "end", fails)
+    assert len(watchers) == 1
+    with pytest.raises(DeadlineError):
+        cut.end(ok=True)
+    assert len(watchers) == 0
 
 
 @settings(max_examples=250, deadline=None)

@@ -101,3 +101,26 @@ def test_workers_that_all_write_through_the_chunk_buffers_end(tasks_count: int) 
     for future in [workers.submit(task, index) for index in range(tasks_count)]:
         future.result(DEADLINE_S)
     assert len(wrote) == 2 * tasks_count
+
+
+def test_what_is_submitted_while_the_loop_ends_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a destructor, which the collector may run there."""
+    ran: Future[str] = Future()
+    second: list[Job] = []
+    plain = asyncio.BaseEventLoop.shutdown_asyncgens
+
+    async def work() -> None:
+        pass
+
+    async def late() -> None:
+        ran.set_result(threading.current_thread().name)
+
+    async def shutdown_asyncgens(loop: asyncio.BaseEventLoop) -> None:
+        if background.is_current_thread() and not second:
+            second.append(Job(run=late, fail=ran.set_exception))
+            background.submit(second[0])
+        await plain(loop)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "shutdown_asyncgens", shutdown_asyncgens)
+    background.submit(Job(run=work, fail=ran.set_exception))
+    assert ran.result(DEADLINE_S) == "asyncckpt-background"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.errors import DeadlineError
 
 
 class Fenced(Pending):
@@ -36,3 +39,12 @@ def test_a_fence_may_come_when_the_copies_end() -> None:
     future.fence("stream")
     future.fence("later")
     assert pending.streams == ["stream"]
+
+
+def test_a_capture_that_takes_too_long_names_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("asyncckpt.engine.process.future.DEVICE_DEADLINE_S", 0.01)
+    future = SaveFuture(step=1, path=tmp_path, what="save of step 1")
+    future._staged.clear()
+    with pytest.raises(DeadlineError, match=r"was not captured within 0\.01 s"):
+        future.wait_staged()
+    future.skip()

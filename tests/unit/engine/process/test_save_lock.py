@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,19 @@ PLACE = Path("/checkpoints")
 ELSEWHERE = -1  # No thread of the tests.
 
 
-def ticket(kind: Any = "save", *, thread: int | None = None) -> Ticket:
-    return Ticket(kind=kind, path=PLACE, step=1, thread=thread)
+def ticket(kind: Any = "save", *, thread: int | None = None, is_captured: bool = False) -> Ticket:
+    return Ticket(kind=kind, path=PLACE, step=1, thread=thread, is_captured=is_captured)
+
+
+def captured() -> Ticket:
+    return ticket(is_captured=True)
 
 
 @pytest.fixture
 def lock() -> Iterator[SaveLock]:
     lock = SaveLock()
     yield lock
-    assert lock.asking() == []
+    assert lock._asking == []
 
 
 def hold(lock: SaveLock, *tickets: Ticket) -> None:
@@ -41,16 +45,17 @@ def hold(lock: SaveLock, *tickets: Ticket) -> None:
     ("held", "may_queue"),
     [
         ([], True),
-        ([ticket()], True),
-        ([ticket(), ticket()], True),
+        ([captured()], True),
+        ([captured(), captured()], True),
+        ([ticket()], False),
         ([ticket(thread=ELSEWHERE)], False),
         ([ticket("load")], False),
         ([ticket("load", thread=ELSEWHERE)], False),
         ([ticket("staging", thread=ELSEWHERE)], False),
-        ([ticket(), ticket(thread=ELSEWHERE)], False),
+        ([captured(), ticket(thread=ELSEWHERE)], False),
     ],
 )
-def test_saves_queue_behind_saves_of_the_background_only(lock: SaveLock, held: list[Ticket], may_queue: bool) -> None:
+def test_saves_queue_behind_captured_saves_only(lock: SaveLock, held: list[Ticket], may_queue: bool) -> None:
     hold(lock, *held)
     mine = ticket()
     if may_queue:
@@ -59,7 +64,7 @@ def test_saves_queue_behind_saves_of_the_background_only(lock: SaveLock, held: l
     else:
         with pytest.raises(DeadlineError, match=r"of step 1 in '/checkpoints', .* did not end within 0 s"):
             lock.acquire(mine, on_busy="queue", deadline_s=0)
-        assert not lock.is_held(mine)
+        assert mine not in lock.in_flight()
 
 
 @pytest.mark.parametrize("kind", ["save", "staging", "load"])
@@ -101,10 +106,10 @@ def test_whoever_waits_goes_on(lock: SaveLock, how: str) -> None:
     thread = threading.Thread(target=lambda: lock.acquire(second, on_busy="queue", deadline_s=WAIT_S_MAX))
     thread.start()
     until = time.monotonic() + WAIT_S_MAX
-    while not lock.asking() and time.monotonic() < until:
+    while not lock._asking and time.monotonic() < until:
         pass
-    assert lock.asking() == [second]
-    getattr(lock, how)(first)
+    assert lock._asking == [second]
+    lock.release(first) if how == "release" else lock.hand_over(first, is_captured=True)
     thread.join(WAIT_S_MAX)
     assert lock.in_flight() == ([second] if how == "release" else [first, second])
 
@@ -127,3 +132,54 @@ def test_nothing_is_left_of_a_call_that_was_interrupted(lock: SaveLock, monkeypa
     with pytest.raises(KeyboardInterrupt), lock.held("load", PLACE, 2, busy=BusyPolicy("wait")):
         raise AssertionError("it is not held")
     assert len(lock.in_flight()) == 1
+
+
+@pytest.mark.parametrize("on_busy", ["queue", "wait", "skip", "raise"])
+def test_nobody_passes_one_that_asks_for_longer(lock: SaveLock, on_busy: Any) -> None:
+    """Else a load would wait for as long as another thread queues saves."""
+    first, load, late = captured(), ticket("load"), ticket()
+    hold(lock, first)
+
+    def ask(asking: Ticket, how: Any) -> None:
+        asking.thread = threading.get_ident()
+        if lock.acquire(asking, on_busy=how, deadline_s=WAIT_S_MAX):
+            order.append(asking)
+            lock.release(asking)
+
+    order: list[Ticket] = []
+    threads = [threading.Thread(target=ask, args=arguments) for arguments in ((load, "wait"), (late, on_busy))]
+    threads[0].start()
+    wait_until(lambda: lock._asking == [load])
+    if on_busy in ("queue", "wait"):
+        threads[1].start()
+        wait_until(lambda: lock._asking == [load, late])
+    elif on_busy == "skip":
+        assert not lock.acquire(late, on_busy=on_busy, deadline_s=0)
+    else:
+        lock._held.clear()
+        with pytest.raises(SaveInProgressError, match="a load of step 1"):
+            lock.acquire(late, on_busy=on_busy, deadline_s=0)
+    lock.release(first)
+    with lock._changed:
+        lock._changed.notify_all()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(WAIT_S_MAX)
+    assert order == ([load, late] if on_busy in ("queue", "wait") else [load])
+
+
+def test_a_call_in_the_middle_of_another_one_passes_that(lock: SaveLock) -> None:
+    """Of a signal handler: the call that it interrupts goes on behind it."""
+    own = threading.get_ident()
+    hold(lock, captured())
+    lock._asking.append(ticket(thread=own))
+    try:
+        assert lock.acquire(ticket(thread=own), on_busy="queue", deadline_s=0)
+    finally:
+        lock._asking.clear()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S_MAX
+    while not is_so():
+        assert time.monotonic() < until

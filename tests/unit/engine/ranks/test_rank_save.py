@@ -16,7 +16,7 @@ from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Limits, Outcome, encode
 from asyncckpt.engine.process.background import talkers
 from asyncckpt.engine.ranks.rank_save import RankSave, _attempt_folder
-from asyncckpt.errors import CorruptError, NotFoundError, PeerError
+from asyncckpt.errors import CorruptError, IOFailedError, NotFoundError, PeerError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
 
@@ -71,3 +71,22 @@ def test_a_rank_whose_folder_is_gone_hears_why(tmp_path: Path) -> None:
         call = run_call(channel, 1, Begin(step=1), RankSave(job, share), limits, threads=talkers)
         with pytest.raises(PeerError, match=r"because of rank 0.*SaveCancelledError"):
             asyncio.run(call)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_file_cannot_be_made_in_a_folder_that_rank_0_has_removed(tmp_path: Path, gone: bool) -> None:
+    with CheckpointRoot.for_writing(tmp_path, exact_modes=False) as root:
+        attempt = Attempt.new(1)
+        root.data.make_folder(attempt.directory).close()
+
+        def create() -> None:
+            with _attempt_folder(root, attempt) as folder:
+                if gone:
+                    root.data.remove_folder(attempt.directory)
+                else:
+                    folder.create_file("name")
+                folder.create_file("name")
+
+        expected: type[Exception] = NotFoundError if gone else IOFailedError
+        with pytest.raises(expected, match="unless rank 0 has aborted" if gone else "exists"):
+            create()
