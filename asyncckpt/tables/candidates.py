@@ -49,9 +49,8 @@ class CandidateTable(StoredTable):
     def add(self, ids: I64, *, admit_at: int) -> I64:
         """Count one lookup of each of ids (distinct); return those that reach admit_at, to be removed here."""
         with self._lock.hold("count"):
-            rows = torch.from_numpy(self._store.insert(ids, touch=True))
-            counts = self._store.column(COUNT_COLUMN)
-            seen = counts[rows] + 1
-            counts[rows] = seen
+            rows = self._store.insert(ids)
+            seen = self._store.read(rows)[COUNT_COLUMN] + 1
+            self._store.write(rows, {COUNT_COLUMN: seen})
             admitted: I64 = ids[(seen >= admit_at).numpy()]
             return admitted

@@ -8,8 +8,8 @@ lookup. So modules and optimizers look their ids up again whenever they need row
 Threads: see stored_table.py. The cache map and the cache rows change together under the lock, so a cut reads the map of
 the same step as its weights, even if prefetches for later steps have moved rows. No history of maps is needed (compare
 RecSDK, whose map runs ahead of the weights). Callers keep in-place updates of rows apart from a cut: the training
-thread makes the cut, or waits while another thread does. While a cut is deferred behind its fence, growth of the host
-level, `clear` and loads wait until its rows are exported.
+thread makes the cut, or waits while another thread does; `update` and `rows` wait by themselves. While a cut is
+deferred behind its fence, growth of the host level, `clear` and loads wait until its rows are exported.
 
 With the cache on a CUDA device, calls queue their work on the current stream, after the work of the previous call on
 whatever stream that used: a prefetch may have a stream of its own. Rows go through pinned memory, and evicted rows
@@ -27,6 +27,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import UsageError, warn
@@ -42,6 +43,7 @@ from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
+from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
 from asyncckpt.tables.stored_table import TrainedTable
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
@@ -221,6 +223,19 @@ class MultiLevelTable(TrainedTable):
     def _touch(self, rows: I64) -> None:
         self._levels.touch(rows)
 
+    def _find(self, ids: I64) -> I64:
+        return self._levels.lookup(ids, insert=False, admitted=None)
+
+    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
+        used: NDArray[np.bool_] = (rows >= 0) & (self._cache.host_rows[rows] >= 0)
+        return used
+
+    def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
+        self._levels.write_cached(rows, values)
+
+    def _levels_in_use(self) -> tuple[Level, ...]:
+        return (self._store, self._cache)
+
     def _remove(self, ids: I64) -> int:
         return self._levels.remove(ids)
 
@@ -235,6 +250,7 @@ class MultiLevelTable(TrainedTable):
             lock=self._lock,
             undo_bytes_max=self._undo_bytes_max,
             on_pause=self._add_pause,
+            on_lost=self._warn_of_others,
         )
 
     def _prepare_load(self, *, clear: bool) -> None:

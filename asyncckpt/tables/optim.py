@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 from torch import nn
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
 from asyncckpt.signals import uninterrupted
-from asyncckpt.tables.embedding import HashEmbedding, TrainableTable, rows_on_host
+from asyncckpt.tables.embedding import HashEmbedding, TrainableTable
 from asyncckpt.tables.gradients import sum_per_id
-from asyncckpt.tables.row_device import sent
+from asyncckpt.tables.row_values import RowValues
 
 
 class _SparseOptimizer:
@@ -33,7 +32,7 @@ class _SparseOptimizer:
     def step(self) -> None:
         """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
 
-        Call it on the training thread; the table must not be in a cut before its fence.
+        Call it on the training thread. Waits for a cut of the table until its fence.
         """
         with torch.no_grad():
             for table, modules in self._modules_by_table():
@@ -41,13 +40,8 @@ class _SparseOptimizer:
                 if not gradients:
                     continue
                 ids, summed = sum_per_id(gradients)
-                rows = rows_on_host(table, ids, insert=False)
-                alive = rows >= 0
-                if not alive.all():
-                    rows, summed = rows[alive], summed[sent(torch.from_numpy(np.flatnonzero(alive)), summed.device)]
-                # The forward marked them too, but there may have been a cut since.
-                table.touch(rows)
-                self._update(table, sent(torch.from_numpy(rows), table.device), summed)
+                with table.rows(ids) as rows:
+                    self._update(rows, summed)
 
     def zero_grad(self) -> None:
         """Drop all pending gradients."""
@@ -68,8 +62,8 @@ class _SparseOptimizer:
         for name, value in checked.items():
             setattr(self, name, value)
 
-    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update distinct rows, int64 [n], by their gradient, `[n, dim]` in the table's dtype."""
+    def _update(self, rows: RowValues, gradient: torch.Tensor) -> None:
+        """Update rows by their gradient, `[n, dim]` in the table's dtype. Of ids that are gone, both are dropped."""
         raise NotImplementedError
 
     def _modules_by_table(self) -> list[tuple[TrainableTable, list[HashEmbedding]]]:
@@ -85,10 +79,8 @@ class SparseSGD(_SparseOptimizer):
     modules: a module, or several, that hold HashEmbedding or HashEmbeddingBag somewhere. Raises UsageError.
     """
 
-    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        embedding = table.embedding
-        values = embedding.index_select(0, rows).add_(gradient, alpha=-self.lr)
-        embedding.index_copy_(0, rows, values)
+    def _update(self, rows: RowValues, gradient: torch.Tensor) -> None:
+        rows.embedding.add_(gradient, alpha=-self.lr)
 
 
 class SparseAdagrad(_SparseOptimizer):
@@ -111,10 +103,10 @@ class SparseAdagrad(_SparseOptimizer):
     def state_dict(self) -> dict[str, float]:
         return {"lr": self.lr, "eps": self.eps}
 
-    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        embedding, sums = table.embedding, table.slot(self._slot)
+    def _update(self, rows: RowValues, gradient: torch.Tensor) -> None:
+        embedding, sums = rows.embedding, rows[self._slot]
         dtype = torch.promote_types(torch.promote_types(embedding.dtype, sums.dtype), torch.float32)
-        values, row_sums = embedding.index_select(0, rows).to(dtype), sums.index_select(0, rows).to(dtype)
+        values, row_sums = embedding.to(dtype), sums.to(dtype)
         gradient = gradient.to(dtype)
         if row_sums.dim() == 1:
             row_sums.add_(gradient.square().mean(dim=1))
@@ -123,8 +115,8 @@ class SparseAdagrad(_SparseOptimizer):
             row_sums.addcmul_(gradient, gradient)
             divisors = row_sums.sqrt().add_(self.eps)
         values.addcdiv_(gradient, divisors, value=-self.lr)
-        sums.index_copy_(0, rows, row_sums.to(sums.dtype))
-        embedding.index_copy_(0, rows, values.to(embedding.dtype))
+        rows[self._slot] = row_sums.to(sums.dtype)
+        rows.embedding = values.to(embedding.dtype)
 
 
 def _hash_modules(modules: object) -> list[HashEmbedding]:

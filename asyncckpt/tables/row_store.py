@@ -6,8 +6,9 @@ invariants:
 2. A row that `insert` assigns to an id holds initial values in every column, whatever an earlier id left there.
 3. An insert that fails (no memory, a faulty initializer) adds no id.
 4. `watchers` are notified before a used row changes in any column, and before any column moves, the ids included.
-5. `marks` know every row that was written in any column, `id` included, and every id that was removed. Code that writes
-   to a column directly marks the rows itself.
+5. `marks` know every row that was written here in any column, `id` included, and every id that was removed.
+6. torch counts the in-place writes of a tensor (`_version`), also those through views of it. Here they are counted too,
+   as far as they are the table's own, so `written_by_others` knows whether there were more.
 """
 
 from __future__ import annotations
@@ -110,6 +111,9 @@ class Level:
             for column in schema.columns
             if column.name != ID_COLUMN
         }
+        # The versions that the tensors have if nobody else writes to them; and columns to which others have written.
+        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._written_by_others: set[str] = set()
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live tensor of a column but `id`: at least as many rows as there is room for."""
@@ -118,6 +122,14 @@ class Level:
     def columns(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of all columns but `id`, a view that follows growth."""
         return self._tensors
+
+    def written_by_others(self) -> list[str]:
+        """Return the columns that other code has written since the last call, as far as torch counts it."""
+        for name in self._tensors:
+            self._look_for_others(name)
+        found = [name for name in self._tensors if name in self._written_by_others]
+        self._written_by_others.clear()
+        return found
 
     def ids_by_row(self) -> I64:
         """Return the id of every row up to the last used one, a view until the next insert; undefined if free."""
@@ -140,6 +152,7 @@ class Level:
         with torch.no_grad():
             for name, value in values.items():
                 self._tensors[name].index_copy_(0, index, self.place.to_device(value))
+                self._count_write(name)
 
     def take_rows(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
         """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on the host.
@@ -149,7 +162,19 @@ class Level:
         """
         if rows.size:
             with torch.no_grad():
-                self.place.take_rows(columns, source_rows, self._tensors, rows)
+                writes_count = self.place.take_rows(columns, source_rows, self._tensors, rows)
+            for name in columns:
+                self._count_write(name, writes_count)
+
+    def _count_write(self, name: str, count: int = 1) -> None:
+        """Count writes of this table itself, after each of which torch has counted one."""
+        self._versions[name] += count
+
+    def _look_for_others(self, name: str) -> None:
+        version = self._tensors[name]._version
+        if version != self._versions[name]:
+            self._written_by_others.add(name)
+            self._versions[name] = version
 
     def _grow_columns(self, rows: int, *, used_count: int) -> None:
         """Move the columns to larger memory, with their first used_count rows."""
@@ -159,8 +184,9 @@ class Level:
             for name, old in self._tensors.items():
                 new = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
                 new[:used_count].copy_(old[:used_count])
+                self._look_for_others(name)  # After the copy, which has taken what they wrote.
                 self.place.let_go(old)
-                self._tensors[name] = new
+                self._tensors[name], self._versions[name] = new, new._version
         self.capacity = rows
 
 
@@ -316,12 +342,12 @@ class RowStore(Level):
         with torch.no_grad():
             for name, fill in self._fills.items():
                 if name not in filled:
-                    _fill_rows(self._tensors[name], index, fill)
+                    self._fill_rows(name, index, fill)
             if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:
                 return
             match self._initializer:
                 case None | int() | float() as constant:
-                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant or 0.0)
+                    self._fill_rows(EMBEDDING_COLUMN, index, constant or 0.0)
                 case _:
                     for begin in range(0, rows.size, INITIALIZER_ROWS_MAX):
                         part = slice(begin, begin + INITIALIZER_ROWS_MAX)
@@ -336,6 +362,15 @@ class RowStore(Level):
             # A copy: a function may sort or edit its ids.
             values = _call(self._initializer, torch.from_numpy(ids.copy()), shape=shape)
         embedding.index_copy_(0, self.place.index(rows), self.place.to_device(values.to(embedding.dtype)))
+        self._count_write(EMBEDDING_COLUMN)
+
+    def _fill_rows(self, name: str, index: slice | torch.Tensor, value: float) -> None:
+        tensor = self._tensors[name]
+        if isinstance(index, slice):
+            tensor[index].fill_(value)
+        else:
+            tensor.index_fill_(0, index, value)
+        self._count_write(name)
 
     def _grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
@@ -351,13 +386,6 @@ def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:
     """Return the index of rows (distinct) for a fill: a slice if they are one run, in any order."""
     begin, end = int(rows.min()), int(rows.max()) + 1
     return slice(begin, end) if end - begin == rows.size else place.index(rows)
-
-
-def _fill_rows(tensor: torch.Tensor, index: slice | torch.Tensor, value: float) -> None:
-    if isinstance(index, slice):
-        tensor[index].fill_(value)
-    else:
-        tensor.index_fill_(0, index, value)
 
 
 def _call(initializer: Initializer, ids: torch.Tensor, *, shape: tuple[int, int]) -> torch.Tensor:

@@ -6,11 +6,15 @@ end (table_lock.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_int, check_type
+from asyncckpt.errors import warn
 from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
@@ -18,6 +22,7 @@ from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent
 from asyncckpt.tables.row_store import Level, RowStore
+from asyncckpt.tables.row_values import RowValues, check_distinct
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.table_arguments import check_eviction, check_name, check_shard, check_slot, checked_values
 from asyncckpt.tables.table_lock import LockedTable
@@ -31,6 +36,8 @@ class StoredTable(LockedTable):
     ) -> None:
         super().__init__(name, schema, shard=shard, replicated=replicated)
         self._store = store
+        self._written_by_others: list[str] = []
+        self._has_warned_of_others = False
 
     @property
     def capacity(self) -> int:
@@ -88,6 +95,10 @@ class StoredTable(LockedTable):
         """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
         with self._lock.hold_for_result("cut"):
             self._begin()
+            written = [name for level in self._levels_in_use() for name in level.written_by_others()]
+            if written:
+                self._store.marks.lose_all(by_others=True)
+                self._written_by_others = written
             return self._new_cut()
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> HashTableLoad:
@@ -119,10 +130,22 @@ class StoredTable(LockedTable):
         return self._store.expired(column, below)
 
     def _new_cut(self) -> HashTableCut:
-        return HashTableCut(self._name, store=self._store, lock=self._lock)
+        return HashTableCut(self._name, store=self._store, lock=self._lock, on_lost=self._warn_of_others)
+
+    def _levels_in_use(self) -> tuple[Level, ...]:
+        return (self._store,)
 
     def _prepare_load(self, *, clear: bool) -> None:
         """Make the store ready for a load."""
+
+    def _warn_of_others(self) -> None:
+        """Warn, once, that a save had to copy all rows. Without the lock: a program may turn warnings into errors."""
+        if self._has_warned_of_others:
+            return
+        self._has_warned_of_others = True
+        what = f"columns {self._written_by_others} of table {self._name!r} were written in place by other code than the"
+        advice = "table.update(rows, function) and `with table.rows(ids) as rows` write rows that saves can follow"
+        warn(f"{what} table's, so saves copy all of its rows: {advice}", RuntimeWarning)
 
 
 class TrainedTable(StoredTable):
@@ -174,7 +197,8 @@ class TrainedTable(StoredTable):
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Return the rows of ids (int64, any shape) in the shape of ids, on the table's device.
 
-        Absent ids get a new row, or -1 if insert is False. With insert, all of the rows count as written from now on.
+        Absent ids get a new row, or -1 if insert is False. With insert, all of the rows are marked as written. To write
+        them, use `update` or `rows`: other writes, which torch counts, make the next save copy or compare all rows.
         Raises UsageError, before any insert, if ids are not int64 or one that would be inserted belongs to another
         shard.
 
@@ -195,12 +219,40 @@ class TrainedTable(StoredTable):
     def touch(self, rows: RowsLike) -> None:
         """Mark rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they are.
 
-        For code that changes rows in place that it got from a lookup without insert, or before the last cut. Skips -1
-        and rows whose id is gone. Raises UsageError for rows out of range or of another dtype.
+        For writes that torch does not count: through NumPy, `.data`, kernels of others. What it counts is seen without,
+        and is faster by `update` or `rows`. Skips -1 and rows whose id is gone. Raises UsageError for rows out of range
+        or of another dtype.
         """
         flat = flat_rows(rows, end=self._level.capacity, table=self._name)
         with self._lock.hold("touch"):
             self._touch(flat)
+
+    def update(self, rows: RowsLike, function: Callable[[RowValues], object]) -> None:
+        """Change rows (int64, any shape, distinct, as the latest `lookup` returned them) by a function.
+
+        It gets a RowValues, copies of the rows, and changes them; they are written back, and marked, when it returns,
+        and not if it raises. The lock is held meanwhile, so it must not use the table. Skips -1 and rows whose id is
+        gone. Raises UsageError.
+        """
+        flat = flat_rows(rows, end=self._level.capacity, table=self._name)
+        with self._lock.hold("update"):
+            self._begin()
+            with self._values_of(flat, tuple(rows.shape), of=flat, what="rows") as values:
+                function(values)
+
+    @contextmanager
+    def rows(self, ids: IdsLike) -> Iterator[RowValues]:
+        """Hold the rows of ids (int64, any shape, distinct) for a block of code that changes them: a RowValues.
+
+        Like `update`, for code that has no row numbers, or had them before other uses of the table. Absent ids get no
+        row. A MultiLevelTable brings the rows into the cache. Raises UsageError.
+        """
+        flat = flat_ids(ids, table=self._name)
+        with self._lock.hold("update"):
+            self._begin()
+            with self._values_of(self._find(flat), tuple(ids.shape), of=flat, what="ids") as values:
+                yield values
+        self._warn_of_growth()
 
     def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
         """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
@@ -212,6 +264,34 @@ class TrainedTable(StoredTable):
         flat = flat_ids(ids, table=self._name)
         check_owned(flat, shard=self._shard, table=self._name)
         self._insert(flat, checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name))
+
+    @contextmanager
+    def _values_of(self, rows: I64, shape: tuple[int, ...], *, of: I64, what: str) -> Iterator[RowValues]:
+        check_distinct(of[rows >= 0] if of is rows else of, what=f"{what} of table {self._name!r} to update")
+        values = RowValues(self._name, self._schema, self._level, rows, used=self._are_used(rows), shape=shape)
+        try:
+            yield values
+        except BaseException:
+            values.end()
+            raise
+        used, written = values.end()
+        if written:
+            self._write(used, written)
+
+    def _find(self, ids: I64) -> I64:
+        """Return the rows of ids in `_level`, -1 for absent ones. The lock is held."""
+        raise NotImplementedError
+
+    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
+        """Return which rows of `_level` have an id; -1 has none. The lock is held."""
+        raise NotImplementedError
+
+    def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
+        """Set and mark used rows (distinct) of `_level`. The lock is held."""
+        raise NotImplementedError
+
+    def _warn_of_growth(self) -> None:
+        """Warn if the rows of a lookup did not fit. Without the lock."""
 
     # These acquire the lock themselves. ------------------------------------------------------------------------------
 

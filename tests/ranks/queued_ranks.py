@@ -95,7 +95,7 @@ def differences(path: Path, change: Change) -> list[str]:
     found = []
     for name, table in target.tables.items():
         ids = table.ids()
-        versions = table.embedding[table.rows()][:, 0].to(torch.int64)
+        versions = table.embedding[table.used_rows()][:, 0].to(torch.int64)
         if dict(zip(ids.tolist(), versions.tolist(), strict=True)) != change.rows:
             found.append(f"table {name!r} of step {change.step}")
     if target.plain.weight[:, 1].tolist() != [change.rows.get(id, 0) for id in IDS]:

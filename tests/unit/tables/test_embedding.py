@@ -154,7 +154,7 @@ def test_step_column_may_have_another_name() -> None:
     assert column.role is Role.METADATA
     module.step = 5
     module(torch.tensor([1]))
-    assert module.table.slot("step_filter")[module.table.rows()].tolist() == [5]
+    assert module.table.slot("step_filter")[module.table.used_rows()].tolist() == [5]
 
 
 @pytest.mark.parametrize("spec", [torch.int32, (torch.int64, (1,)), None])
