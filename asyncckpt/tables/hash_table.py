@@ -25,7 +25,7 @@ from asyncckpt.native import I64
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.stored_table import TrainedTable, WriteRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 
@@ -63,6 +63,11 @@ class HashTable(TrainedTable):
         """Return the rows in use, int64 [n] on the table's device, ascending: the order of `ids()`."""
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
+
+    def update_ids(self, ids: I64, write: WriteRows) -> None:
+        with self._lock.hold("update"):
+            self._begin()
+            write(self._store.find(ids), self._store.marks.to_set(self._store.capacity))
 
     def _lookup(self, ids: I64, *, insert: bool) -> I64:
         with self._lock.hold("lookup"):

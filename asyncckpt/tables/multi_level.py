@@ -43,7 +43,7 @@ from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.stored_table import TrainedTable, WriteRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 CANDIDATES = "candidates"
@@ -181,6 +181,15 @@ class MultiLevelTable(TrainedTable):
             cached_count = self._cache.capacity - self._cache.free_count
             counts = asdict(self._levels.counts)
             return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
+
+    def update_ids(self, ids: I64, write: WriteRows) -> None:
+        with self._lock.hold("update"):
+            self._begin()
+            rows = self._levels.lookup(ids, insert=False, admitted=None)
+            # Marks belong to host rows.
+            self._levels.touch(rows)
+            write(rows, None)
+        self._warn_of_growth()
 
     def _begin(self) -> None:
         self._levels.begin()

@@ -6,13 +6,14 @@ end (table_lock.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import torch
 
 from asyncckpt.arguments import check_int, check_type
 from asyncckpt.model.table import TableSchema
-from asyncckpt.native import I64
+from asyncckpt.native import I64, U8
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
@@ -119,6 +120,11 @@ class StoredTable(LockedTable):
         """Make the store ready for a load."""
 
 
+# Called with rows of `embedding` and the slots, int64 [n], -1 for an id without a row, and the marks to set for the
+# others (uint8 by row, and the value); None if they are marked already. It must not use the table.
+WriteRows: TypeAlias = Callable[[I64, tuple[U8, int] | None], None]
+
+
 class TrainedTable(StoredTable):
     """A table with an embedding, whose rows training reads and updates in place, in `_level`."""
 
@@ -205,6 +211,13 @@ class TrainedTable(StoredTable):
         flat = flat_ids(ids, table=self._name)
         check_owned(flat, shard=self._shard, table=self._name)
         self._insert(flat, checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name))
+
+    def update_ids(self, ids: I64, write: WriteRows) -> None:
+        """Let `write` change the rows of ids, int64 [n], distinct, in place, and mark them, under the table's lock.
+
+        No other thread gives the rows to other ids or moves them meanwhile. Ids without a row get none.
+        """
+        raise NotImplementedError
 
     # These acquire the lock themselves. ------------------------------------------------------------------------------
 
