@@ -8,6 +8,7 @@ a lock. What they call may want the same lock, or wait for a thread that does. S
 3. Finalizers of this library must not fail. They enter by `again`, and do there only what is right in the middle of
    what others do under that guard; or they leave the work to whoever holds it (storage/owner_lock.py).
 4. In a forked child all guards are free: the threads that held them are not there.
+5. While the main thread holds a guard, handlers of signals are put off (signals.py): an interrupt leaves none held.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asyncckpt.errors import UsageError
+from asyncckpt.signals import uninterrupted
 
 if TYPE_CHECKING:
     from threading import _RLock as _OwnedLock
@@ -42,21 +44,22 @@ class Guard(_OwnedLock):  # type: ignore[misc]  # The stubs call it final, which
         """Take it. UsageError on the thread that holds it."""
         if self.is_held_here():
             raise UsageError("the library was called in the middle of a call on the same thread", hint=_HINT)
-        try:
-            return self.acquire(blocking, timeout)
-        except BaseException:  # An interrupt, which may come when the lock has just been taken.
-            if self.is_held_here():
-                self.release()
-            raise
+        uninterrupted.__enter__()
+        return self.acquire(blocking, timeout)
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+        uninterrupted.__exit__()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Take it, also on the thread that holds it already."""
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
+        with uninterrupted:
+            self.acquire()
+            try:
+                yield
+            finally:
+                self.release()
 
     def is_held_here(self) -> bool:
         """Return whether the current thread holds it."""

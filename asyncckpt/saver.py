@@ -50,7 +50,7 @@ from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import named_state
-from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
+from asyncckpt.signals import STEP_S, uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
 
@@ -370,9 +370,12 @@ class Saver:
         with self._calls_changed:
             if self._callers:
                 check_may_wait(what)
-            changed = self._calls_changed
-            if not wait_in_steps(lambda seconds: changed.wait_for(lambda: not self._callers, seconds), timeout):
-                raise DeadlineError(f"{what} did not end within {timeout} s")
+            until = time.monotonic() + timeout
+            while self._callers:
+                if time.monotonic() >= until:
+                    raise DeadlineError(f"{what} did not end within {timeout} s")
+                self._calls_changed.wait(STEP_S)
+                uninterrupted.look(self._calls_changed)
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""

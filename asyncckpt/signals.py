@@ -6,6 +6,7 @@ lines closes all of these gaps, least of all in other people's code. So:
 
 1. A call that takes, changes or gives back something runs under `with uninterrupted:`. On the main thread, signals with
    a handler written in Python get one that only notes them. On other threads nothing happens: no handler runs there.
+   Only Python's handler changes, not the action of the system, with its flags and perhaps a handler of C before it.
 2. Where such a call waits, it waits in short steps (`wait_in_steps`) and calls `uninterrupted.look()` in between: what
    was noted is handled there, and what the handlers raise ends the call, whose cleanup is still protected.
 3. When the outermost block ends, the handlers are set back, and what was noted is handled: by then, all is given back,
@@ -17,6 +18,7 @@ large capture, is not interrupted in the middle.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import signal
@@ -36,8 +38,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STEP_S = 0.05
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
-_NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+# Handlers of these belong to the instruction, or the decision, at which they come.
+_FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGKILL", "SIGSTOP")
+_REAL_TIME = getattr(signal, "SIGRTMIN", signal.NSIG)  # From here on nobody's in Python, and as many as all others.
+_NUMBERS = tuple(
+    sorted({int(n) for n in signal.valid_signals() if n < _REAL_TIME} - {getattr(signal, n, 0) for n in _FAULTS})
+)
+_sigaction: Any = ctypes.PyDLL(None).sigaction
+ACTION_BYTES = 512  # No system's is as large.
 
 
 class Uninterrupted:
@@ -46,21 +54,23 @@ class Uninterrupted:
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self._depth = 0
-        self._set_back: list[tuple[int, Any]] = []
+        self._set_back: list[tuple[int, Any, Any]] = []
         self._noted: list[int] = []
         self._noter = self._note
+        self._undo: list[Callable[[], object]] = []  # What a handler that raises undoes, see if_raised.
 
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
-            if self._depth == 0:
-                self._put_off()
             self._depth += 1
+            if self._depth == 1:
+                self._put_off()
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == self._main:
-            self._depth -= 1
-            if self._depth == 0:
+            if self._depth == 1:
                 self._end()
+            elif self._depth:  # Else this is a child, forked in the block.
+                self._depth -= 1
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function that runs this one as such a block."""
@@ -72,18 +82,39 @@ class Uninterrupted:
 
         return run
 
-    def look(self) -> None:
-        """Handle here what was noted. Raises what the handlers raise; the block goes on to be protected."""
-        if self._noted and threading.get_ident() == self._main:
+    def look(self, given_up: threading.Condition | None = None) -> None:
+        """Handle here what was noted. Raises what the handlers raise; the block goes on to be protected.
+
+        given_up: a lock that the caller holds and that handlers shall not wait for, nor those whom they wait for.
+        """
+        if not self._noted or threading.get_ident() != self._main:
+            return
+        if given_up is not None:
+            given_up.release()
+        try:
             self._handle()
+        except BaseException:
+            self._undo_all()
+            raise
+        finally:
+            if given_up is not None:
+                given_up.acquire()
+
+    def if_raised(self, undo: Callable[[], object]) -> None:
+        """Call `undo` if a handler raises in this block, or at the end of the outermost: its result is lost then."""
+        if self._depth and threading.get_ident() == self._main:
+            self._undo.append(undo)
 
     def _put_off(self) -> None:
         try:
             for number in _NUMBERS:
                 handler = _handler_of(number)
                 if callable(handler):  # Else it is SIG_DFL, SIG_IGN, or a handler that is not Python's.
-                    self._set_back.append((number, handler))
+                    action = ctypes.create_string_buffer(ACTION_BYTES)
+                    _sigaction(number, None, action)
+                    self._set_back.append((number, handler, action))
                     _set_handler(number, self._noter)
+                    _sigaction(number, action, None)
         except BaseException:  # The handler of a signal whose turn had not come.
             self._end()
             raise
@@ -94,17 +125,26 @@ class Uninterrupted:
     def _end(self) -> None:
         try:
             while self._set_back:
-                number, handler = self._set_back[-1]
+                number, handler, action = self._set_back[-1]
                 if _handler_of(number) is self._noter:  # Else somebody has set another one meanwhile.
                     _set_handler(number, handler)
+                    _sigaction(number, action, None)
                 self._set_back.pop()
+            self._depth = 0
         except BaseException:  # A signal came that is not put off any more.
+            self._undo_all()
             self._end()
             raise
-        self._handle()
+        undo, self._undo = self._undo, []  # Handlers may have blocks of their own.
+        try:
+            self._handle()
+        except BaseException:
+            for call in undo:
+                call()
+            raise
 
     def _handle(self) -> None:
-        handlers = dict(self._set_back)
+        handlers = {number: handler for number, handler, _ in self._set_back}
         try:
             while self._noted:
                 number = self._noted.pop(0)
@@ -116,22 +156,29 @@ class Uninterrupted:
                 self._handle()
             raise
 
+    def _undo_all(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
     def _renew_in_child(self) -> None:
-        if threading.get_ident() != self._main:  # The block is that of a thread which is not here.
-            self._main, self._depth = threading.get_ident(), 0
-            self._noted.clear()
-            self._end()
+        """End the block, whose thread may not be here: what is asked to end the child shall be heard."""
+        self._main = threading.get_ident()
+        self._noted.clear()
+        self._undo.clear()
+        self._end()
 
 
 uninterrupted = Uninterrupted()
 os.register_at_fork(after_in_child=uninterrupted._renew_in_child)
 
 
+@uninterrupted
 def wait_until_done(future: Future[Any], timeout: float) -> bool:
     """Wait in steps for a future; return whether it is done."""
     return wait_in_steps(lambda seconds: not wait([future], seconds).not_done, timeout)
 
 
+@uninterrupted
 def wait_in_steps(wait: Callable[[float], T], timeout: float) -> T:
     """Return wait(seconds) once that is true, or after `timeout` seconds; between the steps, signals are handled."""
     until = time.monotonic() + timeout

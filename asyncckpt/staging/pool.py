@@ -84,7 +84,7 @@ class ArenaPool:
                 if left_s <= 0:
                     raise DeadlineError(f"no staging arena became free within {deadline_s} s", found=len(self._arenas))
                 self._changed.wait(min(left_s, STEP_S))
-                uninterrupted.look()
+                uninterrupted.look(self._changed)
         try:
             if arena.contents is not None and arena.contents.layout is not layout:
                 arena.contents = None

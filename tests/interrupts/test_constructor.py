@@ -31,6 +31,8 @@ SPARED = {
     "_leave",
     "remove_session",
     "_remove",
+    "_end",
+    "_handle",
 }
 WRONG: dict[str, Any] = {
     "hashtables": {"t": 1}, "tensors": 1, "filter_func": 1, "on_busy": "later", "durability": "never",

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.guard import Guard
 from asyncckpt.signals import STEP_S, uninterrupted, wait_in_steps
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGWINCH]
 
 
 class Raised(Exception):
@@ -191,3 +195,178 @@ def test_a_child_of_another_thread_is_not_in_the_block_of_the_main_one(handled: 
         thread.start()
         thread.join()
     assert codes == [0]
+
+
+def test_a_child_that_is_forked_in_a_block_hears_signals(handled: list[int]) -> None:
+    with uninterrupted:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGINT)
+            heard = len(handled)
+            with uninterrupted:
+                signal.raise_signal(signal.SIGINT)
+                heard *= 10 if len(handled) == 1 else 0
+            os._exit(heard + len(handled))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 12
+    assert handled == []
+
+
+@pytest.mark.parametrize("room", ["_put_off", "_end"])
+def test_a_handler_may_call_the_library_while_handlers_are_replaced(handled: list[int], room: str) -> None:
+    """Its block is within the one that begins or ends, which loses no handler by it."""
+    before, seen = handlers(), []
+
+    def nested(number: int, frame: Any) -> None:
+        with uninterrupted:
+            seen.append(frame.f_code.co_name)
+
+    for place in range(1, 5000, 7):
+        signal.signal(signal.SIGUSR2, nested)
+        calls = 0
+
+        def trace(frame: Any, event: str, arg: Any, place: int = place) -> Any:
+            nonlocal calls
+            if frame.f_code.co_name != room:
+                return None
+            frame.f_trace_opcodes = True
+            calls += event == "opcode"
+            if calls == place and event == "opcode":
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGUSR2)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with uninterrupted:
+                pass
+        finally:
+            sys.settrace(None)
+        assert signal.getsignal(signal.SIGUSR2) is nested
+        assert handlers() == before
+        assert (uninterrupted._depth, uninterrupted._set_back, uninterrupted._noted) == (0, [], [])
+        if calls < place:
+            break
+    assert "trace" in seen, "all were put off"
+    assert calls < place, "not all places were tried"
+
+
+def test_the_flags_of_a_signal_stay(handled: list[int]) -> None:
+    """What asyncio sets, for example: system calls go on behind a handler."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    assert not restarts(signal.SIGUSR1)
+    signal.siginterrupt(signal.SIGUSR1, False)
+    assert restarts(signal.SIGUSR1)
+    with uninterrupted:
+        assert restarts(signal.SIGUSR1)
+    assert restarts(signal.SIGUSR1)
+
+
+def restarts(number: int) -> bool:
+    """Return whether system calls go on behind a handler of this signal: a read by C, which does not repeat it."""
+    reading, writing = os.pipe()
+    libc, main = ctypes.CDLL(None, use_errno=True), threading.main_thread().ident
+    assert main is not None
+
+    def wake() -> None:
+        time.sleep(0.05)
+        signal.pthread_kill(main, number)
+        time.sleep(0.05)
+        os.write(writing, b"x")
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    count = libc.read(reading, ctypes.create_string_buffer(1), 1)
+    thread.join()
+    for fd in (reading, writing):
+        os.close(fd)
+    return bool(count == 1)
+
+
+def test_a_handler_of_c_over_one_of_python_stays(handled: list[int]) -> None:
+    program = """
+import faulthandler, os, signal, sys, tempfile
+from asyncckpt.signals import uninterrupted
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(True))
+with tempfile.TemporaryFile() as file:
+    faulthandler.register(signal.SIGUSR1, file, chain=True)
+    with uninterrupted:
+        signal.raise_signal(signal.SIGUSR1)
+        inside = file.tell(), len(seen)
+    signal.raise_signal(signal.SIGUSR1)
+    assert inside[0] > 0 and inside[1] == 0, inside
+    assert file.tell() > inside[0] and len(seen) == 2, (file.tell(), seen)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_look_gives_a_lock_up_meanwhile(handled: list[int]) -> None:
+    changed, taken = threading.Condition(Guard()), []
+
+    def take() -> None:
+        with changed:
+            taken.append(True)
+
+    def handle(*_: Any) -> None:
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join(10.0)
+        raise Raised
+
+    signal.signal(signal.SIGUSR1, handle)
+    with changed:
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Raised):
+            uninterrupted.look(changed)
+        assert taken
+        assert changed._is_owned()  # type: ignore[attr-defined]
+
+
+def test_what_a_call_has_noted_is_undone_when_a_handler_ends_it(handled: list[int]) -> None:
+    undone: list[str] = []
+    with uninterrupted:
+        uninterrupted.if_raised(lambda: undone.append("no signal"))
+        signal.raise_signal(signal.SIGINT)  # Its handler does not raise.
+
+    @uninterrupted
+    def end() -> None:
+        uninterrupted.if_raised(lambda: undone.append("at the end"))
+        signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(Raised):
+        end()
+    with uninterrupted:
+        uninterrupted.if_raised(lambda: undone.append("at a look"))
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Raised):
+            uninterrupted.look()
+    assert undone == ["at the end", "at a look"]
+
+
+def test_a_guard_puts_handlers_off(handled: list[int]) -> None:
+    def hold(taken: Any) -> None:
+        with taken:
+            signal.raise_signal(signal.SIGUSR1)
+            assert handled == []
+
+    guard = Guard()
+    for taken in (guard, guard.again(), threading.Condition(guard)):
+        handled.clear()
+        with pytest.raises(Raised):
+            hold(taken)
+        assert handled == [signal.SIGUSR1]
+        assert not guard.is_held_here()
+
+
+def test_the_end_of_a_child_is_handled_behind_the_block() -> None:
+    """As of torch's DataLoader, whose handler raises when a worker was killed."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGCHLD, lambda number, _: ended.append(number))
+    try:
+        with uninterrupted:
+            subprocess.run([sys.executable, "-c", ""], check=True)
+            assert ended == []
+        assert ended == [signal.SIGCHLD]
+    finally:
+        signal.signal(signal.SIGCHLD, before)

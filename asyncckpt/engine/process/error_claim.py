@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncckpt.errors import DeadlineError, SaveCancelledError
 from asyncckpt.guard import Guard
+from asyncckpt.signals import uninterrupted
 
 CALLBACKS_S_MAX = 1.0  # How long `take` waits for done callbacks, which may ask: they may wait for its thread.
 
@@ -40,27 +41,35 @@ class ErrorClaim:
         self._calling: int | None = None  # The thread that calls them.
 
     @property
+    @uninterrupted
     def is_open(self) -> bool:
         """Whether there is an error, of no cancelled save, that nobody has got. Takes no lock."""
-        if self._is_claimed or not self._inner.done():
+        if self._is_claimed or not self._is_done():
             return False
         error = self._inner.exception(0)
         return error is not None and not isinstance(error, SaveCancelledError)
+
+    @uninterrupted
+    def _is_done(self) -> bool:
+        return self._inner.done()
 
     def claim(self) -> bool:
         """Note that whoever calls this raises or returns the error now; return whether nobody has before."""
         with self._guard.again():
             is_first, self._is_claimed = not self._is_claimed, True
+            if is_first:
+                uninterrupted.if_raised(self._give_back)
             return is_first
 
-    def give_back(self) -> None:
-        """Note that the first one to claim the error has not got it after all."""
+    def _give_back(self) -> None:
+        """Note that whoever has claimed the error has not got it after all: a signal has ended that call."""
         self._is_claimed = False
 
     def close(self) -> None:
         """Note that the error has been printed. Takes no lock."""
         self._is_claimed = True
 
+    @uninterrupted
     def take(self) -> BaseException | None:
         """Return the error to raise it without having been asked, once; None while somebody asks for it."""
         if not self.is_open:
@@ -71,7 +80,7 @@ class ErrorClaim:
             loops_ask = any(not (woken.cancelled() or woken.get_loop().is_closed()) for woken in self._loops)
             if not self.is_open or self._threads_count or loops_ask or self._calling == threading.get_ident():
                 return None
-            self._is_claimed = True
+            self.claim()
         return self._inner.exception(0)
 
     @contextlib.contextmanager
@@ -90,18 +99,25 @@ class ErrorClaim:
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
         timer = loop.call_later(deadline_s, _wake, woken)
-        with self._guard.again():
-            self._loops.append(woken)
         try:
-            if not self._inner.done():
+            self._ask(woken)
+            if not self._is_done():
                 await woken
-            if not self._inner.done():
+            if not self._is_done():
                 raise DeadlineError(f"{what} did not end within {deadline_s} s")
             self._is_claimed = True
         finally:
+            self._leave(woken)
             timer.cancel()
-            with self._guard.again():
-                self._loops.remove(woken)
+
+    def _ask(self, woken: asyncio.Future[None]) -> None:
+        with self._guard.again():
+            self._loops.append(woken)
+
+    @uninterrupted
+    def _leave(self, woken: asyncio.Future[None]) -> None:
+        with self._guard.again(), contextlib.suppress(ValueError):
+            self._loops.remove(woken)
 
     def wake_loops(self) -> None:
         """Wake those who await, when `inner` is done."""

@@ -115,20 +115,15 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             raise error
         return self._inner.result(0)
 
+    @uninterrupted
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait and return the error, None when there is none. DeadlineError as `result`."""
         check_timeout(timeout)
         self._check_can_end()
-        is_first = False
-        try:
-            with uninterrupted, self._claim.asking():
-                self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
-                is_first = self._claim.claim()
-                return self._inner.exception(0)
-        except BaseException:
-            if is_first:  # A signal that came meanwhile ends this call, without the error.
-                self._claim.give_back()
-            raise
+        with self._claim.asking():
+            self._wait_done(SAVE_DEADLINE_S if timeout is None else timeout)
+            self._claim.claim()
+            return self._inner.exception(0)
 
     @uninterrupted
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -322,6 +317,7 @@ class OpenErrors:
         with self._guard:
             self._futures.append(future)
 
+    @uninterrupted
     def raise_first(self) -> None:
         """Raise the oldest error that was not reported; it will not be raised again."""
         try:

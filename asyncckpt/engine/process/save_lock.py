@@ -110,7 +110,7 @@ class SaveLock:
             if left_s <= 0:
                 raise DeadlineError(f"a {other} did not end within {deadline_s} s")
             self._changed.wait(min(left_s, STEP_S))
-            uninterrupted.look()
+            uninterrupted.look(self._changed)
         return True
 
     def _in_the_way(self, ticket: Ticket, on_busy: OnBusy) -> Ticket | None:
