@@ -13,12 +13,15 @@ wrapped once, at the storage or native door, and stay reachable as `__cause__`.
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _UNSET: Any = object()
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 class CheckpointError(Exception):
@@ -148,6 +151,14 @@ class PeerInDoubtError(PeerError, IndeterminateError):
     ) -> None:
         PeerError.__init__(self, what, rank=rank, cause=cause, hint=hint)
         self.resolve = resolve
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line of the caller's program that led here: the nearest one outside of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,15 +31,16 @@ from asyncckpt.engine.follow.table_update import OpenUpdate, TableUpdate, find_u
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.event_loop import when_free
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
-from asyncckpt.options import BUSY_DEADLINE_S
+from asyncckpt.options import BUSY_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import named_state
+from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.storage.directory import check_path
 
 __all__ = ["Follower", "TableUpdate", "Update", "follow"]
@@ -227,7 +228,7 @@ class Update:
 
         def work() -> LoadReport:
             try:
-                with self._guard:
+                with self._held():
                     self._check_open()
                     return self._opened.load(tables, state, held=self._follower._held, strict=strict, progress=progress)
             finally:
@@ -253,27 +254,39 @@ class Update:
         """Return the ids to remove before inserting the rows: distinct, int64 [n] on the CPU. Raises like `rows`."""
         return await _in_thread(lambda: self._read(self._opened.removed, table))
 
+    @uninterrupted
     def done(self) -> None:
         """Finish this update now: write the cursor and close its files. Any thread may call it.
 
-        Raises IOFailedError if the cursor cannot be written; the update is not finished then.
+        Waits for the end of a load or a read of it: DeadlineError. IOFailedError if the cursor cannot be written; then
+        the update is not finished.
         """
-        with self._guard:
+        with self._held():
             if self._is_open:
                 self._follower._finish(self._opened.seen)
                 self._close()
 
     def _read(self, read: Callable[[str], T], table: str) -> T:
-        with self._guard:
+        with self._held():
             self._check_open()
             return read(table)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Be the only one that uses the files. DeadlineError."""
+        if not wait_in_steps(lambda seconds: self._guard.__enter__(True, seconds), SAVE_DEADLINE_S):
+            raise DeadlineError(f"{self!r} was still read after {SAVE_DEADLINE_S} s")
+        try:
+            yield
+        finally:
+            self._guard.release()
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise UsageError(f"the update of step {self.step} is finished", hint="use it before asking for the next")
 
     def _release(self) -> None:
-        with self._guard:
+        with self._held():
             self._close()
 
     def _close(self) -> None:

@@ -7,8 +7,10 @@ a lock. What they call may want the same lock, or wait for a thread that does. S
 2. Before a wait for other threads, `check_holds_none` refuses one on a thread that holds any guard.
 3. Finalizers of this library must not fail. They enter by `again`, and do there only what is right in the middle of
    what others do under that guard; or they leave the work to whoever holds it (storage/owner_lock.py).
-4. In a forked child all guards are free: the threads that held them are not there.
-5. While the main thread holds a guard, handlers of signals are put off (signals.py): an interrupt leaves none held.
+4. Whoever has to start a thread for what others wait for does so outside of every guard, for that thread may need
+   them before it says that it has begun; but as if holding one (`not_waiting`).
+5. In a forked child all guards are free: the threads that held them are not there.
+6. While the main thread holds a guard, handlers of signals are put off (signals.py): an interrupt leaves none held.
 """
 
 from __future__ import annotations
@@ -76,6 +78,11 @@ def check_holds_none(what: str, *, but: Guard | None = None) -> None:
         guard = reference()
         if guard is not None and guard is not but and guard.is_held_here():
             raise UsageError(f"waiting for {what} in the middle of another call may have no end", hint=_HINT)
+
+
+def not_waiting() -> Guard:
+    """Return a guard that nobody else asks for: in its block, waits for other threads are refused on this one."""
+    return Guard()
 
 
 def _free_all() -> None:

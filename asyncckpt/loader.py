@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from asyncckpt.adapters import tables_of
-from asyncckpt.arguments import check_choice, check_int, check_timeout, check_type
+from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.background import workers
-from asyncckpt.engine.process.event_loop import action_here, when_free
-from asyncckpt.engine.process.future import LoadFuture
+from asyncckpt.engine.process.closing import WaitsUntilFree
+from asyncckpt.engine.process.event_loop import action_here
+from asyncckpt.engine.process.future import FutureState, LoadFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
@@ -33,7 +34,7 @@ from asyncckpt.storage.directory import check_path
 READ_THREADS_MAX = 4
 
 
-class Loader:
+class Loader(WaitsUntilFree):
     """Load a checkpoint into hash tables and tensors.
 
     checkpoint_path  the directory a Saver wrote to
@@ -142,7 +143,7 @@ class Loader:
             try:
                 streams.follow()
                 try:
-                    return self._run(future.native_progress)
+                    return self._run(future.native_progress, on_read=lambda: future.enter(FutureState.COMMITTING))
                 finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
             finally:
@@ -156,20 +157,11 @@ class Loader:
         save_lock.hand_over(ticket)
         return future
 
-    async def when_free(self, timeout: float | None = None) -> None:
-        """Wait, without stopping the event loop, until no save or load of this process is in flight.
-
-        A load_async that follows without another await finds it free, unless another thread was faster. DeadlineError
-        after `timeout` seconds (None: the deadline of on_busy).
-        """
-        check_timeout(timeout)
-        await when_free(self._busy.deadline if timeout is None else timeout)
-
     def _acquire(self, on_busy: OnBusy) -> Ticket:
         ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
         save_lock.acquire(ticket, on_busy=on_busy, deadline_s=self._busy.deadline)
         return ticket
 
-    def _run(self, progress: Progress) -> LoadReport:
+    def _run(self, progress: Progress, *, on_read: Callable[[], bool] = lambda: True) -> LoadReport:
         with CheckpointRoot.for_reading(self._path) as root:
-            return run_load(root, self._request, progress)
+            return run_load(root, self._request, progress, on_read=on_read)

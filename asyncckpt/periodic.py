@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from asyncckpt.arguments import check_int, check_seconds, check_timeout
-from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside
+from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
@@ -97,9 +96,10 @@ class PeriodicSaver:
         try:
             future = self._saver.save_async(step, metadata=metadata, on_busy="skip")
         except CheckpointError as error:
+            self._count(failed_count=1)
             self._handle(error)
             return None
-        if future.done() and future.exception() is None and future.result().skipped:
+        if future.state is FutureState.SKIPPED:
             self._count(skipped_count=1)
             return None
         self._count(begun_count=1)
@@ -147,22 +147,23 @@ class PeriodicSaver:
         if future is None or not future.done():
             return
         self._future = None
-        error = future.exception()
+        error = future._inner.exception(0)
         if isinstance(error, SaveCancelledError):
             return  # By whoever has the future; that is no failure.
         if error is not None:
-            self._handle(error)
+            self._count(failed_count=1)
+            if future._claim.take() is not None:  # Else somebody has it already.
+                self._handle(error)
         elif future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
             self._statistics = replace(self._statistics, last_result=future.result())
 
     def _handle(self, error: BaseException) -> None:
-        self._count(failed_count=1)
         if self._on_error == "raise":
             raise error
         if self._on_error == "warn":
-            warnings.warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning, stacklevel=3)
+            warn(f"asyncckpt: periodic save failed: {error}", RuntimeWarning)
         elif callable(self._on_error):
             self._on_error(error)
 

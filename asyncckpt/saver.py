@@ -18,7 +18,7 @@ from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background, check_may_wait
-from asyncckpt.engine.process.event_loop import when_free
+from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
@@ -28,7 +28,7 @@ from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
-from asyncckpt.errors import DeadlineError, UsageError, closing_beside
+from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -60,7 +60,7 @@ __all__ = ["Saver", "SaverStatistics"]
 _REQUIRED: Any = ...
 
 
-class Saver:
+class Saver(Closing):
     """Save hash tables and tensors to one checkpoint directory, in the background or blocking.
 
     shard_index, shard_num  this rank and how many there are; all of them save into the same directory, and commit
@@ -234,7 +234,8 @@ class Saver:
     def prepare(self) -> PrepareFuture:
         """Plan, and allocate and touch the arena in the background, so that the first save is as fast as later ones.
 
-        Returns a future; waiting for it is not needed. The state must not be resized until it is done.
+        Returns a future; waiting for it is not needed. The state must not be resized until it is done. Raises
+        SaveInProgressError on an event loop while a load is in flight.
         """
         with self._using_directory():
             return prepare_arena(self._target)
@@ -271,29 +272,6 @@ class Saver:
         """
         await asyncio.to_thread(self._end)
         self._errors.raise_first()
-
-    async def when_free(self, timeout: float | None = None) -> None:
-        """Wait, without stopping the event loop, until no save or load of this process is in flight.
-
-        A save_async that follows without another await finds it free, unless another thread was faster. DeadlineError
-        after `timeout` seconds (None: the deadline of on_busy).
-        """
-        check_timeout(timeout)
-        await when_free(self._busy.deadline if timeout is None else timeout)
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with closing_beside(error, "closing the Saver raised"):
-            self.close()
-
-    async def __aenter__(self) -> Saver:
-        return self
-
-    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with closing_beside(error, "closing the Saver raised"):
-            await self.aclose()
 
     def _end(self) -> None:
         """Take no more saves, wait for those in flight, and give the directory back."""
@@ -386,6 +364,11 @@ class Saver:
         retention = self._target.memory.retention
         if retention is not None and not wait_until_done(retention, max(0.0, until - time.monotonic())):
             raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
+
+    def _is_idle(self) -> bool:
+        """Return whether `close` would not wait."""
+        retention = self._target.memory.retention
+        return self._errors.are_settled() and (retention is None or retention.done())
 
     def _check_open(self) -> None:
         if self._closed:

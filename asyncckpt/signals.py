@@ -63,7 +63,11 @@ class Uninterrupted:
         if threading.get_ident() == self._main:
             self._depth += 1
             if self._depth == 1:
-                self._put_off()
+                try:
+                    self._put_off()
+                except BaseException:  # The handler of a signal whose turn had not come.
+                    self._end()
+                    raise
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == self._main:
@@ -106,18 +110,15 @@ class Uninterrupted:
             self._undo.append(undo)
 
     def _put_off(self) -> None:
-        try:
-            for number in _NUMBERS:
-                handler = _handler_of(number)
-                if callable(handler):  # Else it is SIG_DFL, SIG_IGN, or a handler that is not Python's.
-                    action = ctypes.create_string_buffer(ACTION_BYTES)
-                    _sigaction(number, None, action)
-                    self._set_back.append((number, handler, action))
-                    _set_handler(number, self._noter)
-                    _sigaction(number, action, None)
-        except BaseException:  # The handler of a signal whose turn had not come.
-            self._end()
-            raise
+        for number in _NUMBERS:
+            handler = _handler_of(number)
+            # Else it is SIG_DFL, SIG_IGN, or a handler that is not Python's.
+            if callable(handler) and handler is not self._noter:
+                action = ctypes.create_string_buffer(ACTION_BYTES)
+                _sigaction(number, None, action)
+                self._set_back.append((number, handler, action))
+                _set_handler(number, self._noter)
+                _sigaction(number, action, None)
 
     def _note(self, number: int, _: object) -> None:
         self._noted.append(number)
@@ -126,7 +127,8 @@ class Uninterrupted:
         try:
             while self._set_back:
                 number, handler, action = self._set_back[-1]
-                if _handler_of(number) is self._noter:  # Else somebody has set another one meanwhile.
+                found = _handler_of(number)
+                if found is self._noter or found is handler:  # Else somebody has set another one meanwhile.
                     _set_handler(number, handler)
                     _sigaction(number, action, None)
                 self._set_back.pop()

@@ -47,7 +47,6 @@ ALLOWED = {
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
     ("loader.py", "streams.wait()"): EVENT,
-    ("periodic.py", "future.exception()"): DONE,
     ("periodic.py", "future.result()"): DONE,
     ("plan/sharded_leaves.py", "wait()"): "a collective of torch, which has the deadline of its group",
     ("engine/save/save_counts.py", "future._inner.exception()"): DONE,
@@ -60,7 +59,6 @@ ALLOWED = {
     ("strategies/async_utils.py", "self._ranks.get()"): "no queue: what ranks agree on, with the deadline of a peer",
     ("embcache/ranks.py", "self._agreement.get()"): "the same",
     ("strategies/common_state.py", "running.result()"): "a RunningSave, which has a deadline",
-    ("strategies/running_save.py", "self.result()"): "the same",
     (
         "strategies/sharded_state.py",
         "self._begin_save(checkpoint_dir, SHARDED_DIR, partial(state_to_save, sharded_state_dict)).result()",

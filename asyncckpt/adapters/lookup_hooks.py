@@ -17,7 +17,6 @@ Source of the interface: fbgemm_gpu 1.8.0, detected by attributes, without impor
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 
 from asyncckpt.adapters.fixed_table import FixedMarks
 from asyncckpt.adapters.row_mask import RowMask, row_mask
+from asyncckpt.guard import Guard
 from asyncckpt.tables.row_device import sent
 
 BATCH_SIZES = "batch_size_per_feature_per_rank"
@@ -62,7 +62,7 @@ class TbeMarks:
         ).reshape(-1, 2)
         self._by_feature_on: dict[torch.device, torch.Tensor] = {}
         self.tables = {table: FixedMarks(rows_counts[table], before_cut=self.settle) for table in tables}
-        self._guard = threading.RLock()
+        self._guard = Guard()  # Entered again: hooks of modules call each other.
         self._mask: RowMask | None = None
         self._settled_count = 0
         self._handles: list[Any] = []
@@ -100,7 +100,7 @@ class TbeMarks:
 
     def mark(self, rows: torch.Tensor) -> int:
         """Collect rows of `rows_of` for the next `settle`; return how many calls of it there were so far."""
-        with self._guard, torch.no_grad():
+        with self._guard.again(), torch.no_grad():
             if self._mask is None or self._mask.device != rows.device:
                 self.settle()
                 self._mask = row_mask(int(self._begins[-1]), rows.device)
@@ -109,13 +109,13 @@ class TbeMarks:
 
     def mark_again(self, rows: torch.Tensor, *, settled_count: int) -> None:
         """Mark rows again if their first mark, which returned settled_count, has been settled since."""
-        with self._guard:
+        with self._guard.again():
             if settled_count != self._settled_count:
                 self.mark(rows)
 
     def settle(self) -> None:
         """Move what was collected to the marks of the tables; waits for the device, see RowMask.take."""
-        with self._guard, torch.no_grad():
+        with self._guard.again(), torch.no_grad():
             self._settled_count += 1
             if self._mask is None:
                 return

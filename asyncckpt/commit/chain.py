@@ -11,7 +11,7 @@ Anything else is a CorruptError that prints the chain: what a delta builds upon 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,15 +66,19 @@ class KnownChain:
         self._found: list[ManifestHead] = []  # Fewer than parents, where one is compacted.
         self._versions: list[tuple[int, ...]] = []
 
-    def check(self, head: ManifestHead) -> None:
-        """Check that all that a delta builds upon is there, with all files. CorruptError."""
+    def check(self, head: ManifestHead, *, going: Container[str] = ()) -> None:
+        """Check that all that a delta builds upon is there, with all files, in no folder that goes. CorruptError."""
         is_known = bool(self._found) and all(map(self._is_unchanged, self._found, self._versions))
+        # What goes may have been compacted: then it is what stands for it that is needed.
+        is_known = is_known and not any(found.folder_name in going for found in self._found)
         if is_known and self._parents == head.parents:
             return
         is_next = is_known and self._parents == head.parents[1:]
         below = chain_below(head, self._heads.of_step, count=1 if is_next else None)
         for sealed in below:
             check_files(self._root, sealed.head)
+            if sealed.head.folder_name in going:
+                raise CorruptError(f"step {sealed.head.step} is being removed")
         rest = is_next and below[0].head.kind == "delta"
         self._found = [*(sealed.head for sealed in below), *(self._found if rest else ())]
         self._versions = [self._heads.version(found.file_name) for found in self._found]

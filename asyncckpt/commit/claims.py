@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import ConflictError, NotFoundError
+from asyncckpt.errors import ConflictError
 from asyncckpt.format.names import Attempt
 from asyncckpt.guard import Guard
 
@@ -53,7 +53,6 @@ class Claims(Container[str]):
     def __init__(self) -> None:
         self._guard = Guard()
         self.held: dict[str, Claim] = {}
-        self._removing: dict[tuple[int, int], Collection[int]] = {}
 
     def save(self, root: CheckpointRoot, step: int | None) -> Claim:
         """Claim a step to save, or the next: one more than the newest that is committed or being saved here.
@@ -79,41 +78,20 @@ class Claims(Container[str]):
                 raise step_exists(root, step)
 
     def compaction(self, root: CheckpointRoot, step: int) -> Claim:
-        """Claim a step to compact, which retention then keeps.
+        """Claim a step to compact, which retention keeps, unless it has announced its removal before (removal.py).
 
-        ConflictError when it is being compacted already, NotFoundError when it is being removed.
+        ConflictError when it is being compacted already.
         """
         place = root.root.identity
         with self._guard:
             if step in self._steps(place, "compaction"):
                 raise ConflictError(f"step {step} of {str(root.path)!r} is being compacted already")
-            claim = self._hold(Claim(place, "compaction", Attempt.new(step)))
-        if self.is_removed(place, step):
-            claim.release()
-            raise NotFoundError(f"step {step} of {str(root.path)!r} is being removed")
-        return claim
+            return self._hold(Claim(place, "compaction", Attempt.new(step)))
 
     def needed(self, place: tuple[int, int]) -> set[int]:
         """Return the steps that are being saved or compacted, and those that saves build upon."""
         claimed = [claim for claim in list(self.held.values()) if claim.place == place]
         return {step for claim in claimed for step in (claim.step, *claim.parents)}
-
-    @contextlib.contextmanager
-    def removing(self, place: tuple[int, int], steps: Collection[int]) -> Iterator[bool]:
-        """Let nothing be committed upon steps while retention removes them. False: one is needed already.
-
-        A save notes its parents, a compaction its step, and looks at `is_removed` then; here it is the other way round.
-        So one sees the other.
-        """
-        self._removing[place] = steps
-        try:
-            yield self.needed(place).isdisjoint(steps)
-        finally:
-            del self._removing[place]
-
-    def is_removed(self, place: tuple[int, int], step: int) -> bool:
-        """Return whether retention is about to remove a step."""
-        return step in self._removing.get(place, ())
 
     def _steps(self, place: tuple[int, int], kind: str) -> list[int]:
         return [claim.step for claim in list(self.held.values()) if (claim.place, claim.kind) == (place, kind)]
@@ -125,7 +103,6 @@ class Claims(Container[str]):
     def forget(self) -> None:
         """Start anew in a forked child, where nothing is saved."""
         self.held = {}
-        self._removing = {}
 
     def __contains__(self, attempt: object) -> bool:
         return attempt in self.held

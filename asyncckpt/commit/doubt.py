@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, check_files
+from asyncckpt.commit.removal import being_removed, take_over
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, IndeterminateError, IOFailedError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
@@ -44,13 +45,16 @@ def is_committed_whole(path: Path, attempt: Attempt, name: str | None = None) ->
     except NotFoundError:
         return False
     with root:
+        take_over(root)  # What is announced may stay.
+        going = being_removed(root)
         head = find_manifest(root, attempt, name or manifest_name(attempt.step))
         if head is None:
             return False
         try:
-            check_files(root, head)
-            for found in chain_below(head, KnownHeads(root).of_step):
-                check_files(root, found.head)
+            for needed in (head, *(found.head for found in chain_below(head, KnownHeads(root).of_step))):
+                check_files(root, needed)
+                if needed.folder_name in going:
+                    return False
         except IOFailedError:
             raise
         except CheckpointError:

@@ -9,10 +9,9 @@ import contextlib
 import os
 import stat
 import sys
-import warnings
 from pathlib import Path
 
-from asyncckpt.errors import CheckpointError, NotFoundError, UnsupportedError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError, UnsupportedError, UsageError, warn
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, io_failed
 
@@ -138,4 +137,4 @@ def _warn_if_others_may_write(root: Directory) -> None:
         danger = f"belongs to user {status.st_uid}, who can replace its files"
     else:
         return
-    warnings.warn(f"checkpoint directory {str(root.path)!r} {danger}", stacklevel=4)
+    warn(f"checkpoint directory {str(root.path)!r} {danger}")

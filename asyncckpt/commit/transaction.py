@@ -9,7 +9,8 @@ A checkpoint exists from the moment its manifest has its final name; before that
 3. It syncs the attempt's folder, so that the names of the files are durable; writes manifests/.m-<attempt>, syncs it.
 4. It proves the rest right before the rename: the directory and the folder are where they were, the LOCK is ours, every
    file is there by its name with its size, and one that this process wrote is the very same file; what a delta builds
-   upon is there; the manifest that a compacted one replaces is the one that was read.
+   upon is there; nobody is about to remove any of it (removal.py); the manifest that a compacted one replaces is the
+   one that was read.
 5. It renames the manifest to manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint,
    which stands for one that is there, gets the name manifests/<step>.full.json.
 6. It syncs manifests/: durable.
@@ -51,6 +52,7 @@ from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
 from asyncckpt.commit.proof import Draft, encode_proven
+from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
@@ -129,6 +131,7 @@ class Transaction:
         self._file: IO[bytes] = io.BytesIO()  # The manifest's, from _prepare on.
         self._state: Literal["begun", "committing", "committed", "abandoned", "in doubt"] = "begun"
         self._pid = os.getpid()
+        self._what = f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
 
     @staticmethod
     def begin(commits: Commits, claim: Claim) -> Transaction:
@@ -238,7 +241,6 @@ class Transaction:
                 os.fsync(self._file.fileno())
         self._check_place()
         self._check_others(head)
-        check_files(self._root, head, self.folder)
         self._rename(head.file_name)
         self._make_durable(head)
 
@@ -256,37 +258,36 @@ class Transaction:
 
     def _check_place(self) -> None:
         """Check that what is published will be found where it was written."""
-        root, done = self._root, "saved" if self._claim.kind == "save" else "compacted"
-        what = f"step {self.attempt.step} was {done}"
+        root = self._root
         if not root.root.is_still(root.path):
-            raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {what}")
-        if not root.data.has(self.attempt.directory, self.folder.identity):
-            raise ConflictError(
-                f"folder {str(self.folder.path)!r} was removed while {what}",
-                hint="does something else write to, or clean up, the checkpoint directory?",
-            )
+            raise ConflictError(f"checkpoint directory {str(root.path)!r} was moved or replaced while {self._what}")
 
     def _check_others(self, head: ManifestHead) -> None:
         """Check that the other checkpoints of the directory let this one be published."""
         if self._commits.lock is not None:
             self._commits.lock.check_held(self._root.root)
-        self._check_parents(head)
+        self._check_stays(head)
         # A step whose own manifest is gone, because a compacted one stands for it, exists all the same.
         if self._root.manifests.exists(compacted_manifest_name(head.step)):
             raise step_exists(self._root, head.step)
         if head.replaces is not None and read_manifest(self._root, head.step).digest != head.replaces:
             raise ConflictError(f"step {head.step} of {str(self._root.path)!r} was rewritten while it was compacted")
 
-    def _check_parents(self, head: ManifestHead) -> None:
-        """Check that what a delta builds upon is there with all files, down to a full checkpoint, and stays."""
+    def _check_stays(self, head: ManifestHead) -> None:
+        """Check that all files are there, and what a delta builds upon, down to a full one; and that all stays."""
+        going = being_removed(self._root)
+        if self.attempt.directory in going or not self._root.data.has(self.attempt.directory, self.folder.identity):
+            raise ConflictError(
+                f"folder {str(self.folder.path)!r} was removed while {self._what}",
+                hint="does something else write to, or clean up, the checkpoint directory?",
+            )
+        check_files(self._root, head, self.folder)
         if not head.parents:
             return
         try:
-            self._commits.chain.check(head)
+            self._commits.chain.check(head, going=going)
         except CorruptError as error:
             raise _without_parents(head, str(error)) from error
-        if claims.is_removed(self._claim.place, head.parents[0].step):
-            raise _without_parents(head, "it is being removed")
 
     # -- the rename ----------------------------------------------------------------------------------------------------
 
@@ -318,8 +319,7 @@ class Transaction:
 
     def _check_after(self, head: ManifestHead) -> None:
         self._check_place()
-        check_files(self._root, head, self.folder)
-        self._check_parents(head)
+        self._check_stays(head)
 
     def _doubt(self, name: str, error: Exception) -> InDoubt:
         step = self.attempt.step

@@ -84,7 +84,7 @@ class Agreement:
         self._channel.send(call, None if self._channel.rank == 0 else 0, _RUNNING.encode())
 
     def is_done(
-        self, call: int, what: str, *, ended: bool, error: Exception | None, blocking: bool, result: str = ""
+        self, call: int, what: str, *, ended: bool, error: BaseException | None, blocking: bool, result: str = ""
     ) -> bool:
         """Return whether a call has ended on all ranks. what: its name in errors. error, result: this rank's own.
 

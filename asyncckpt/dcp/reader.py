@@ -65,8 +65,8 @@ class StorageReader(DcpStorageReader):
         self._step = step
         self._verify = verify
         self._stored: Stored | None = None
-        self._reader: ChainReader | None = None
-        self._finalizer: weakref.finalize[[], StorageReader] | None = None
+        # The files that were opened with `_stored`, until a read takes them. Two threads may load at once.
+        self._files: tuple[Chain, ChainReader, weakref.finalize[[], StorageReader]] | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -92,12 +92,7 @@ class StorageReader(DcpStorageReader):
     @uninterrupted
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py. Its files are open until it is read."""
-        self._close()
-        with CheckpointRoot.for_reading(self._path) as root:
-            chain = self._open(root)
-        self._stored = stored_of(chain)
-        self._stored.metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
-        return self._stored.metadata
+        return self._read().metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._read_once()
@@ -122,12 +117,8 @@ class StorageReader(DcpStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         stored = self._read_once()
         chain = stored.chain
-        reader, self._reader = self._reader, None
-        if reader is None:
-            with CheckpointRoot.for_reading(self._path) as root:
-                reader = self._open_files(root, chain)
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        with save_lock_held("load", self._path, chain.step), reader:
+        with self._take_files(chain) as reader, save_lock_held("load", self._path, chain.step):
             read_tensors(reader, tensors, planner, stored)
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
@@ -138,37 +129,47 @@ class StorageReader(DcpStorageReader):
         future.set_result(None)
         return future
 
-    def _open(self, root: CheckpointRoot) -> Chain:
-        """Open the step. A damaged file is reported where it is read: what is raised here, newer versions of DCP raise
-        as another error."""
+    def _read(self) -> Stored:
+        """Read the manifests and open the files. A damaged file is reported where it is read: what is raised here,
+        newer versions of DCP raise as another error."""
+        self._close()
         found: list[Chain] = []
+        with CheckpointRoot.for_reading(self._path) as root:
 
-        def look() -> ChainReader:
-            found.clear()
-            found.append(read_chain(root, newest_step(root) if self._step is None else self._step))
-            return self._open_files(root, found[0])
+            def look() -> ChainReader:
+                found.clear()
+                found.append(read_chain(root, newest_step(root) if self._step is None else self._step))
+                return self._open_files(root, found[0])
 
-        try:
-            self._reader = look_again(root, look)
-            self._finalizer = weakref.finalize(self, self._reader.close)
-        except (NotFoundError, CorruptError):
-            if not found:
-                raise
-        return found[0]
+            try:
+                reader = look_again(root, look)
+                self._files = found[0], reader, weakref.finalize(self, reader.close)
+            except (NotFoundError, CorruptError):
+                if not found:
+                    raise
+        self._stored = stored = stored_of(found[0])
+        stored.metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        return stored
+
+    def _take_files(self, chain: Chain) -> ChainReader:
+        """Return the open files, which nobody but the caller closes now; opened anew for another read."""
+        files = self._files
+        if files is not None and files[0] is chain and files[2].detach() is not None:
+            self._files = None
+            return files[1]
+        with CheckpointRoot.for_reading(self._path) as root:
+            return self._open_files(root, chain)
 
     def _open_files(self, root: CheckpointRoot, chain: Chain) -> ChainReader:
         return ChainReader(root.data, chain, threads=READ_THREADS, verify=self._verify, progress=Progress())
 
     def _close(self) -> None:
-        self._reader = None
-        if self._finalizer is not None:
-            self._finalizer()
+        files, self._files = self._files, None
+        if files is not None:
+            files[2]()
 
     def _read_once(self) -> Stored:
-        if self._stored is None:
-            self.read_metadata()
-        assert self._stored is not None
-        return self._stored
+        return self._stored or self._read()
 
 
 def read_tensors(reader: ChainReader, items: Sequence[ReadItem], planner: LoadPlanner, stored: Stored) -> None:

@@ -1,10 +1,10 @@
 """Load a complete save of any number of ranks into the tables of this rank.
 
 1. Check: manifests, file sizes, and the tables against ours. Until all of them fit, no table is touched.
-2. Empty the companions that the checkpoint lacks.
+2. Open the files: another process may have removed the step. Then empty the companions that the checkpoint lacks.
 3. Load; of the earlier form one folder per rank, the first into empty tables, the others on top. A table takes just the
    ids it owns, so the number of ranks that saved does not matter.
-4. Check that no id came twice. What fails from 2 on leaves all tables empty, and the error says so.
+4. Check that no id came twice. What fails once the files are open leaves all tables empty, and the error says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,10 +22,9 @@ from asyncckpt.commit.discover import check_files
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.embcache.find_collections import SavedTables, empty_tables
 from asyncckpt.embcache.rank_folders import CompleteSave, find_complete
-from asyncckpt.engine.load.run_load import LoadRequest, run_load
+from asyncckpt.engine.load.run_load import LoadRequest, load_open, open_step
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from asyncckpt.model.table import Table
-from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets
@@ -76,18 +75,20 @@ class RanksLoad:
         return self.save.step
 
     def run(self) -> SparseLoadReport:
-        """Fill the tables. Raises what reading raises; then all of them are empty."""
+        """Fill the tables. Raises what reading raises; then all of them are empty, unless no step could be opened."""
         begun = time.perf_counter()
         rows: Counter[str] = Counter()
         bytes_read = 0
-        with emptied_on_error(self.saved):
-            empty_tables(table for name, table in self.saved.all.items() if name not in self.wanted)
+        with ExitStack() as touched:
             for index, folder in enumerate(self.save.folders):
+                request = LoadRequest(tables=self.wanted, state={}, merge=index > 0, threads=READ_THREADS)
                 with CheckpointRoot.for_reading(folder) as root:
-                    request = LoadRequest(
-                        tables=self.wanted, state={}, step=self.save.step, merge=index > 0, threads=READ_THREADS
-                    )
-                    report = run_load(root, request, Progress())
+                    opened = open_step(root, request, self.save.step)
+                    with opened.reader:
+                        if not index:
+                            touched.enter_context(emptied_on_error(self.saved))
+                            empty_tables(table for name, table in self.saved.all.items() if name not in self.wanted)
+                        report = load_open(root, request, opened)
                 rows.update(report.rows)
                 bytes_read += report.bytes_read
             self._check_distinct(rows)

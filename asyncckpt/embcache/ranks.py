@@ -69,7 +69,7 @@ class Peers:
             self._ranks, self._opened_for = open_ranks(None, peer_deadline_s=self._deadline_s), world
         return self._ranks
 
-    def agree_on_load(self, what: str, error: Exception | None, *, result: str = "") -> None:
+    def agree_on_load(self, what: str, error: BaseException | None, *, result: str = "") -> None:
         """Return when all ranks have come so far, with equal results.
 
         Raises error, or PeerError when another rank has failed, or has found another result.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
 from asyncckpt.embcache.rank_folders import METADATA_KEY, earlier_steps, rank_folders, steps_of
 from asyncckpt.embcache.ranks import Peers, which_rank
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
-from asyncckpt.engine.process.event_loop import when_free
+from asyncckpt.engine.process.closing import Closing
+from asyncckpt.engine.process.event_loop import check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.engine.ranks.open_directory import announce_open, leave_out_opening
@@ -36,7 +38,16 @@ from asyncckpt.errors import CheckpointError, ConflictError, SaveInProgressError
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.names import DATA_DIR, LOCK_NAME, MANIFESTS_DIR
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import BusyPolicy, DeltaPolicy, DeviceOptions, Durability, OnBusy, RankOptions, SaveKind
+from asyncckpt.options import (
+    SAVE_DEADLINE_S,
+    BusyPolicy,
+    DeltaPolicy,
+    DeviceOptions,
+    Durability,
+    OnBusy,
+    RankOptions,
+    SaveKind,
+)
 from asyncckpt.pipeline.row_filters import RowFilter
 from asyncckpt.saver import Saver as DirectorySaver
 from asyncckpt.signals import uninterrupted
@@ -79,7 +90,7 @@ class _ExactModesSaver(DirectorySaver):
     _exact_modes = True
 
 
-class Saver:
+class Saver(Closing):
     """Save and load the multi-level tables of a module, and nothing else of it.
 
     rank                which rank this is; may be left out where torch.distributed is initialised
@@ -172,7 +183,7 @@ class Saver:
         The future resolves when the tables of all ranks are committed, together. Raises as `save`; what goes wrong on
         another rank, or later, the future raises.
         """
-        folder, step = self._begin(module, path, step)
+        folder, step = self._begin(module, path, step, may_wait=False)
         return folder.saver.save_async(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
 
     @uninterrupted
@@ -200,7 +211,7 @@ class Saver:
         self._check_open()
         ticket: Ticket | None = None
         prepared: RanksLoad | RecsdkLoad | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             try:
                 source = self._rules.check_source(path)
@@ -212,7 +223,7 @@ class Saver:
                 ticket = wanted
                 save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
-            except Exception as failure:
+            except BaseException as failure:  # The other ranks hear of Ctrl-C too.
                 error = failure
             found = "" if prepared is None or prepared.step is None else f"step {prepared.step}"
             self._peers.agree_on_load("the load", error, result=found)
@@ -220,7 +231,7 @@ class Saver:
             report: SparseLoadReport | None = None
             try:
                 report = prepared.run()
-            except Exception as failure:
+            except BaseException as failure:
                 error = failure
             self._peers.agree_on_load("filling the tables (those of this rank are filled)", error)
             assert report is not None
@@ -232,8 +243,13 @@ class Saver:
     @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
         """Wait until no save of this Saver is in flight; then raise the first error nobody has asked for."""
-        for folder in self._open.values():
-            folder.saver.wait_idle(timeout)
+        check_timeout(timeout)
+        savers = [folder.saver for folder in self._open.values()]
+        until = time.monotonic() + (SAVE_DEADLINE_S if timeout is None else timeout)
+        for saver in savers:
+            saver._wait_in_flight(max(0.0, until - time.monotonic()))
+        for saver in savers:
+            saver._errors.raise_first()
 
     @uninterrupted
     def close(self) -> None:
@@ -247,37 +263,26 @@ class Saver:
     async def aclose(self) -> None:
         """Close without stopping the event loop, as `async with` does; raises as `close`. Cancelled, close it again."""
         self._closed = True
-        for folder in tuple(self._open.values()):
-            await asyncio.to_thread(folder.saver._end)
-        await asyncio.to_thread(self._peers.close)
-        self._close_folders()
-
-    async def when_free(self, timeout: float | None = None) -> None:
-        """Wait, without stopping the event loop, until no save or load of this process is in flight.
-
-        See asyncckpt.Saver.when_free.
-        """
-        check_timeout(timeout)
-        await when_free(self._busy.deadline if timeout is None else timeout)
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with closing_beside(error, "closing the Saver raised"):
-            self.close()
-
-    async def __aenter__(self) -> Saver:
-        return self
-
-    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
-        with closing_beside(error, "closing the Saver raised"):
-            await self.aclose()
+        first: CheckpointError | None = None
+        for path, folder in tuple(self._open.items()):
+            try:
+                with closing_beside(first, "closing another folder raised"):
+                    await folder.saver.aclose()
+            except CheckpointError as error:
+                first = error
+            self._open.pop(path, None)
+        with closing_beside(first, "closing the channels raised"):
+            await asyncio.to_thread(self._peers.close)
+        if first is not None:
+            raise first
 
     def _begin(
-        self, module: nn.Module, path: str | os.PathLike[str], step: int | None
+        self, module: nn.Module, path: str | os.PathLike[str], step: int | None, *, may_wait: bool = True
     ) -> tuple[_OpenFolder, int | None]:
-        """Check and open everything; return the open folder and the step to save. The other ranks hear of an error."""
+        """Check and open everything; return the open folder and the step to save. The other ranks hear of an error.
+
+        may_wait: also on an event loop, for saves to folders that have to be closed before.
+        """
         self._check_open()
         ranks = self._peers.for_saving(before_reopening=self._close_folders)
         target: Path | None = None
@@ -286,7 +291,7 @@ class Saver:
             saved = self._saved_tables(module)
             check_step(step)
             self._check_not_busy()
-            folder = self._folder(target, saved, ranks)
+            folder = self._folder(target, saved, ranks, may_wait=may_wait)
             return folder, folder.next_step(step)
         except BaseException as error:
             if ranks is not None:
@@ -295,7 +300,7 @@ class Saver:
                 self._open[target].saver._leave_out_call(error)
             raise
 
-    def _folder(self, target: Path, saved: SavedTables, ranks: Ranks | None) -> _OpenFolder:
+    def _folder(self, target: Path, saved: SavedTables, ranks: Ranks | None, *, may_wait: bool) -> _OpenFolder:
         """Return the open folder; opened anew for another module, or for ranks that have found each other anew."""
         known = self._open.get(target)
         if known is not None and known.saved.is_same(saved) and known.ranks is ranks:
@@ -303,10 +308,11 @@ class Saver:
             if ranks is not None:
                 announce_open(ranks)
             return known
-        if known is not None:
-            self._open.pop(target).saver.close()
-        while len(self._open) >= OPEN_FOLDERS_MAX:
-            self._open.popitem(last=False)[1].saver.close()
+        while target in self._open or len(self._open) >= OPEN_FOLDERS_MAX:
+            leaving = target if target in self._open else next(iter(self._open))
+            if not may_wait and not self._open[leaving].saver._is_idle():
+                check_may_wait_here(f"folder {str(leaving)!r}")
+            self._open.pop(leaving).saver.close()
         self._check_links_below(target)
         if self._rank == 0:
             make_folders(target)

@@ -4,10 +4,9 @@
     manifests/000000000120.json            the step, 12 digits
     manifests/000000000120.full.json       the same step, compacted: a full checkpoint that stands for it
     manifests/.m-<attempt>                 a manifest before its publication
-    manifests/.r-000000000120.json         one of a step that is being removed
+    manifests/.r-<id>-000000000120-<attempt>   an empty file: the removal of this id wants to remove this attempt
+    manifests/.d-<id>-000000000120-<attempt>   and has decided to
     data/000000000120-<attempt>/r00000-000.safetensors
-    data/.s-000000000120-<attempt>             such a folder while it is swept away
-    data/.d-000000000120-<attempt>             and while its files are deleted, when that is decided
 
 Names hold lower-case letters, digits, '-', '_' and '.', so every file system keeps them apart. Names of tensors and
 tables never become file names.
@@ -29,9 +28,7 @@ DATA_DIR = "data"
 _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
 _TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
-_SWEPT = ".s-"
-_DOOMED = ".d-"
-_RETIRED = ".r-"
+_MARK = re.compile(rf"\.([rd])-([0-9a-f]{{32}})-({_ATTEMPT_DIR.pattern})")
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
 _SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT_DIR.pattern})/(?P<name>{_SHARD.pattern})")
@@ -102,36 +99,29 @@ def attempt_id_of_temporary(name: str) -> str | None:
     return match.group(1) if match else None
 
 
-def retired_name(manifest: str) -> str:
-    """Return the name that a manifest has while its step is removed."""
-    return _RETIRED + manifest
+@dataclass(frozen=True)
+class Mark:
+    """Says that the removal of this id is about to remove a folder under data/, and its manifest."""
 
+    id: str
+    folder: str
+    is_decided: bool = False
 
-def manifest_of_retired(name: str) -> str | None:
-    """Return the own name of a manifest whose step is being removed; None for others."""
-    manifest = name.removeprefix(_RETIRED)
-    return manifest if manifest != name and step_of_manifest(manifest) is not None else None
+    @property
+    def name(self) -> str:
+        return f".{'d' if self.is_decided else 'r'}-{self.id}-{self.folder}"
+
+    @staticmethod
+    def of(name: str) -> Mark | None:
+        """Return the mark of this file name; None for another file."""
+        match = _MARK.fullmatch(name)
+        return Mark(match.group(2), match.group(3), is_decided=match.group(1) == "d") if match else None
 
 
 def attempt_of_directory(name: str) -> Attempt | None:
     """Return the attempt of a folder under data/; None for a foreign one."""
     match = _ATTEMPT_DIR.fullmatch(name)
     return Attempt(step=int(match.group(1)), id=match.group(2)) if match else None
-
-
-def swept_name(directory: str) -> str:
-    """Return the name that an attempt's folder has while it is swept away."""
-    return _SWEPT + directory
-
-
-def doomed_name(directory: str) -> str:
-    """Return the name that an attempt's folder has while its files are deleted."""
-    return _DOOMED + directory
-
-
-def attempt_of_swept(name: str) -> Attempt | None:
-    """Return the attempt of a folder that a sweep has moved aside, or deletes; None for others."""
-    return attempt_of_directory(name[len(_SWEPT) :]) if name.startswith((_SWEPT, _DOOMED)) else None
 
 
 def shard_path(attempt: Attempt, name: str) -> str:

@@ -19,6 +19,9 @@ A load:
 2. `insert(ids)` returns the rows of a batch of ids, in the order of the ids.
 3. The restore stage writes those rows of every column tensor.
 4. `end(ok)`: False leaves the table empty, never half filled.
+
+Saves and loads of several tables begin in the order of the tables' identities, whatever the order of their names: so
+none of them ever waits for a table that another one has, while that one waits for a table of its own.
 """
 
 from __future__ import annotations
@@ -80,6 +83,15 @@ class TableCut(Protocol):
 
     def fence(self) -> None: ...
     def end(self, ok: bool) -> None: ...
+
+
+@runtime_checkable
+class HandsOver(TableCut, Protocol):
+    """A cut whose table refuses other uses to the thread that began it, which would wait for itself."""
+
+    def hand_over(self) -> None:
+        """Note that another thread fences it: from now on, the one that began it may wait for that."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -290,6 +302,11 @@ def is_overlaid(cut: TableCut) -> TypeGuard[OverlaidCut]:
 def can_be_deferred(cut: TableCut) -> TypeGuard[DeferredCut]:
     """Return whether the export of the table can be deferred behind the fence."""
     return _offers_all(cut, DeferredCut)
+
+
+def hands_over(cut: TableCut) -> TypeGuard[HandsOver]:
+    """Return whether the table knows the thread that makes the cut."""
+    return _offers_all(cut, HandsOver)
 
 
 def _offers_all(cut: TableCut, protocol: type) -> bool:

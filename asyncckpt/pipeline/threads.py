@@ -22,13 +22,13 @@ from functools import partial
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from asyncckpt.errors import IOFailedError
-from asyncckpt.guard import Guard
+from asyncckpt.guard import Guard, not_waiting
+from asyncckpt.signals import uninterrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_current = threading.local()  # pool: that of the running thread.
 _pools: weakref.WeakSet[IdleEndingThreads] = weakref.WeakSet()
 
 
@@ -51,21 +51,21 @@ class IdleEndingThreads(Executor):
             self._check_own_wait()  # Whoever runs the loop waits until it ends.
             task.run()
             return task
-        with self._guard:
-            self._waiting.append(task)
-            try:
+        with uninterrupted, not_waiting():
+            thread: threading.Thread | None = None
+            with self._guard:
+                self._waiting.append(task)
                 if len(self._threads) < self._threads_max:
-                    self._threads.add(start_thread(self._run, self._name))
-            except BaseException as error:
-                # The other ones will do it; but whoever is interrupted does not get the future.
-                if not self._threads or not isinstance(error, Exception):
-                    self._waiting.remove(task)
-                    raise
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=False)
+                    self._threads.add(thread)
+            if thread is not None:
+                self._start(thread, task)
         return task
 
     def is_current_thread(self) -> bool:
-        """Return whether the current thread is one of this pool."""
-        return getattr(_current, "pool", None) is self
+        """Return whether the current thread is one of this pool, even if it has not come to a task yet."""
+        own = threading.get_ident()
+        return any(thread.ident == own for thread in self._threads.copy())
 
     def run_if_own(self, task: _Task[Any]) -> None:
         """Run a task in place if a thread of this pool is about to wait for it and no other one has begun it."""
@@ -82,13 +82,30 @@ class IdleEndingThreads(Executor):
         if self.forbids_own_waits:
             raise RuntimeError(f"a thread of the pool {self._name!r} waits for a task of that pool")
 
+    def _start(self, thread: threading.Thread, task: _Task[Any]) -> None:
+        """Start a listed thread; raise when it cannot be started and no other one can do the task.
+
+        Outside the guard: this waits for the new thread, and a destructor that runs there may use the pool.
+        """
+        try:
+            start_thread(thread)
+        except BaseException as error:
+            with self._guard:
+                self._threads.discard(thread)
+                left = () if self._threads else tuple(self._waiting)
+                if left:
+                    self._waiting.clear()
+            for other in left:
+                if other is not task:
+                    other.fail(error)
+            if task in left or not isinstance(error, Exception):
+                raise
+
     def _run(self) -> None:
-        _current.pool = self
         thread = threading.current_thread()
         while True:
             with self._guard:
-                # A thread that is not listed was started by somebody who was interrupted before he knew of it.
-                if not self._waiting or thread not in self._threads:
+                if not self._waiting:
                     self._threads.discard(thread)
                     return
                 task = self._waiting.popleft()
@@ -124,6 +141,10 @@ class _Task(Future[T]):
         else:
             self.set_result(result)
 
+    def fail(self, error: BaseException) -> None:
+        if self.set_running_or_notify_cancel():
+            self.set_exception(error)
+
     def result(self, timeout: float | None = None) -> T:
         self._pool.run_if_own(self)
         return super().result(timeout)
@@ -133,21 +154,18 @@ class _Task(Future[T]):
         return super().exception(timeout)
 
 
-def start_thread(function: Callable[[], Any], name: str) -> threading.Thread:
-    """Start a named non-daemon thread; IOFailedError when the system gives none."""
-    thread = threading.Thread(target=function, name=name, daemon=False)
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; IOFailedError when the system gives none."""
     try:
         thread.start()
     except RuntimeError as error:
         raise IOFailedError(
-            f"thread {name!r} cannot be started: {error}", hint="see ulimit -u, and free memory"
+            f"thread {thread.name!r} cannot be started: {error}", hint="see ulimit -u, and free memory"
         ) from error
-    return thread
 
 
 def _start_anew_in_child() -> None:
     """Forget the threads in a forked child, where they do not exist."""
-    _current.pool = None
     for pool in _pools:
         pool._start_anew()
 

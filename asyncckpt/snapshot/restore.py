@@ -47,14 +47,14 @@ from asyncckpt.snapshot.windows import BlockReader, Scatter, scatter_all
 class OpenLoads:
     """Tables being filled; every one of them is ended exactly once. `rows` counts the rows loaded into each."""
 
-    loads: list[TableLoad] = field(default_factory=list)
+    loads: dict[str, TableLoad] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
 
     def end(self, *, ok: bool) -> None:
         """End all of them, whatever one of them raises; then raise that. Those behind it end as failed."""
-        loads, self.loads = self.loads, []
+        loads, self.loads = self.loads, {}
         failed: Exception | None = None
-        for load in loads:
+        for load in loads.values():
             try:
                 load.end(ok and failed is None)
             except Exception as error:
@@ -92,14 +92,13 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
             if isinstance(item.table, ChecksLoad):
                 ids = [np.empty(0, dtype=np.int64), *(layer.counted_ids for layer in found)]
                 item.table.check_load(np.concatenate(ids), clear=clear)
-        loads = [
+        pairs = list(zip(plan.tables, layers, strict=True))
+        for item, found in sorted(pairs, key=lambda pair: id(pair[0].table)):  # See model/table.py.
             _begin_load(item, found, clear=clear, opened=opened)
-            for item, found in zip(plan.tables, layers, strict=True)
-        ]
-        tables = [
-            _Filling(item, found, load, _goes_ahead(found, load, uploads))
-            for item, found, load in zip(plan.tables, layers, loads, strict=True)
-        ]
+        tables = []
+        for item, found in pairs:
+            load = opened.loads[item.name]
+            tables.append(_Filling(item, found, load, _goes_ahead(found, load, uploads)))
         for table in tables:
             if table.is_ahead:
                 scatters += _queue_columns(table, reader, uploads)
@@ -117,13 +116,11 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
     return rebuilt
 
 
-def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> TableLoad:
+def _begin_load(item: TableLoadPlan, found: list[LayerRows], *, clear: bool, opened: OpenLoads) -> None:
     total = sum(len(layer.ids) if layer.mine is None else len(layer.mine) for layer in found)
     filled = frozenset.intersection(*(frozenset(layer.columns) for layer in found)) if found else frozenset()
-    load = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
-    opened.loads.append(load)
+    opened.loads[item.name] = item.table.begin_load(clear=clear, rows_count=total, filled=filled)
     opened.rows[item.name] = total
-    return load
 
 
 def _goes_ahead(found: list[LayerRows], load: TableLoad, uploads: Uploads) -> bool:

@@ -277,9 +277,11 @@ class Directory:
         with _door(f"{str(self.path / source)!r} cannot be moved to {target!r}"):
             os.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
-    def remove_file(self, name: str) -> bool:
-        """Remove a file; return whether it was there."""
+    def remove_file(self, name: str, *, version: tuple[int, ...] = ()) -> bool:
+        """Remove a file; return whether it was there. version: leave another file alone that has the name by now."""
         self.made.pop(name, None)
+        if version and self.version(name) != version:
+            return False
         with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
             return True

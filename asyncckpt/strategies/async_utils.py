@@ -14,7 +14,9 @@ megatron.core.dist_checkpointing.strategies.async_utils.
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -102,6 +104,7 @@ class ThreadAsyncCaller(AsyncCaller):
         self._deadline_s = deadline
         self._threads = IdleEndingThreads("asyncckpt-async-call", 1)
         self._calls: deque[tuple[AsyncRequest, Future[Any]]] = deque()
+        _leave_to_parent.add(self)
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """See AsyncCaller. An error of preload_fn is the call's, so that the other ranks hear of it too."""
@@ -163,6 +166,10 @@ class ThreadAsyncCaller(AsyncCaller):
             if not future.cancel() and callable(cancel):
                 cancel()
 
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self._calls.clear()
+
     def _wait(self, call: int, future: Future[Any], agreement: Agreement | None) -> DeadlineError | None:
         """Wait until the call has ended on this rank, and let the others know; return the error if it has not."""
         until = time.monotonic() + self._deadline_s
@@ -195,6 +202,8 @@ class _ActiveAsyncRequest(NamedTuple):
 class AsyncCallsQueue:
     """Async calls in the order of their scheduling. One thread uses it; on all ranks, in the same order.
 
+    A forked child finds it empty: the calls are its parent's, which finalizes them.
+
     persistent     one thread for all calls, one after the other; else each call has its own
     process_group  the ranks that save together; None: those of the default group, where there is one
     deadline       seconds that a blocking wait takes at most
@@ -216,6 +225,7 @@ class AsyncCallsQueue:
         self.persistent_caller: AsyncCaller | None = None
         self._deadline_s = deadline
         self._ranks = GroupAgreement(process_group, deadline=peer_deadline)
+        _leave_to_parent.add(self)
 
     def schedule_async_request(self, async_request: Any) -> int:
         """Begin with a request, ours or a foreign one with such fields; returns its number. To be called on all ranks.
@@ -280,6 +290,12 @@ class AsyncCallsQueue:
         if first is not None:
             raise first
 
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self.async_calls.clear()
+        self.persistent_caller = None
+        self._ranks.close()
+
     def _caller(self, agreement: Agreement | None) -> AsyncCaller:
         if self.persistent and self.persistent_caller is not None:
             return self.persistent_caller
@@ -308,4 +324,13 @@ def as_request(request: Any) -> AsyncRequest:
         raise UsageError(what, found=type(request).__name__, expected=AsyncRequest._fields) from error
 
 
+_leave_to_parent: weakref.WeakSet[ThreadAsyncCaller | AsyncCallsQueue] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for calls in _leave_to_parent:
+        calls.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 _sync_calls = AsyncCallsQueue()  # Of requests that are executed at once: ranks that did it before know each other.

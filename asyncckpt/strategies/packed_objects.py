@@ -8,6 +8,7 @@
     Namespace    dict (argparse.Namespace)
     dtype        its name
     Size         tuple
+    scalar       array without dimensions (a NumPy scalar)
     Enum         [module, class, member]; the class is looked up among the modules that are loaded, and never imported
 
 Tensors, arrays, plain values, dicts, lists and tuples stand for themselves. Anything else is a UsageError.
@@ -54,6 +55,8 @@ def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, str]]) ->
     if len(at) > STATE_DEPTH_MAX:
         what = f"value {shown_path((*front, *at[:8]))}... is nested too deeply, or contains itself"
         raise UsageError(what, expected=f"{STATE_DEPTH_MAX} levels")
+    if isinstance(value, np.generic):
+        kinds.append((at, "scalar"))
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value
     kind, plain = _as_plain(value)
@@ -106,6 +109,8 @@ def _as_kind(value: Any, kind: str | None) -> Any:
         return value.numpy().tobytes()
     if kind == "Namespace":
         return argparse.Namespace(**value)
+    if kind == "scalar":
+        return value[()]
     if kind == "dtype" and isinstance(getattr(torch, value), torch.dtype):
         return getattr(torch, value)
     if kind == "Size":

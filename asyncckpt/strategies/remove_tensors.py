@@ -12,7 +12,6 @@ No file that a manifest names is ever changed.
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from asyncckpt.engine.compact.copy_blocks import BlockCopy, copy_blocks
 from asyncckpt.engine.process.background import background, check_may_wait, result_of, rewriters
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.errors import IncompatibleError, UsageError
+from asyncckpt.errors import IncompatibleError, UsageError, warn
 from asyncckpt.format.manifest import Chain, Manifest, render_body
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, leaves, tensor_paths
@@ -57,8 +56,7 @@ def remove_tensors(checkpoint_dir: str | os.PathLike[str], key_prefix: str, *, p
     check_may_wait("a removal")
     removing = rewriters.submit(_remove, Path(checkpoint_dir), key_prefix)
     if not result_of(removing, "a removal", SAVE_DEADLINE_S):
-        what = f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed"
-        warnings.warn(what, stacklevel=3)
+        warn(f"no tensor of {str(checkpoint_dir)!r} has a key that begins with {key_prefix!r}: nothing is removed")
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,16 @@ class RunningSave:
             future.add_done_callback(lambda _: lock.release())
 
     def __call__(self) -> None:
-        """Wait until the save has ended; raises what failed, in the process in which it runs.
+        """Wait until the save has ended, and its Saver too. What failed, `result` raises, or it is printed at the end.
 
         DeadlineError; UsageError in another process that was not foreseen.
         """
-        if self._future is not None and self._pid == os.getpid():
-            self.result()
+        future, saver = self._future, self._saver
+        if future is not None and self._pid == os.getpid():
+            future._check_can_end()
+            future._wait_done(self.deadline_s)
+            if saver is not None:
+                saver._end()
         elif self._lock_path is None:
             raise UsageError("a save is waited for in another process", hint="make the request for Megatron's queue")
         else:

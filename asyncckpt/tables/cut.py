@@ -49,6 +49,10 @@ class HeldTable:
         self._check_held(f"column {name!r}")
         return self._ids() if name == ID_COLUMN else self._one_of(self._columns, name)
 
+    def hand_over(self) -> None:
+        """See HandsOver."""
+        self._lock.hand_over()
+
     def _one_of(self, columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         if name not in columns:
             what = f"table {self._table!r} has no such column"

@@ -21,7 +21,6 @@ Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admissi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 
 from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.errors import UsageError
+from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
@@ -251,7 +250,7 @@ class MultiLevelTable(TrainedTable):
             return
         self._growth_warned = True
         what = f"cache of table {self._name!r} grew from {self._cache_rows_wished} to {self._cache.capacity} rows"
-        warnings.warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning, stacklevel=5)
+        warn(f"{what}: a batch has more distinct ids (raise cache_rows)", RuntimeWarning)
 
     def _add_pause(self, seconds: float) -> None:
         self._paused_seconds += seconds

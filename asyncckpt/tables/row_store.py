@@ -12,6 +12,8 @@ invariants:
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Protocol, cast
 
@@ -47,12 +49,16 @@ class RowWatcher(Protocol):
 
 
 class RowWatchers:
-    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it."""
+    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it.
+
+    A forked child has none: it has neither the memory nor the threads of its parent's saves.
+    """
 
     def __init__(self) -> None:
         self._guard = Guard()
         # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
         self._all: tuple[RowWatcher, ...] = ()
+        _of_all_tables.add(self)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -74,6 +80,21 @@ class RowWatchers:
     def storage_moves(self) -> None:
         for watcher in self._all:
             watcher.storage_moves()
+
+    def forget(self) -> None:
+        """Start anew in a forked child."""
+        self._all = ()
+
+
+_of_all_tables: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for watchers in _of_all_tables:
+        watchers.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Level:

@@ -3,17 +3,24 @@
 Lookup, insert, removal and growth hold it briefly, a cut from begin to fence, a load from begin to end. A wait of more
 than TABLE_WAIT_S_MAX raises a DeadlineError that names the holder: a cut without a fence or a load without an end is a
 bug, and a bug must not become a hang.
+
+In a forked child, a table that a thread of the parent held is free if that only read it, for a save for example. What
+another thread was changing is not whole there: every use of it is refused.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.table import TableSchema
 from asyncckpt.signals import uninterrupted, wait_in_steps
 
 TABLE_WAIT_S_MAX = 600.0
+_USES_THAT_READ = ("cut", "listing", "reading")
+_locks: weakref.WeakSet[TableLock] = weakref.WeakSet()
 
 
 class TableLock:
@@ -24,12 +31,20 @@ class TableLock:
         self._lock = threading.Lock()
         self._holder = ""
         self._thread: int | None = None  # That has taken it; another one may release it.
+        self._torn_by = ""  # What another thread did with the table when this process was forked.
+        _locks.add(self)
 
     def acquire(self, use: str) -> None:
         """Wait for the table; `use` names what holds it from now on.
 
         DeadlineError; UsageError on the thread that holds it: who would let it go then?
         """
+        if self._torn_by:
+            raise UsageError(
+                f"{use} of table {self._table!r}, which another thread changed at the fork of this process",
+                found=self._torn_by,
+                hint="fork while no thread changes the table, or make a new one here",
+            )
         if self._thread == threading.get_ident():
             raise UsageError(
                 f"{use} of table {self._table!r} waits for {self._holder or 'another use'} of it on the same thread",
@@ -46,6 +61,17 @@ class TableLock:
         """Release the lock, from any thread."""
         self._holder, self._thread = "", None
         self._lock.release()
+
+    def hand_over(self) -> None:
+        """If this thread holds it, leave the release to another one, for which this one may wait then."""
+        if self._thread == threading.get_ident():
+            self._thread = None
+
+    def renew_in_child(self) -> None:
+        """Take it from a thread that is not there."""
+        if self._lock.locked() and self._thread != threading.get_ident():
+            self._torn_by = "" if self._holder in _USES_THAT_READ else self._holder
+            self._holder, self._thread, self._lock = "", None, threading.Lock()
 
     def hold(self, use: str) -> _Hold:
         """Hold the table for a block of code, which no signal handler interrupts."""
@@ -102,3 +128,11 @@ class LockedTable:
     def schema(self) -> TableSchema:
         """Return the columns in their order: id, embedding, optimizer slots, metadata."""
         return self._schema
+
+
+def _renew_in_child() -> None:
+    for lock in _locks:
+        lock.renew_in_child()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

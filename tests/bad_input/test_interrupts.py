@@ -76,6 +76,21 @@ def test_case_107_second_interrupt_does_not_wait(
     assert asyncckpt.list_steps(tmp_path) == [1]
 
 
+def test_case_107_tables_wait_for_a_save_that_two_interrupts_left(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The background ends it, and this thread may wait for that."""
+    table = asyncckpt.HashTable("t", 2)
+    table.insert(torch.arange(4), torch.ones(4, 2))
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, filter_func=gate) as saver:
+        with monkeypatch.context() as patched:
+            interrupting_waits(patched, times=2, after=gate.reached)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(0)
+        threading.Timer(0.05, gate.may_go_on.set).start()
+        assert (table.lookup(torch.arange(4), insert=False) >= 0).all()
+
+
 def test_case_107_interrupt_in_a_wait_leaves_the_save_alone(
     tmp_path: Path, saver: asyncckpt.Saver, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,12 +115,12 @@ def test_case_107_interrupt_before_the_background_has_the_job(
     """While its thread is being started, for example."""
     gate.may_go_on.set()
 
-    def interrupted(function: Any, name: str) -> Any:
+    def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
     for staged in (False, True):
         with monkeypatch.context() as patched:
-            patched.setattr("asyncckpt.pipeline.threads.start_thread", interrupted)
+            patched.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 saver.save_async(0) if staged else saver.save(0)
     assert saver.save(0).step == 0

@@ -19,12 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.commit.retention import keep_latest
 from asyncckpt.dcp import StorageReader, StorageWriter, save_planner
+from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.save_planner import PlanToken
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.shard.target import ShardFiles
@@ -394,6 +395,41 @@ def test_a_checkpoint_that_is_let_go_while_it_is_planned_is_read_to_its_end(tmp_
     assert asyncckpt.list_steps(tmp_path) == [2]
     dcp.load(found, storage_reader=reader)
     assert found["x"].unique().tolist() == [2.0], "a reader is used again for what is the newest then"
+
+
+class _LoadsAtOnce(DefaultLoadPlanner):
+    """Does what another dcp.load does with the same reader, before that waits for this one."""
+
+    def __init__(self, reader: StorageReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self._reader.reset()
+        self._reader.read_metadata()
+        return super().resolve_tensor(read_item)
+
+
+def test_two_loads_through_one_reader_do_not_close_each_others_files(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
+        saver.save(1)
+    reader, found = StorageReader(tmp_path), {"x": torch.zeros(1000)}
+    dcp.load(found, storage_reader=reader, planner=_LoadsAtOnce(reader))
+    assert found["x"].unique().tolist() == [1.0]
+    assert open_shards(tmp_path) == 1, "those of the other load"
+    reader.reset()
+    assert open_shards(tmp_path) == 0
+
+
+def test_a_refused_read_closes_the_files_that_it_has_opened(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(1000)}) as saver:
+        saver.save(1)
+    reader = StorageReader(tmp_path)
+    reader.read_metadata()
+    for _ in ("those that are open", "those that it opens"):
+        with save_lock_held("load", tmp_path, 1), pytest.raises(asyncckpt.UsageError, match="would wait for ever"):
+            reader.read_data(LoadPlan([]), DefaultLoadPlanner())
+        assert open_shards(tmp_path) == 0
 
 
 def open_shards(path: Path) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
+from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
 from asyncckpt.engine.process.save_lock import save_lock
 from tests.embcache.models import Net, config, image
@@ -421,6 +422,19 @@ def test_damage_that_shows_before_reading_changes_nothing(path: Path, how: str) 
         manifest = next(path.rglob("*.json"))
         manifest.write_bytes(manifest.read_bytes()[:-9])
     refused(Net().trained(range(2)), path, CorruptError, "shard file|manifest")
+
+
+def test_a_step_that_is_removed_before_it_is_read_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the retention of another process, while the ranks agree."""
+    saved(path)
+    real = RanksLoad.run
+
+    def run(load: RanksLoad) -> SparseLoadReport:
+        next(path.rglob("*.json")).unlink()
+        return real(load)
+
+    monkeypatch.setattr(RanksLoad, "run", run)
+    refused(Net().trained(range(2)), path, NotFoundError, "step 0")
 
 
 def test_damage_found_while_reading_leaves_the_tables_empty(path: Path) -> None:

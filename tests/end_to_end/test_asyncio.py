@@ -414,3 +414,18 @@ def test_a_follower_is_closed_while_it_loads(tmp_path: Path, run: Any) -> None:
 
     run(main())
     assert save_lock.in_flight() == []
+
+
+def test_a_preparation_that_would_wait_for_a_load_raises_on_a_loop(tmp_path: Path, run: Any) -> None:
+    async def main() -> None:
+        held = HeldLoad()
+        async with asyncckpt.Saver(path=tmp_path, tensors={"held": held}) as saver:
+            await saver.save_async(1)
+            loading = asyncckpt.Loader(tmp_path, tensors={"held": held}).load_async()
+            with pytest.raises(asyncckpt.SaveInProgressError, match=r"load of .*stop its event loop.*when_free"):
+                saver.prepare()
+            held.may_go_on.set()
+            await loading
+            await saver.prepare()
+
+    run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -386,6 +387,44 @@ async def test_a_load_that_is_cancelled_twice_has_ended_when_the_caller_goes_on(
         with pytest.raises(asyncio.CancelledError):
             await load
         assert ended == [True]
+
+
+def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
+    run: TrainingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And Ctrl-C ends the wait."""
+    run.save(0)
+    held, may_end = threading.Event(), threading.Event()
+    follower = follow(run)
+
+    async def first() -> asyncckpt.follower.Update:
+        return await anext(follower)
+
+    update = asyncio.run(first())
+
+    def read(_: str) -> torch.Tensor:
+        held.set()
+        assert may_end.wait(60)
+        return torch.empty(0)
+
+    thread = threading.Thread(target=update._read, args=(read, "t"))
+    thread.start()
+    assert held.wait(60)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncckpt.follower, "SAVE_DEADLINE_S", 0.01)
+            with pytest.raises(asyncckpt.DeadlineError, match=r"Update: step 0, full> was still read after 0\.01 s"):
+                update.done()
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            update.done()
+    finally:
+        may_end.set()
+        thread.join()
+    update.done()
+    asyncio.run(follower.aclose())
 
 
 async def test_a_cancelled_wait_goes_on_later(run: TrainingRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.engine.load import run_load, verify
 from tests.end_to_end.state import State, bits, filled_table, new_table, table_image
 
 Info = dict[str, dict[str, list[str]]]
@@ -266,3 +268,65 @@ def test_one_source_for_two_objects(tmp_path: Path) -> None:
     assert targets["a"].tensor.eq(1).all()
     assert targets["b"].tensor.eq(4).all()
     assert report.bytes_read == 4000
+
+
+def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a load and a cut of another thread wait for each other."""
+    taken: list[str] = []
+    begin = asyncckpt.HashTable.begin_load
+
+    def note(table: Any, **options: Any) -> Any:
+        taken.append(table.name)
+        return begin(table, **options)
+
+    monkeypatch.setattr(asyncckpt.HashTable, "begin_load", note)
+    tables = {name: new_table(name) for name in ("user", "item")}
+    for number, names in enumerate((("user", "item"), ("item", "user"))):
+        ordered, path = {name: tables[name] for name in names}, tmp_path / str(number)
+        with asyncckpt.Saver(path=path, hashtables=ordered) as saver:
+            saver.save(1)
+        asyncckpt.Loader(path, ordered).load()
+    assert len(taken) == 4
+    assert taken[:2] == taken[2:]
+
+
+def test_a_step_that_goes_while_it_is_verified_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_blocks = verify.verify_blocks
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(4)}, keep_latest=1) as saver:
+        saver.save(1)
+
+        def then_save(*arguments: Any, **options: Any) -> None:
+            verify_blocks(*arguments, **options)
+            saver.save(2)
+            saver.wait_idle()
+
+        monkeypatch.setattr(verify, "verify_blocks", then_save)
+        assert asyncckpt.verify(tmp_path, 1).step == 1
+    assert asyncckpt.list_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("when", ["while it reads", "at its end"])
+def test_a_load_that_says_it_is_cancelled_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    w, cancelled = torch.ones(4), []
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": w}) as saver:
+        saver.save(1)
+    name = "restore" if when == "while it reads" else "give_state_dicts"
+    real, may_go_on = getattr(run_load, name), threading.Event()
+
+    def first_cancel(*arguments: Any, **options: Any) -> Any:
+        assert may_go_on.wait(60)
+        found = real(*arguments, **options)
+        cancelled.append(future.cancel())
+        return found
+
+    monkeypatch.setattr(run_load, name, first_cancel)
+    future = asyncckpt.Loader(tmp_path, tensors={"w": w}).load_async()
+    may_go_on.set()
+    if when == "while it reads":
+        with pytest.raises(asyncckpt.SaveCancelledError):
+            future.result(60)
+    else:
+        assert future.result(60).step == 1
+    assert cancelled == [when == "while it reads"]

@@ -71,6 +71,17 @@ def test_background_error_reaches_the_next_step(tmp_path: Path) -> None:
         assert periodic.statistics().failed_count == 1
 
 
+def test_an_error_that_somebody_has_got_is_only_counted(tmp_path: Path) -> None:
+    saver = make(tmp_path, filter_func=failing)
+    periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+    periodic.step(1)
+    with pytest.raises(asyncckpt.errors.FilterError, match="disk on fire"):
+        saver.wait_idle()
+    periodic.drain(60)
+    saver.close()
+    assert periodic.statistics().failed_count == 1
+
+
 def test_errors_may_warn_or_call(tmp_path: Path) -> None:
     seen: list[BaseException] = []
     with make(tmp_path, filter_func=failing) as saver:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import retention
-from asyncckpt.commit.claims import claims
+from asyncckpt.commit import removal, retention
+from asyncckpt.commit.removal import being_removed
 from asyncckpt.engine.save import start_save
-from asyncckpt.format.names import swept_name
+from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
 
 WAIT_S_MAX = 60.0
@@ -27,7 +27,7 @@ def may_remove(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event, move = threading.Event(), Directory.move
 
     def held(self: Directory, source: str, target: str) -> None:
-        if source.endswith(".json"):
+        if Mark.of(source) is not None:
             assert event.wait(WAIT_S_MAX)
         move(self, source, target)
 
@@ -113,12 +113,30 @@ def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, may_rem
     with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
         retaining.save(2)
-        while not claims.is_removed(retaining._target.root.root.identity, 1):
+        while not being_removed(retaining._target.root):
             pass
-        with pytest.raises(asyncckpt.ConflictError, match="it is being removed"):
+        with pytest.raises(asyncckpt.ConflictError, match="step 1 is being removed"):
             saver.save(3, kind="delta")
         may_remove.set()
     assert asyncckpt.list_steps(tmp_path) == [2]
+
+
+def test_a_delta_builds_upon_a_compacted_step_whose_own_checkpoint_is_being_removed(tmp_path: Path) -> None:
+    table = new_table()
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+        saver.save(1)
+        saver.save(2, kind="delta")
+        own = next((tmp_path / "data").glob(f"{2:012d}-*")).name
+        asyncckpt.compact(tmp_path, 2)
+        (tmp_path / "manifests" / Mark("ab" * 16, own, is_decided=True).name).touch()
+        removal._under_way.add("ab" * 16)
+        try:
+            saver.save(3, kind="delta")
+        finally:
+            removal._under_way.clear()
+        saver.save(4)  # It sweeps.
+    assert not (tmp_path / "data" / own).exists()
+    assert asyncckpt.verify(tmp_path, 3).steps == (3, 2)
 
 
 def test_a_lower_step_that_is_saved_meanwhile_stays(tmp_path: Path) -> None:
@@ -167,7 +185,9 @@ def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, m
     move = Directory.move
 
     def note(self: Directory, source: str, target: str) -> None:
-        moved.append(source)
+        mark = Mark.of(source)
+        assert mark is not None
+        moved.append(mark.folder)
         move(self, source, target)
 
     first = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=3)
@@ -181,5 +201,7 @@ def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, m
         for step in (7, 8):
             first.save(step)
             first.wait_idle(WAIT_S_MAX)
-    assert moved == [stray, swept_name(stray), f"{5:012d}.json"]
+    assert moved[0] == stray
+    assert moved[1].startswith(f"{5:012d}-")
+    assert len(moved) == 2
     assert asyncckpt.list_steps(tmp_path) == [6, 7, 8]

@@ -7,13 +7,13 @@ one has ended. LOCK is removed each time.
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import asyncckpt
 import asyncckpt.engine.save.run_save
-from asyncckpt.commit import retention
+from asyncckpt.commit import removal
 from asyncckpt.commit.chain import KnownChain
-from asyncckpt.commit.claims import Claims
-from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.dcp import StorageWriter
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
+from tests.end_to_end.turns import Turns
 from tests.pairs.gate import before_each_operation
 
 WAIT_S_MAX = 60.0
-Hook = Callable[[], None]
 
 
 class Strike:
@@ -60,91 +57,6 @@ class Strike:
                 self._act()
             finally:
                 self._is_acting = False
-
-
-class LockOfEach:
-    """A lock of the second writer's process, and one of the other's."""
-
-    def __init__(self, is_second: Callable[[], bool]) -> None:
-        self._is_second = is_second
-        self._locks = threading.Lock(), threading.Lock()
-
-    def _own(self) -> threading.Lock:
-        return self._locks[self._is_second()]
-
-    def acquire(self, *, blocking: bool) -> bool:
-        return self._own().acquire(blocking=blocking)
-
-    def release(self) -> None:
-        self._own().release()
-
-    def __enter__(self) -> None:
-        self._own().acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._own().release()
-
-
-class SecondWriter:
-    """Sweeps and keeps `keep` steps on a thread of its own, but stops at its operation `at` until `end`.
-
-    sweeps: False: it has swept before the first one began.
-    """
-
-    def __init__(self, path: Path, at: int, *, keep: int, sweeps: bool) -> None:
-        self.count = 0
-        self._path = path
-        self._at = at
-        self._keep = keep
-        self._sweeps = sweeps
-        self._thread = threading.Thread(target=self._run)
-        self._is_stopped, self._may_end = threading.Event(), threading.Event()
-
-    def start(self) -> None:
-        """Begin, and wait until it has stopped, or ended."""
-        lose_lock(self._path)
-        self._thread.start()
-        assert self._is_stopped.wait(WAIT_S_MAX)
-
-    def is_here(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def operation(self) -> None:
-        self.count += 1
-        if self.count == self._at:
-            self._is_stopped.set()
-            assert self._may_end.wait(WAIT_S_MAX)
-
-    @contextlib.contextmanager
-    def in_another_process(self) -> Iterator[None]:
-        """It knows nothing of what this process saves."""
-
-        def removing(self_: Claims, *arguments: Any) -> Any:
-            return contextlib.nullcontext(True) if self.is_here() else plain_removing(self_, *arguments)
-
-        needed, plain_removing = Claims.needed, Claims.removing
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Claims, "needed", lambda *who: set() if self.is_here() else needed(*who))
-            patch.setattr(Claims, "removing", removing)
-            patch.setattr(retention, "_retaining", LockOfEach(self.is_here))
-            yield
-
-    def end(self) -> None:
-        self._may_end.set()
-        if self._thread.ident is not None:
-            self._thread.join(WAIT_S_MAX)
-            assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            with CheckpointRoot.for_reading(self._path) as root:
-                if self._sweeps:
-                    sweep(root, KnownHeads(root))
-                keep_latest(root, KnownHeads(root), count=self._keep)
-        except asyncckpt.CheckpointError:
-            pass  # It finds what the first one is about.
-        finally:
-            self._is_stopped.set()
 
 
 def lose_lock(path: Path) -> None:
@@ -339,11 +251,15 @@ def test_parents_that_retention_removes_right_before_the_rename_are_missed_behin
         refused_beside_a_second_writer(SaveDelta, templates["delta"], tmp_path, every=9, keep=1, sweeps=False)
 
 
-def test_what_is_published_before_its_folder_is_moved_is_found_by_the_sweep_that_looks_again(
+def decide_at_once(decide: Callable[..., Any], root: CheckpointRoot, marks: Any, _: Callable[[], bool]) -> Any:
+    return decide(root, marks, lambda: True)
+
+
+def test_what_is_published_before_its_removal_is_announced_is_found_by_the_sweep_that_looks_again(
     templates: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncckpt.commit.retention._named", lambda *_: set())
-    with pytest.raises(asyncckpt.CorruptError):
+    monkeypatch.setattr(removal, "_decide", partial(decide_at_once, removal._decide))
+    with pytest.raises(asyncckpt.NotFoundError):
         refused_beside_a_second_writer(lambda _: save, templates["Saver"], tmp_path, every=3)
 
 
@@ -359,29 +275,21 @@ def refused_beside_a_second_writer(
 ) -> int:
     """How many saves were refused; CorruptError when an acknowledged one, or the step that stays, cannot be read."""
     refused = 0
-    for at in range(1, 1000):
+    for at in range(1000):
         counts = []
-        for stop in range(1 + at % every, 1000, every):
+        for stop in range(at % every, 1000, every):
             path = fresh(template, tmp_path)
-            write, second = prepare(path), SecondWriter(path, stop, keep=keep, sweeps=sweeps)
-            strike = Strike(at, second.start)
-
-            def hook(second: SecondWriter = second, strike: Strike = strike) -> None:
-                if second.is_here():
-                    second.operation()
-                else:
-                    strike()
-
-            with before_each_operation(hook), second.in_another_process():
+            write = prepare(path)
+            turns = Turns(path, [(0, at), (1, stop), (0, math.inf)], keep=keep, sweeps=sweeps)
+            with turns.taken():
                 is_acknowledged = run(write, path)
-                second.end()
-            counts.append(strike.count)
+            counts.append(len(turns.made[0]))
             if is_acknowledged:
                 asyncckpt.verify(path, 7)
             refused += not is_acknowledged
             if stays is not None:
                 asyncckpt.verify(path, stays)
-            if second.count < stop:
+            if len(turns.made[1]) < stop:
                 break
         if max(counts) < at:
             break

@@ -2,8 +2,9 @@
 
     python -m tests.interrupts.child_ends <rank> <ranks> <folder> <alone|files|group>
 
-What is in flight at each fork: a save, the retention of an earlier one, a DCP save between its plan and its commit, an
-update of a follower, a Saver of multi-level tables. Ends with status 0 when nothing of it was harmed.
+What is in flight at each fork: a save that keeps old values of a table, the retention of an earlier one, a DCP save
+between its plan and its commit, an update of a follower, a Saver of multi-level tables, a call of a queue. Ends with
+status 0 when nothing of it was harmed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ import asyncckpt
 import asyncckpt.embcache
 from asyncckpt.dcp.attempt import CoordinatedAttempt
 from asyncckpt.options import SaveOptions
+from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from tests.embcache.models import Net
 
 DEADLINE_S = 120.0
@@ -39,6 +43,7 @@ WAYS = {
     ("os._exit", False): 4,
     ("close", False): 0,
     ("drop", False): 0,
+    ("tables", False): 0,
 }
 
 
@@ -51,17 +56,23 @@ class Rank:
 
     def __init__(self, rank: int, ranks_count: int, folder: Path) -> None:
         self.folder = folder
-        self.may_write = threading.Event()
+        self.may_write = hold_exports()
         ranks = asyncckpt.RankOptions(peer_deadline=DEADLINE_S)
+        shard = (rank, ranks_count)
+        self.table = asyncckpt.MultiLevelTable("t", 2, cache_rows=8, capacity=64, shard=shard, undo_bytes_max=1024)
+        self.ids = torch.arange(rank, 64 * ranks_count, ranks_count)
+        self.table.insert(self.ids, torch.ones(64, 2))
         self.saver = asyncckpt.Saver(
             rank,
             ranks_count,
             path=folder / "run",
+            hashtables={"t": self.table},
             tensors={"x": torch.arange(5.0)},
-            filter_func=self.hold,
             keep_latest=1000,
+            device=asyncckpt.DeviceOptions(host_level="first_touch"),
             ranks=ranks,
         )
+        self.queue = AsyncCallsQueue()
         own = folder / f"own-{rank}"
         own.mkdir(0o750)
         self.attempt = CoordinatedAttempt(own / "dcp", 0, SaveOptions())
@@ -75,14 +86,12 @@ class Rank:
         self.follower = asyncckpt.follow(own / "followed")
         self.update = asyncio.run(next_of(self.follower))
 
-    def hold(self, blocks: Any) -> Any:
-        assert self.may_write.wait(DEADLINE_S)
-        return blocks
-
     def fork_all(self, step: int) -> None:
         """Fork all children in the middle of a save, await their ends, and then that of the save."""
         self.may_write.clear()
         future = self.saver.save_async(step)
+        self.table.insert(self.ids[:4], torch.full((4, 2), 2.0))
+        self.queue.schedule_async_request(AsyncRequest(self.may_write.wait, (DEADLINE_S,), []))
         memory = self.saver._target.memory
         retention, memory.retention = memory.retention, concurrent.futures.Future()
         before, until = opened(), time.monotonic() + CHILDREN_S_MAX
@@ -102,6 +111,7 @@ class Rank:
             memory.retention = retention
             self.may_write.set()
         assert future.result(DEADLINE_S).step == step
+        assert self.queue.maybe_finalize_async_calls(blocking=True) == [step]
         assert self.attempt.transaction.folder.path.is_dir(), "the attempt of DCP is gone"
 
     def be_child(self, ending: str, *, is_inside: bool) -> None:
@@ -109,12 +119,17 @@ class Rank:
             self.close()
         elif ending == "drop":
             self.__dict__.clear()
+        elif ending == "tables":  # More rows than the parent's save keeps, and then more than there is room for.
+            self.table.insert(self.ids, torch.zeros(64, 2))
+            self.table.insert(self.ids + 1024 * self.saver.ranks_count, torch.zeros(64, 2))
         if is_inside:
             with self.saver:
                 end(ending)
         end(ending)
 
     def close(self) -> None:
+        assert self.queue.maybe_finalize_async_calls(blocking=True) == []
+        self.queue.close()
         self.attempt.close()
         if self.sparse is not None:
             self.sparse.close()
@@ -131,6 +146,19 @@ class Rank:
         assert torch.equal(target["x"], torch.arange(5.0))
         asyncio.run(self.follower.aclose())
         self.close()
+
+
+def hold_exports() -> threading.Event:
+    """Let the rows of multi-level tables leave for files only while the event is set."""
+    may_write, export = threading.Event(), MultiLevelCut.export
+    may_write.set()
+
+    def hold(cut: MultiLevelCut, index: int, targets: Mapping[str, int]) -> None:
+        assert may_write.wait(DEADLINE_S)
+        export(cut, index, targets)
+
+    setattr(MultiLevelCut, "export", hold)  # noqa: B010 - mypy forbids to assign a method.
+    return may_write
 
 
 async def next_of(follower: Any) -> Any:

@@ -188,10 +188,9 @@ def play(kind: str, folder: Path, every: int) -> dict[str, Any]:
         with at_places(lambda place: seen.setdefault(place)):  # noqa: B023 - called within the block
             scene()
         save_async_ends()
-        # A thread that has just been started is in no line of the library, and whoever has started it waits for it.
-        for place in [place for place in seen if place not in known and place[0]]:
+        for place in [place for place in seen if place not in known]:
             known.add(place)
-            if len(known) % every:
+            if len(known) % every and not place[0].startswith(watched_locks.NEW):
                 continue
             if collect_at(place, scene, kind, garbage, found):
                 reached.append(f"{place[0]}:{place[1]} in {name}")

@@ -16,6 +16,9 @@ PACKAGE = str(Path(__file__).resolve().parents[2] / "asyncckpt") + os.sep
 _Lock: Any = threading.Lock
 _RLock: Any = threading.RLock
 
+# Begins the place of a thread that is about to say that it has begun; whoever has started it waits for that.
+NEW = "new "
+
 Place = tuple[str, int]
 # Called with the place at which a lock has just been taken.
 taken: list[Callable[[Place], None]] = []
@@ -92,12 +95,14 @@ class WatchedRLock(WatchedLock):
 
 
 def place() -> Place:
-    """Where in the library the current thread is: the innermost line, but not in guard.py."""
+    """Where in the library the current thread is: the innermost line, but not in guard.py; or the new thread's name."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE) and not name.endswith("guard.py"):
             return name.removeprefix(PACKAGE), frame.f_lineno
+        if frame.f_code.co_name == "_bootstrap_inner":
+            return NEW + frame.f_locals["self"].name, 0
         frame = frame.f_back
     return "", 0
 

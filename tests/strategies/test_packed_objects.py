@@ -40,6 +40,8 @@ def there_and_back(value: Any) -> Any:
         b"short",
         b"long" * 1000,
         1 + 2j,
+        np.float32(0.5),
+        np.int64(3),
         [],
         {},
         (),

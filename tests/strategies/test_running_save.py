@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 
 from asyncckpt import Saver
 from asyncckpt.errors import DeadlineError, IOFailedError, SaveCancelledError, UsageError
-from asyncckpt.strategies.async_utils import AsyncRequest
+from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from asyncckpt.strategies.running_save import HeldFile, RunningSave, wait_for_release
 from asyncckpt.strategies.sharded_state import ShardedSave
 
@@ -72,20 +74,33 @@ def test_calling_it_waits_and_closes_the_saver(tmp_path: Path) -> None:
     Saver(path=tmp_path / "c").close()
 
 
-def test_what_failed_is_raised_by_the_call_and_by_the_finalize_function(tmp_path: Path) -> None:
+def test_what_failed_is_raised_by_the_finalize_function(tmp_path: Path) -> None:
     held = Held(tmp_path / "c", error=ValueError("no"))
     held.go.set()
-    for call in (held.running, held.running.result):
-        with pytest.raises(UsageError, match="no"):
-            call()
+    held.running()
+    with pytest.raises(UsageError, match="no"):
+        held.running.result()
+
+
+def test_what_failed_and_is_never_finalized_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = Held(tmp_path / "c", error=ValueError("no"))
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(held.running, (), [held.running.result]))
+    held.go.set()
+    while not queue.async_calls[0].async_caller.is_current_async_call_done():
+        time.sleep(0.001)
+    del queue, held
+    gc.collect()
+    assert "failed and nobody asked: filter" in capsys.readouterr().err
 
 
 def test_it_can_be_cancelled(tmp_path: Path) -> None:
     held = Held(tmp_path / "c")
     assert held.running.cancel()
     held.go.set()
+    held.running()
     with pytest.raises(SaveCancelledError):
-        held.running()
+        held.running.result()
 
 
 def test_a_forked_process_waits_for_the_end(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 
 import asyncckpt
 from asyncckpt.errors import (
@@ -75,3 +78,26 @@ def test_an_error_of_closing_is_printed_where_no_note_is_seen(
     with closing_beside(beside, "closing the Saver raised"):
         raise IOFailedError("the disk is full")
     assert capsys.readouterr().err == "asyncckpt: closing the Saver raised: the disk is full\n"
+
+
+def test_a_warning_points_at_the_program(tmp_path: Path) -> None:
+    """Wherever in the package it comes from: see the calls of `warn`."""
+    tmp_path.chmod(0o777)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(1 << 16)}, host_memory_limit=1) as saver:
+            saver.save_async(1)
+        with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(1)}, filter_func=lambda files: files[9]) as saver:
+            periodic = asyncckpt.PeriodicSaver(saver, every_steps=1, on_error="warn")
+            periodic.step(2)
+            periodic.drain(60)
+        asyncckpt.MultiLevelTable("t", 2, cache_rows=1).lookup(torch.arange(9))
+    assert [warning.filename for warning in seen] == [__file__] * len(seen)
+    for text in ("replace its files", "blocks until", "periodic save failed", "cache of table"):
+        assert any(text in str(warning.message) for warning in seen), text
+
+
+def test_all_warnings_go_through_one_function() -> None:
+    package = Path(asyncckpt.__file__).parent
+    found = [str(path.relative_to(package)) for path in package.rglob("*.py") if "warnings.warn(" in path.read_text()]
+    assert found == ["errors.py"]

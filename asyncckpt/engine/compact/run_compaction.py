@@ -21,13 +21,14 @@ from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_step
 from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
 from asyncckpt.engine.process.background import background, rewriters
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget
-from asyncckpt.errors import SaveCancelledError
+from asyncckpt.errors import NotFoundError, SaveCancelledError
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import BodyTemplate, Chain, encode_part, render_body
 from asyncckpt.model.result import SaveResult
@@ -59,7 +60,10 @@ def run_compaction(
     root = commits.root
     step = newest_step(root) if step is None else step
     with claims.compaction(root, step) as claim:
+        going = being_removed(root)
         chain = read_chain(root, step)
+        if chain.newest.head.folder_name in going:
+            raise NotFoundError(f"step {step} of {str(root.path)!r} is being removed")
         if chain.newest.head.kind == "full":
             return SaveResult(step=step, kind="full", path=root.path, skipped=True, seconds=time.perf_counter() - begun)
         try:

@@ -11,7 +11,7 @@ checkpoint of several ranks, everything that this one needs) is read and checked
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.process.log import log_exception
-from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError
 from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.tree import VALUE, Node, descend, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.tree import Path as LeafPath
@@ -57,7 +57,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class _OpenStep:
+class OpenStep:
     """A step with its plan. Its files are open, so that it stays readable when it is removed."""
 
     chain: Chain
@@ -68,12 +68,17 @@ class _OpenStep:
     reader: ChainReader
 
 
-def run_load(root: CheckpointRoot, request: LoadRequest, progress: Progress) -> LoadReport:
-    """Load the wanted step; with fallback, the newest sound one."""
+def run_load(
+    root: CheckpointRoot, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
+) -> LoadReport:
+    """Load the wanted step; with fallback, the newest sound one.
+
+    on_read: called when all is read, and the load goes to its end; False when it was cancelled instead.
+    """
     passed_over: dict[int, Exception] = {}
     step: int | None = None
 
-    def look() -> _OpenStep:
+    def look() -> OpenStep:
         nonlocal step
         step = _candidate(root, request, passed_over)
         return _open_step(root, request, step, progress)
@@ -81,7 +86,7 @@ def run_load(root: CheckpointRoot, request: LoadRequest, progress: Progress) -> 
     while True:
         begun = time.perf_counter()
         try:
-            report = _load_open(root, request, look_again(root, look))
+            report = load_open(root, request, look_again(root, look), on_read)
         except (CorruptError, NotFoundError) as error:
             if step is None or step in passed_over or not request.fallback:
                 raise
@@ -102,7 +107,12 @@ def _candidate(root: CheckpointRoot, request: LoadRequest, passed_over: Mapping[
     return older[-1]
 
 
-def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> _OpenStep:
+def open_step(root: CheckpointRoot, request: LoadRequest, step: int) -> OpenStep:
+    """Open a step for `load_open`, with all checks before a target is touched."""
+    return look_again(root, lambda: _open_step(root, request, step, Progress()))
+
+
+def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> OpenStep:
     chain = read_chain(root, step)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     targets = dense_targets(request.state, tables=iter(request.tables))
@@ -118,10 +128,12 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
         progress=progress,
         wanted=plan.wanted_blocks(chain),
     )
-    return _OpenStep(chain, contents, targets, plan, report, reader)
+    return OpenStep(chain, contents, targets, plan, report, reader)
 
 
-def _load_open(root: CheckpointRoot, request: LoadRequest, opened: _OpenStep) -> LoadReport:
+def load_open(
+    root: CheckpointRoot, request: LoadRequest, opened: OpenStep, on_read: Callable[[], bool] = lambda: True
+) -> LoadReport:
     """Fill the targets from the open files, and close these."""
     chain, contents, plan = opened.chain, opened.contents, opened.plan
     with opened.reader as reader:
@@ -130,7 +142,7 @@ def _load_open(root: CheckpointRoot, request: LoadRequest, opened: _OpenStep) ->
             numbers = range(len(chain.blocks)) if is_alone else sorted(set(plan.wanted_blocks(chain)))
             verify_blocks(reader, numbers, bytes_total=chain.bytes_total)
         bytes_before = reader.bytes_read
-        rebuilt, rows = fill(plan, reader, clear=not request.merge)
+        rebuilt, rows = fill(plan, reader, clear=not request.merge, on_read=on_read)
         bytes_read = reader.bytes_read - bytes_before
         is_verified = not contents.unreadable and reader.has_checked(contents.blocks())
     give_state_dicts(plan, contents, rebuilt)
@@ -158,7 +170,9 @@ def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:
     return replace(report, values={**report.values, **found}) if found else report
 
 
-def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[LeafPath, Any], dict[str, int]]:
+def fill(
+    plan: LoadPlan, reader: ChainReader, *, clear: bool, on_read: Callable[[], bool] = lambda: True
+) -> tuple[dict[LeafPath, Any], dict[str, int]]:
     """Fill all targets of a plan and end the loads of its tables; return as `restore`, and rows loaded per table.
 
     Targets on devices are complete for every stream when it returns. Raises UsageError while a graph is captured.
@@ -168,6 +182,8 @@ def fill(plan: LoadPlan, reader: ChainReader, *, clear: bool) -> tuple[dict[Leaf
     try:
         with torch.no_grad():
             rebuilt = restore(plan, reader, clear=clear, opened=opened)
+        if not on_read():
+            raise SaveCancelledError("the load was cancelled")
     except BaseException:
         try:
             opened.end(ok=False)

@@ -18,10 +18,9 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import (
+    Mark,
     attempt_id_of_temporary,
     attempt_of_directory,
-    attempt_of_swept,
-    manifest_of_retired,
     split_shard_path,
 )
 from asyncckpt.native import Progress, core
@@ -92,7 +91,7 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
     own = {folder for folder, _ in listed}
     folders = {}
     for name in root.data.names():
-        attempt = attempt_of_directory(name) or attempt_of_swept(name)
+        attempt = attempt_of_directory(name)
         if attempt is not None and attempt.step in chain.steps and name not in own:
             folders[name] = attempt.step
     manifests, heads = manifests_by_step(root), KnownHeads(root)
@@ -102,7 +101,8 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
                 folders.pop(heads.of(name).head.folder_name, None)
     files = []
     for folder in own:
-        with root.data.child(folder) as directory:
+        # Retention may have taken it away meanwhile; its files were open.
+        with contextlib.suppress(NotFoundError), root.data.child(folder) as directory:
             files += [f"{folder}/{name}" for name in directory.names() if (folder, name) not in listed]
-    temporary = [n for n in root.manifests.names() if attempt_id_of_temporary(n) or manifest_of_retired(n)]
+    temporary = [n for n in root.manifests.names() if attempt_id_of_temporary(n) or Mark.of(n)]
     return tuple(sorted([*folders, *files, *temporary]))

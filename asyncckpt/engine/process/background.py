@@ -18,15 +18,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncckpt.errors import DeadlineError, UsageError
-from asyncckpt.guard import Guard, check_holds_none
+from asyncckpt.errors import DeadlineError, IndeterminateError, UsageError
+from asyncckpt.guard import Guard, check_holds_none, not_waiting
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
@@ -74,13 +74,19 @@ class Background:
 
     def submit(self, job: Job) -> None:
         """Queue a job; starts the thread when it is not running, IOFailedError when it cannot be started."""
-        with self._guard:
-            if not self.is_busy:
-                _loop_thread.submit(self._run)
-                self.is_busy = True
-            self._jobs.append(job)
-            if self._wake is not None:
-                self._wake()
+        with not_waiting():
+            with self._guard:
+                self._jobs.append(job)
+                is_first, self.is_busy = not self.is_busy, True
+                if self._wake is not None:
+                    self._wake()
+            if is_first:
+                try:
+                    _loop_thread.submit(self._run)
+                except BaseException as error:
+                    self.withdraw(job)
+                    self._fail_all(error)
+                    raise
 
     def withdraw(self, job: Job) -> bool:
         """Take back a job after an interrupted or failed `submit`; False when it has begun or knows that it is lost."""
@@ -91,7 +97,10 @@ class Background:
 
     @uninterrupted
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str) -> T:
-        """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait."""
+        """Run a coroutine beside the jobs, and wait for its end, also when interrupted. See check_may_wait.
+
+        IndeterminateError when it still runs after twice SAVE_DEADLINE_S: then it may succeed yet.
+        """
         check_may_wait(what)
         future: Future[T] = Future()
 
@@ -105,9 +114,12 @@ class Background:
         try:
             self.submit(job)
             return result_of(future, what, SAVE_DEADLINE_S)
-        except BaseException:
-            if not self.withdraw(job):
-                wait_until_done(future, SAVE_DEADLINE_S)
+        except BaseException as error:
+            if not self.withdraw(job) and not wait_until_done(future, SAVE_DEADLINE_S):
+                late = f"{what} did not end within {2 * SAVE_DEADLINE_S} s, and may succeed yet"
+                raise IndeterminateError(late, resolve=partial(_has_succeeded, future, what)) from error
+            if isinstance(error, DeadlineError) and future.done():
+                return future.result(0)
             raise
 
     def is_current_thread(self) -> bool:
@@ -119,16 +131,16 @@ class Background:
             asyncio.run(work)
         except BaseException as error:  # A loop needs descriptors, and there may be none left.
             work.close()
-            for job in self._take_all():
-                job.fail(error)
+            self._fail_all(error)
 
-    def _take_all(self) -> Collection[Job]:
-        """Return the jobs that the thread, which has failed, leaves undone."""
+    def _fail_all(self, error: BaseException) -> None:
+        """End the jobs that the thread, which has failed, leaves undone."""
         with self._guard:
             taken, self._jobs, self.is_busy, self._wake = self._jobs, [], False, None
             for job in taken:
                 job.is_begun = True
-            return taken
+        for job in taken:
+            job.fail(error)
 
     async def _work(self) -> None:
         woken = asyncio.Event()
@@ -173,6 +185,14 @@ async def _run_job(job: Job) -> None:
         await job.run()
     except BaseException:
         sys.excepthook(*sys.exc_info())
+
+
+def _has_succeeded(future: Future[Any], what: str) -> bool:
+    """Return whether work has succeeded. DeadlineError while it runs."""
+    if not future.done():
+        raise DeadlineError(f"{what} has not ended")
+    error = future.exception(0)
+    return error.resolve() if isinstance(error, IndeterminateError) else error is None
 
 
 background = Background()

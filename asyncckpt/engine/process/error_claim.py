@@ -41,10 +41,9 @@ class ErrorClaim:
         self._calling: int | None = None  # The thread that calls them.
 
     @property
-    @uninterrupted
     def is_open(self) -> bool:
         """Whether there is an error, of no cancelled save, that nobody has got. Takes no lock."""
-        if self._is_claimed or not self._is_done():
+        if self._is_claimed or not self._inner.done():
             return False
         error = self._inner.exception(0)
         return error is not None and not isinstance(error, SaveCancelledError)

@@ -3,7 +3,7 @@
 #   from        to          done by
 #   staged      filtering   the background, when the save's turn has come
 #   filtering   writing     the filter has returned
-#   writing     committing  all bytes are on disk; from here cancel() comes too late
+#   writing     committing  all bytes are on disk; from here cancel() comes too late. Of a load: all are read
 #   committing  committed   the manifest is durable
 #   any above   failed      an error; before committing also cancelled
 #   -           skipped     another save was in flight and on_busy="skip"
@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,7 +142,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 
     @uninterrupted
     def cancel(self) -> bool:
-        """Abort the save if its commit has not begun; True when it will end (or has ended) as cancelled."""
+        """Abort the save if its commit has not begun, the load if it still reads; True when it will end so, or has."""
         with self._guard:
             if self._state in (FutureState.STAGED, FutureState.FILTERING, FutureState.WRITING):
                 self.native_progress.cancel()
@@ -324,6 +325,7 @@ class OpenErrors:
             for future in self._watched():
                 error = future._claim.take()
                 if error is not None:
+                    uninterrupted.if_raised(partial(self.watch, future))
                     raise error
         finally:
             self._drop_settled()
@@ -336,6 +338,10 @@ class OpenErrors:
         until = time.monotonic() + timeout
         for future in in_flight:
             future._wait_done(timeout, until=until)
+
+    def are_settled(self) -> bool:
+        """Return whether nothing is in flight."""
+        return all(future.done() for future in self._watched())
 
     def _watched(self) -> list[CheckpointFuture[Any]]:
         if self._pid != os.getpid():  # The guard may be held by a thread that is not here.

@@ -11,9 +11,10 @@ coordination.driver runs the protocol, and calls these effects:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -76,7 +77,7 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
 class RankSave:
     """The effects of one save on this rank. Used in the background's loop only.
 
-    is_agreed: who writes what holds for later saves too.
+    is_agreed: who writes what holds for later saves too. stopped: the call has ended without what this rank writes.
     """
 
     job: SaveJob
@@ -86,6 +87,7 @@ class RankSave:
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
     manifest_bytes: int = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def ranks(self) -> Ranks:
@@ -134,10 +136,16 @@ class RankSave:
         self.parents = _parents(notes) if attempt.kind == "delta" else ()
         await self._take_share(notes.text("replicas"), notes.text("agreement"))
         own = self.transaction  # Of rank 0: it has the folder open, and checks all files before it publishes.
-        with _attempt_folder(job.target.root, attempt.attempt) if own is None else nullcontext(own.folder) as folder:
-            self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
-            if own is None:
-                await run_on(committer, self._check_own, folder)
+        opened = _attempt_folder(job.target.root, attempt.attempt) if own is None else nullcontext(own.folder)
+        try:
+            with opened as folder:
+                self.written = written = await run_on(workers, write_files, job, folder, attempt.attempt)
+                if own is None:
+                    await run_on(committer, self._check_own, folder)
+        except NotFoundError:  # Rank 0 may have aborted the save: its word, which says why, ends this.
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.stopped.wait(), self.ranks.limits.alive_s)
+            raise
         job.enter(FutureState.COMMITTING)
         if self.ranks.is_coordinator:
             return {"structure": written.structure}
@@ -211,6 +219,7 @@ class RankSave:
         return not await run_on(committer, commits.chain.is_there, base.chain)
 
     def stop(self) -> None:
+        self.stopped.set()
         self.job.future.native_progress.cancel()
 
     def committed(self, outcome: Outcome) -> Committed:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from asyncckpt.devices.current_runtime import device_of, runtime
 from asyncckpt.engine.process.background import workers
+from asyncckpt.engine.process.event_loop import action_here
 from asyncckpt.engine.process.future import CheckpointFuture
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.delta_chain import Choice
@@ -16,6 +17,7 @@ from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.model.table import is_overlaid
+from asyncckpt.options import BusyPolicy
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.staging.pool import pool
 
@@ -29,7 +31,11 @@ class PrepareFuture(CheckpointFuture[None]):
 
 
 def prepare_arena(target: SaveTarget) -> PrepareFuture:
-    """Make the plan now, on the caller's thread, because it reads the live state; touch the arena on a worker."""
+    """Make the plan now, on the caller's thread, because it reads the live state; touch the arena on a worker.
+
+    SaveInProgressError on an event loop which that would stop, as it would a queued save.
+    """
+    action_here(BusyPolicy("queue"))
     cut = Cut.begin(target.state, target.tables, target.ranks, call=None)
     try:
         stage = choose_stage(target, cut, Choice(base=None, newest=None, tables=cut.all_rows()))

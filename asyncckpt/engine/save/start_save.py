@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
 from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import DeviceError, UsageError
+from asyncckpt.errors import DeviceError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
@@ -105,7 +104,10 @@ def _call_back(job: SaveJob, work: Job | None) -> None:
         end_save(job, ok=False)
     elif job.staged is None:
         job.future.cancel()
-        wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        try:
+            wait_until_done(job.future._inner, SAVE_DEADLINE_S)
+        finally:
+            job.cut.hand_over()
 
 
 def _begin(
@@ -139,8 +141,7 @@ def _begin(
         values = cut.values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")
-            text = f"asyncckpt: {stage.fallback}; this save blocks until it is written"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
         if staged and stage.fallback is None:
             snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()

@@ -15,7 +15,7 @@ from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import closing_beside
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.table import CutVersion, Table, is_overlaid, tracks_rows
+from asyncckpt.model.table import CutVersion, Table, hands_over, is_overlaid, tracks_rows
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
@@ -66,10 +66,11 @@ class Cut:
                 listed = ranks.replicas.list_of(cut.flat, tables)
                 left_out = ranks.replicas.by_peers(listed)
                 cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
-            for name, table in tables.items():
-                if left_out is None or name not in left_out.tables:
-                    schema = table.schema()
-                    cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=table.begin_cut()))
+            own = [name for name in tables if left_out is None or name not in left_out.tables]
+            for name in sorted(own, key=lambda name: id(tables[name])):  # See model/table.py.
+                table = tables[name]
+                cut.tables.append(CutTable(name=name, table=table, schema=table.schema(), cut=table.begin_cut()))
+            cut.tables.sort(key=lambda item: own.index(item.name))
             cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
         except BaseException as error:
             with closing_beside(error, "giving up the cut raised"):
@@ -106,6 +107,12 @@ class Cut:
             self.fenced = True
             self.flat = FlatState()
             _call_all([item.cut.fence for item in self.tables])
+
+    def hand_over(self) -> None:
+        """Leave the tables to the background, behind an interrupted wait for it."""
+        for item in self.tables:
+            if hands_over(item.cut):
+                item.cut.hand_over()
 
     def give_up(self) -> None:
         """End without a save."""

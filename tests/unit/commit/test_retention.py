@@ -6,19 +6,22 @@ import contextlib
 import os
 import random
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import retention
+from asyncckpt.commit import removal
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import keep_latest, sweep
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CorruptError, IOFailedError
 from asyncckpt.format.manifest import ParentFacts
+from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import DIM, layer_of, load
 from tests.chains.written import Written, write
@@ -157,9 +160,9 @@ def test_no_delta_is_ever_without_its_parents(tmp_path: Path, monkeypatch: pytes
     plain = {name: getattr(Directory, name) for name in ("move", "remove_file", "sync")}
 
     def noted(operation: str) -> Callable[..., object]:
-        def run(self: Directory, *names: str) -> object:
+        def run(self: Directory, *names: str, **options: object) -> object:
             done.append(names[0] if names else None)
-            result: object = plain[operation](self, *names)
+            result: object = plain[operation](self, *names, **options)
             for step in asyncckpt.list_steps(tmp_path):
                 load(tmp_path, step)
             return result
@@ -171,135 +174,116 @@ def test_no_delta_is_ever_without_its_parents(tmp_path: Path, monkeypatch: pytes
     assert retain(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
     wanted = ["7", "6", "6.full", "5", "4", "3", "2", "1"]
     manifests = [f"{name[0]:0>12}{name[1:]}.json" for name in wanted]
-    assert [name for name in done if name is not None] == [*manifests, *(f".r-{name}" for name in manifests)]
+    assert [name for name in done if name in manifests] == manifests
     for at, name in enumerate(done):
-        if name is not None and name.removeprefix(".r-").partition(".")[0] in {f"{step:012d}" for step in (7, 5, 3, 2)}:
-            assert done[at + 1] is None, "a delta's removal is durable before its parents go"
+        assert name not in manifests or done[at + 1] is None, "a removal is durable before the parents go"
 
 
-def test_what_a_crash_has_left_aside_is_put_back(tmp_path: Path) -> None:
-    """A second writer, of a directory whose locks do not work, may build upon it."""
-    two_chains(tmp_path)
-    steps = asyncckpt.list_steps(tmp_path)
-    for name in os.listdir(tmp_path / "manifests"):
-        os.rename(tmp_path / "manifests" / name, tmp_path / "manifests" / f".r-{name}")
-    assert asyncckpt.list_steps(tmp_path) == []
-    with CheckpointRoot.for_reading(tmp_path) as root:
-        assert sweep(root, KnownHeads(root)) == []
-    assert asyncckpt.list_steps(tmp_path) == steps
-    for step in steps:
-        asyncckpt.verify(tmp_path, step)
+def leave_marks(root: Path, *left: Written, is_decided: bool) -> str:
+    """What a crash leaves; the id of the removal."""
+    number = uuid.uuid4().hex
+    for made in left:
+        (root / "manifests" / Mark(number, made.folder.name, is_decided=is_decided).name).touch()
+    return number
 
 
-def test_what_a_crash_has_left_aside_keeps_what_it_builds_upon(tmp_path: Path) -> None:
-    """The sweep before may have left it: another retention of this process, in whichever directory, was at work."""
-    two_chains(tmp_path)
-    (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
-    assert retain(tmp_path, 1) == [1, 2, 3]
+def test_what_a_crash_has_left_announced_stays(tmp_path: Path) -> None:
+    leave_marks(tmp_path, *two_chains(tmp_path).values(), is_decided=False)
+    for _ in range(2):
+        for step in range(1, 8):
+            load(tmp_path, step)
+        assert sweep_names(tmp_path) == []
+    assert names(tmp_path) == {f"{step:012d}.json" for step in range(1, 8)}
+
+
+def test_what_a_crash_has_left_decided_goes_children_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = two_chains(tmp_path)
+    found[3].manifest.unlink()
+    leave_marks(tmp_path, *(found[step] for step in (1, 2, 3)), is_decided=True)
+    unlink = os.unlink
+
+    def checked(name: str, **options: Any) -> None:
+        unlink(name, **options)
+        for step in asyncckpt.list_steps(tmp_path):
+            load(tmp_path, step)
+
+    monkeypatch.setattr(os, "unlink", checked)
+    assert sweep_names(tmp_path) == [found[step].folder.name for step in (3, 2, 1)]
     assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
+    assert folders(tmp_path) == {found[step].folder.name for step in (4, 5, 6, 7)}
 
 
-def test_what_is_aside_of_a_step_that_was_saved_anew_is_removed(tmp_path: Path) -> None:
-    full(tmp_path, 1)
-    (tmp_path / "manifests" / f"{1:012d}.json").rename(tmp_path / "manifests" / f".r-{1:012d}.json")
-    full(tmp_path, 1)
-    with CheckpointRoot.for_reading(tmp_path) as root:
-        sweep(root, KnownHeads(root))
-    assert names(tmp_path) == {f"{1:012d}.json"}
-    assert len(folders(tmp_path)) == 1
+def test_of_a_step_that_was_saved_anew_only_the_old_attempt_goes(tmp_path: Path) -> None:
+    old = full(tmp_path, 1)
+    leave_marks(tmp_path, old, is_decided=True)
+    old.manifest.unlink()
+    anew = full(tmp_path, 1)
+    assert sweep_names(tmp_path) == [old.folder.name]
+    assert (names(tmp_path), folders(tmp_path)) == ({anew.manifest.name}, {anew.folder.name})
     load(tmp_path, 1)
 
 
-def test_a_sweep_puts_back_what_no_retention_of_this_process_is_about(
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_a_sweep_leaves_alone_what_this_process_is_about(is_decided: bool, tmp_path: Path) -> None:
+    number = leave_marks(tmp_path, *two_chains(tmp_path).values(), is_decided=is_decided)
+    removal._under_way.add(number)
+    try:
+        before = names(tmp_path)
+        assert sweep_names(tmp_path) == []
+        assert names(tmp_path) == before
+    finally:
+        removal._under_way.clear()
+
+
+def test_a_mark_that_is_renamed_while_it_is_looked_for_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_chains(tmp_path)
-    (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
-    publish = Directory.publish
-
-    def checked(self: Directory, *names: str) -> None:
-        assert retention._retaining.locked(), "a retention that begins now is not heard of"
-        publish(self, *names)
-
-    monkeypatch.setattr(Directory, "publish", checked)
-    with CheckpointRoot.for_reading(tmp_path) as root:
-        sweep(root, KnownHeads(root))
-    assert not retention._retaining.locked()
-    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_what_another_retention_sets_aside_keeps_what_it_builds_upon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of another process, whose lock does not work, hides a delta from our listing, and may put it back."""
-    two_chains(tmp_path)
-    plain, looks = Directory.names, iter(range(2))
+    """Listings are not atomic: one may have been where the new name is before, and where the old one was after."""
+    made = full(tmp_path, 1)
+    leave_marks(tmp_path, made, is_decided=True)
+    plain, looks = Directory.names, iter(range(1))
 
     def names_without(self: Directory) -> list[str]:
-        if next(looks, None) == 1:
-            (tmp_path / "manifests" / f"{3:012d}.json").rename(tmp_path / "manifests" / f".r-{3:012d}.json")
-        return plain(self)
+        return [] if next(looks, None) is not None else plain(self)
 
     monkeypatch.setattr(Directory, "names", names_without)
-    assert retain(tmp_path, 1) == [1, 2, 3]
-    assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
+    with CheckpointRoot.for_reading(tmp_path) as root:
+        assert removal.being_removed(root) == {made.folder.name}
 
 
-def put_back_by_rename(manifests: Path, name: str) -> None:
-    (manifests / f".r-{name}").rename(manifests / name)
-
-
-def put_back_by_link(manifests: Path, name: str) -> None:
-    """Where there is no rename that refuses to replace: the first half of it."""
-    (manifests / name).hardlink_to(manifests / f".r-{name}")
-
-
-def save_anew(manifests: Path, name: str) -> None:
-    """As a delta of the step before, which is perhaps aside: then it is not acknowledged, as here."""
-    root, step = manifests.parent, int(name[:12])
-    parent = manifests / f"{step - 1:012d}.json"
-    if parent.exists() and not (manifests / name).exists():
-        with CheckpointRoot.for_reading(root) as opened:
-            found = KnownHeads(opened).of(parent.name)
-        facts = ParentFacts(step=step - 1, attempt=found.head.attempt, digest=found.digest)
-        delta(root, step, (facts, *found.head.parents))
-
-
-@pytest.mark.parametrize("act", [put_back_by_rename, put_back_by_link, save_anew])
-@pytest.mark.parametrize("which", [0, -1])
-def test_no_delta_is_left_without_its_parents_whoever_else_is_about_them(
-    act: Callable[[Path, str], None], which: int, tmp_path: Path
-) -> None:
-    """Another process, whose lock does not work, does one thing at any moment of a retention."""
+def test_no_delta_is_left_without_its_parents_whoever_else_sweeps(tmp_path: Path) -> None:
+    """Another process, whose lock does not work, sweeps at any moment of a retention."""
     is_done = True
     for at in range(1, 1000):
         if not is_done:
             break
         root = tmp_path / str(at)
         two_chains(root)
-        is_done = retain_beside(root, lambda name, root=root: act(root / "manifests", name), at=at, which=which)
+        is_done = retain_beside(root, lambda root=root: sweep_names(root), at=at)
         for step in asyncckpt.list_steps(root):
             load(root, step)
+        assert {4, 5, 6, 7} <= set(asyncckpt.list_steps(root))
     assert at > 20
 
 
-def retain_beside(root: Path, act: Callable[[str], None], *, at: int, which: int) -> bool:
-    """Retain, and act on what is aside before the operation of this number. Return whether there are so many."""
+def retain_beside(root: Path, act: Callable[[], object], *, at: int) -> bool:
+    """Retain, and act as another process before the operation of this number. Return whether there are so many."""
     count = 0
 
     def watched(plain: Callable[..., object]) -> Callable[..., object]:
-        def run(self: Directory, *arguments: str) -> object:
+        def run(self: Directory, *arguments: str, **options: object) -> object:
             nonlocal count
             count += 1
-            aside = sorted(name.removeprefix(".r-") for name in names(root) if name.startswith(".r-"))
-            if count == at and aside:
-                act(aside[which])
-            return plain(self, *arguments)
+            if count == at:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(removal, "_under_way", set())
+                    act()
+            return plain(self, *arguments, **options)
 
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for operation in ("move", "remove_file", "sync", "names", "remove_folder"):
+        for operation in ("move", "create_file", "remove_file", "sync", "names", "remove_folder"):
             patch.setattr(Directory, operation, watched(getattr(Directory, operation)))
         with contextlib.suppress(asyncckpt.CheckpointError):  # What it is about was taken from it.
             retain(root, 1)
@@ -317,16 +301,6 @@ def test_a_sweep_looks_no_closer_the_more_checkpoints_there_are(
     with CheckpointRoot.for_reading(tmp_path) as root:
         sweep(root, KnownHeads(root))
     assert looks == []
-
-
-def test_data_of_what_is_set_aside_is_no_stray(tmp_path: Path) -> None:
-    """A sweep may come while a retention of this process is about it."""
-    full(tmp_path, 1)
-    (tmp_path / "manifests" / f"{1:012d}.json").rename(tmp_path / "manifests" / f".r-{1:012d}.json")
-    with retention._retaining, CheckpointRoot.for_reading(tmp_path) as root:
-        assert sweep(root, KnownHeads(root)) == []
-    (tmp_path / "manifests" / f".r-{1:012d}.json").rename(tmp_path / "manifests" / f"{1:012d}.json")
-    asyncckpt.verify(tmp_path, 1)
 
 
 @pytest.mark.parametrize("seed", range(5))

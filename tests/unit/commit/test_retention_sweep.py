@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncckpt import IOFailedError, Saver, verify
+from asyncckpt import IOFailedError, Saver
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import sweep
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.format.names import Attempt, doomed_name, swept_name
+from asyncckpt.format.names import Attempt, Mark
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
@@ -40,17 +40,25 @@ def folders(root: Path) -> set[str]:
     return {path.name for path in (root / "data").iterdir()}
 
 
+def marks(root: Path) -> list[Mark]:
+    return [mark for path in (root / "manifests").iterdir() if (mark := Mark.of(path.name)) is not None]
+
+
 def test_one_that_cannot_be_removed_does_not_keep_the_others(saved: Written) -> None:
     stuck = leave(saved.root, 0, folder=True)
     others = [leave(saved.root, step) for step in (1, 5, 9)]
     with pytest.raises(IOFailedError, match=f"1 folders cannot be removed, .*{stuck}"):
         swept(saved.root)
     assert not folders(saved.root) & set(others)
-    assert folders(saved.root) == {saved.folder.name, doomed_name(stuck)}
-    assert [path.name for path in (saved.root / "data" / doomed_name(stuck)).iterdir()] == ["lost+found"]
-    (saved.root / "data" / doomed_name(stuck) / "lost+found").rmdir()
+    assert folders(saved.root) == {saved.folder.name, stuck}
+    assert [path.name for path in (saved.root / "data" / stuck).iterdir()] == ["lost+found"]
+    with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
+        swept(saved.root)
+    assert len(marks(saved.root)) == 1, "each sweep leaves one more"
+    (saved.root / "data" / stuck / "lost+found").rmdir()
     assert swept(saved.root) == [stuck]
     assert folders(saved.root) == {saved.folder.name}
+    assert marks(saved.root) == []
 
 
 def test_a_save_goes_on_beside_what_cannot_be_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -63,39 +71,30 @@ def test_a_save_goes_on_beside_what_cannot_be_removed(tmp_path: Path, caplog: py
     assert len([record for record in caplog.records if "were kept" in record.message]) == 1
 
 
-def test_what_a_crashed_sweep_left_is_removed_or_comes_back(saved: Written) -> None:
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_what_a_crashed_sweep_left_is_removed(saved: Written, is_decided: bool) -> None:
     stray = leave(saved.root, 7)
-    data = saved.root / "data"
-    for name in (stray, saved.folder.name):
-        (data / name).rename(data / swept_name(name))
+    (saved.root / "manifests" / Mark("ab" * 16, stray, is_decided=is_decided).name).touch()
     assert swept(saved.root) == [stray]
     assert folders(saved.root) == {saved.folder.name}
-    verify(saved.root, 5)
+    assert marks(saved.root) == []
 
 
-def test_what_is_being_deleted_does_not_come_back(saved: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a save that is published meanwhile finds its folder, is acknowledged, and its files go nevertheless."""
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_what_is_published_while_it_is_swept_goes_with_its_folder_or_stays(
+    saved: Written, monkeypatch: pytest.MonkeyPatch, is_decided: bool
+) -> None:
+    """Published before the second look it stays; behind it, it sees the mark, and is not acknowledged."""
     hidden = saved.manifest.rename(saved.root / "hidden")
-    plain = Directory.names
+    operation = "move" if is_decided else "create_file"
+    plain = getattr(Directory, operation)
 
-    def names_and_publish(self: Directory) -> list[str]:
-        listed = plain(self)
-        if saved.folder.name in self.path.name:
-            monkeypatch.undo()
-            hidden.rename(saved.manifest)
-            swept(saved.root)
-            assert not saved.folder.exists()
-        return listed
+    def publish_before(self: Directory, *names: str) -> object:
+        hidden.rename(saved.manifest)
+        monkeypatch.undo()
+        return plain(self, *names)
 
-    monkeypatch.setattr(Directory, "names", names_and_publish)
-    assert swept(saved.root) == [saved.folder.name]
-    assert saved.manifest.exists()
-    assert folders(saved.root) == set()
-
-
-def test_what_an_unreadable_manifest_may_name_comes_back(saved: Written) -> None:
-    data = saved.root / "data"
-    saved.folder.rename(data / swept_name(saved.folder.name))
-    saved.manifest.write_bytes(b"{}")
-    assert swept(saved.root) == []
-    assert folders(saved.root) == {saved.folder.name}
+    monkeypatch.setattr(Directory, operation, publish_before)
+    assert swept(saved.root) == ([saved.folder.name] if is_decided else [])
+    assert saved.manifest.exists() == saved.folder.exists() == (not is_decided)
+    assert marks(saved.root) == []

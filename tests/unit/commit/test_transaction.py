@@ -28,11 +28,8 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    # Retention puts back what it has set aside; the files of coordination are no manifests.
-    "publish": {
-        *("commit/transaction.py", "commit/retention.py"),
-        *("coordination/session_files.py", "coordination/driver.py"),
-    },
+    # The files of coordination are no manifests.
+    "publish": {"commit/transaction.py", "coordination/session_files.py", "coordination/driver.py"},
 }
 
 

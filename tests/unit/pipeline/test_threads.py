@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,9 +13,19 @@ from concurrent.futures import Future, wait
 
 import pytest
 
+from asyncckpt.engine.process.background import Background
+from asyncckpt.errors import IOFailedError, UsageError
 from asyncckpt.pipeline.threads import IdleEndingThreads
 
 DEADLINE_S = 20
+
+
+start_thread = threading.Thread.start
+
+
+def interrupted_start(thread: threading.Thread) -> None:
+    start_thread(thread)
+    signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture
@@ -127,39 +138,70 @@ def test_a_task_may_hand_over_to_its_pool_and_wait_for_others() -> None:
 
 
 @pytest.mark.parametrize("others_count", [0, 1])
-def test_an_interrupted_submit_leaves_no_task_and_no_thread_too_many(
-    monkeypatch: pytest.MonkeyPatch, others_count: int
-) -> None:
-    """Also when the thread has been started by then."""
+def test_an_interrupt_loses_the_future_and_not_the_task(monkeypatch: pytest.MonkeyPatch, others_count: int) -> None:
     pool = IdleEndingThreads("test", 2)
     may_end = threading.Event()
     ran: list[str] = []
     others = [pool.submit(may_end.wait, DEADLINE_S) for _ in range(others_count)]
-    real = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        real(thread)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
+        patched.setattr(threading.Thread, "start", interrupted_start)
         with pytest.raises(KeyboardInterrupt):
             pool.submit(ran.append, "interrupted")
     may_end.set()
     assert all(future.result(DEADLINE_S) for future in others)
-    assert pool.submit(lambda: list(ran)).result(DEADLINE_S) == []
+    pool.submit(lambda: None).result(DEADLINE_S)
+    assert ran == ["interrupted"]
+
+
+def test_a_thread_is_started_under_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A destructor may run in it before it says that it has begun. Whoever starts it cannot wait for it meanwhile."""
+    pool, background = IdleEndingThreads("test", 1), Background()
+    begun: list[bool] = []
+    real_start, real_begin = threading.Thread.start, threading.Thread._set_native_id  # type: ignore[attr-defined]
+
+    async def work() -> int:
+        return 2
+
+    def start(thread: threading.Thread) -> None:
+        with pytest.raises(UsageError, match="waiting for the test in the middle of another call"):
+            background.run(work, "the test")
+        real_start(thread)
+
+    def begin(thread: threading.Thread) -> None:
+        begun.append(pool.is_current_thread())
+        for guard in (pool._guard, background._guard):
+            begun.append(guard.acquire(blocking=False))
+            guard.release()
+        real_begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "_set_native_id", begin)
+    assert pool.submit(lambda: 1).result(DEADLINE_S) == 1
+    assert begun == [True, True, True]
+    assert background.run(work, "the test") == 2
+    assert begun[3:6] == [False, True, True]
+
+
+def test_all_tasks_that_wait_for_a_thread_that_cannot_be_started_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, others = IdleEndingThreads("test", 1), list[Future[int]]()
+
+    def start(thread: threading.Thread) -> None:
+        others.append(pool.submit(int))  # As another thread may do meanwhile.
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(IOFailedError, match="thread 'test' cannot be started"):
+            pool.submit(int)
+    with pytest.raises(IOFailedError, match="thread 'test' cannot be started"):
+        others[0].result(DEADLINE_S)
+    assert pool.submit(int).result(DEADLINE_S) == 0
 
 
 def test_the_pool_never_has_more_threads_than_it_may_after_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = IdleEndingThreads("test", 1)
-    real = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        real(thread)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
+        patched.setattr(threading.Thread, "start", interrupted_start)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 pool.submit(int)

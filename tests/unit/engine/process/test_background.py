@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -17,7 +20,7 @@ from asyncckpt.engine.process.background import (
     workers,
     writers,
 )
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, IndeterminateError, UsageError
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.staging.chunks import chunk_buffers
 
@@ -58,6 +61,28 @@ def test_what_comes_of_work_is_waited_for_up_to_a_deadline() -> None:
     with pytest.raises(TimeoutError, match="of the work"):
         result_of(future, "a removal", 0)
     assert result_of(writers.submit(int), "a removal", DEADLINE_S) == 0
+
+
+def test_work_that_has_not_ended_may_succeed_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    async def work() -> int:
+        while not may_end.is_set():
+            await asyncio.sleep(0.001)
+        return 1
+
+    monkeypatch.setattr("asyncckpt.engine.process.background.SAVE_DEADLINE_S", 0.01)
+    with pytest.raises(IndeterminateError, match=r"did not end within 0\.02 s, and may succeed yet") as raised:
+        background.run(work, "a removal")
+    with pytest.raises(DeadlineError, match="a removal has not ended"):
+        raised.value.resolve()
+    may_end.set()
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        with contextlib.suppress(DeadlineError):
+            assert raised.value.resolve()
+            return
+    raise AssertionError("it did not end")
 
 
 @pytest.mark.parametrize("tasks_count", [1, WORKERS_MAX, 2 * WORKERS_MAX])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asyncckpt.commit.discover import check_listed
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.ranks.rank_save import _attempt_folder
-from asyncckpt.errors import CorruptError, NotFoundError
+from asyncckpt.coordination.driver import run_call
+from asyncckpt.coordination.messages import AttemptMessage, Begin, Limits, Outcome, encode
+from asyncckpt.engine.process.background import talkers
+from asyncckpt.engine.ranks.rank_save import RankSave, _attempt_folder
+from asyncckpt.errors import CorruptError, NotFoundError, PeerError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
 
@@ -33,3 +40,34 @@ def test_files_that_rank_0_has_removed_are_not_damaged(tmp_path: Path, gone: boo
 
         with pytest.raises(expected, match="unless rank 0 has aborted" if gone else "is missing"):
             check()
+
+
+class LateOutcome:
+    """The channel of rank 1, on which the word of rank 0 comes when its folder is gone already."""
+
+    rank, ranks_count = 1, 2
+
+    def __init__(self, attempt: Attempt) -> None:
+        outcome = Outcome("aborted", attempt=attempt, rank=0, cause="SaveCancelledError: by rank 0")
+        self._left = [AttemptMessage(attempt, notes={"replicas": "share", "agreement": ""}), None, None, outcome]
+
+    def receive(self, call: int, timeout_s: float) -> list[tuple[int, bytes]]:
+        time.sleep(timeout_s if len(self._left) < 4 else 0)
+        message = self._left.pop(0) if self._left else None
+        return [] if message is None else [(0, encode(message))]
+
+    def send(self, call: int, to: int | None, message: bytes) -> None: ...
+
+    def forget(self, call: int) -> None: ...
+
+
+def test_a_rank_whose_folder_is_gone_hears_why(tmp_path: Path) -> None:
+    limits = Limits(begin_s=30, silence_s=20)
+    with CheckpointRoot.for_writing(tmp_path, exact_modes=False) as root:
+        future = SimpleNamespace(native_progress=SimpleNamespace(cancel=lambda: None))
+        job: Any = SimpleNamespace(step=1, target=SimpleNamespace(root=root), future=future)
+        share: Any = SimpleNamespace(ranks=SimpleNamespace(limits=limits, replicas=None))
+        channel: Any = LateOutcome(Attempt.new(1))
+        call = run_call(channel, 1, Begin(step=1), RankSave(job, share), limits, threads=talkers)
+        with pytest.raises(PeerError, match=r"because of rank 0.*SaveCancelledError"):
+            asyncio.run(call)

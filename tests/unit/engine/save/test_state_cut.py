@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,11 +72,21 @@ def test_one_that_fails_to_end_leaves_no_other_without_an_end(name: str) -> None
     assert log[len(NAMES) :] == EVERY_FENCE + EVERY_END
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", NAMES)
 def test_one_that_fails_to_begin_gives_up_those_before(name: str) -> None:
     log: list[str] = []
     with pytest.raises(IOFailedError, match=f"begin {name} failed"):
         cut_of(log, f"begin {name}")
-    before = NAMES[: NAMES.index(name)]
+    before = [line.removeprefix("begin ") for line in log[: log.index(f"begin {name}")]]
     expected = [f"{what} {other}" for what in ("fence", "end") for other in before]
     assert log[len(before) + 1 :] == expected
+
+
+def test_tables_begin_in_one_order_whatever_that_of_their_names() -> None:
+    """Else two cuts at once, or a cut and a load, wait for each other."""
+    log: list[str] = []
+    tables: Any = {name: Table(name, log, "") for name in NAMES}
+    for names in itertools.permutations(NAMES):
+        cut = Cut.begin({}, {name: tables[name] for name in names}, None, None)
+        assert [item.name for item in cut.tables] == list(names)
+    assert log == log[: len(NAMES)] * 6

@@ -1,0 +1,109 @@
+"""Remove attempts, with the manifests that name them, so that nothing is acknowledged that needs what goes.
+
+LOCK keeps other writers away. Where it does not work, others may save, remove and sweep at the same time. So whoever
+removes says so first, by a mark, which is an empty file; and nothing gets another name that a reader looks for:
+
+1. Announce: make manifests/.r-<id>-<folder> for each attempt; the id is new, and that of this one removal.
+2. Look once more whether all of them may still go.
+3. Decide: rename the marks to manifests/.d-<id>-<folder>, children before what they build upon. Stop at the first that
+   is not there any more: another one has taken it back.
+4. Of each, in this order: unlink its manifest, sync manifests/, remove its folder, and last its mark.
+
+A writer looks for marks after it has published, and then whether all that it needs is there. If it published before 2,
+it is seen there; if later, it sees a mark, or that something is gone, and does not acknowledge.
+
+Whoever comes upon marks of another process takes back what is announced, and completes what is decided: it may have
+crashed, and if not, it finds that out in 3. No step of 4 is wrong when two do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError
+from asyncckpt.format.names import Mark, attempt_of_directory, compacted_manifest_name, manifest_name
+
+_under_way: set[str] = set()  # Ids of the removals of this process.
+os.register_at_fork(after_in_child=_under_way.clear)
+
+
+def being_removed(root: CheckpointRoot) -> set[str]:
+    """Return the folders that somebody is about to remove. Look whether something is there only after this."""
+    # A mark is renamed once, and one listing, which is not atomic, may miss it then.
+    return {mark.folder for _ in range(2) for mark in _marks(root)}
+
+
+def take_over(root: CheckpointRoot) -> list[Mark]:
+    """Take back what other processes, or failed removals of this one, have announced; return what they have decided."""
+    others = [mark for mark in _marks(root) if mark.id not in _under_way]
+    for mark in others:
+        if not mark.is_decided:
+            root.manifests.remove_file(mark.name)
+    return sorted((mark for mark in others if mark.is_decided), key=lambda mark: mark.folder, reverse=True)
+
+
+def remove(root: CheckpointRoot, heads: KnownHeads, folders: Iterable[str], may_go: Callable[[], bool]) -> list[str]:
+    """Remove attempts, children first, and what others have decided to; return the folders that are gone.
+
+    None of `folders` when they may not go any more, fewer when another one says so. IOFailedError naming those that
+    cannot be removed, at the end.
+    """
+    number = uuid.uuid4().hex
+    _under_way.add(number)
+    try:
+        decided = take_over(root)
+        theirs = {mark.folder for mark in decided}
+        decided += _decide(root, [Mark(number, folder) for folder in folders if folder not in theirs], may_go)
+        _complete(root, heads, decided)
+    finally:
+        _under_way.discard(number)
+    return [mark.folder for mark in decided]
+
+
+def _marks(root: CheckpointRoot) -> list[Mark]:
+    return [mark for name in root.manifests.names() if (mark := Mark.of(name)) is not None]
+
+
+def _decide(root: CheckpointRoot, marks: Sequence[Mark], may_go: Callable[[], bool]) -> list[Mark]:
+    decided: list[Mark] = []
+    try:
+        for mark in marks:
+            os.close(root.manifests.create_file(mark.name)[0])
+        for mark in marks if marks and may_go() else ():
+            root.manifests.move(mark.name, replace(mark, is_decided=True).name)
+            decided.append(replace(mark, is_decided=True))
+    except IOFailedError as error:
+        if error.errno != errno.ENOENT:
+            raise
+    finally:
+        for mark in marks[len(decided) :]:
+            root.manifests.remove_file(mark.name)
+    return decided
+
+
+def _complete(root: CheckpointRoot, heads: KnownHeads, decided: Iterable[Mark]) -> None:
+    failed: dict[str, CheckpointError] = {}
+    for mark in decided:
+        attempt = attempt_of_directory(mark.folder)
+        assert attempt is not None
+        for name in (manifest_name(attempt.step), compacted_manifest_name(attempt.step)):
+            with contextlib.suppress(NotFoundError):
+                if heads.of(name).head.folder_name == mark.folder:
+                    root.manifests.remove_file(name, version=heads.version(name))
+        # Also what another one has unlinked, who may have died before that was durable.
+        root.manifests.sync()
+        try:
+            root.data.remove_folder(mark.folder)
+            root.manifests.remove_file(mark.name)
+        except CheckpointError as error:
+            failed[mark.folder] = error
+    if failed:
+        first = next(iter(failed.values()))
+        raise IOFailedError(f"{len(failed)} folders cannot be removed, {sorted(failed)[:8]}: {first}") from first
