@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncckpt.native import I64
+from asyncckpt.native import I64, U8
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
@@ -96,6 +96,11 @@ class HashTable(TrainedTable):
 
     def _are_used(self, rows: I64) -> NDArray[np.bool_]:
         return self._store.marks.used(rows)
+
+    def _to_mark(self, rows: I64) -> tuple[U8, int]:
+        if self._store.watchers:
+            self._store.watchers.rows_change(rows[rows >= 0])
+        return self._store.marks.to_set(self._store.capacity)
 
     def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
         self._store.write(rows, values)

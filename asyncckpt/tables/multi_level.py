@@ -230,6 +230,9 @@ class MultiLevelTable(TrainedTable):
         used: NDArray[np.bool_] = (rows >= 0) & (self._cache.host_rows[rows] >= 0)
         return used
 
+    def _to_mark(self, rows: I64) -> None:
+        self._levels.touch(rows)  # Marks belong to host rows.
+
     def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
         self._levels.write_cached(rows, values)
 

@@ -6,8 +6,9 @@ end (table_lock.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from asyncckpt.arguments import check_int, check_type
 from asyncckpt.errors import warn
 from asyncckpt.model.table import IdsHeld, TableSchema
-from asyncckpt.native import I64
+from asyncckpt.native import I64, U8
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
@@ -148,6 +149,11 @@ class StoredTable(LockedTable):
         warn(f"{what} table's, so saves copy all of its rows: {advice}", RuntimeWarning)
 
 
+# Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
+# for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
+WriteMemory: TypeAlias = Callable[[Mapping[str, torch.Tensor], I64, tuple[U8, int] | None], None]
+
+
 class TrainedTable(StoredTable):
     """A table with an embedding, whose rows training reads and updates in place, in `_level`."""
 
@@ -183,6 +189,11 @@ class TrainedTable(StoredTable):
     def device(self) -> torch.device:
         """The device of the rows that training sees."""
         return self._level.place.device
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the rows that training sees are plain memory of the host."""
+        return self._level.place.is_host
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -254,6 +265,18 @@ class TrainedTable(StoredTable):
                 yield values
         self._warn_of_growth()
 
+    def update_in_memory(self, ids: I64, write: WriteMemory) -> None:
+        """Let `write` change the rows of ids, int64 [n], distinct, and mark them, under the lock; no id gets a row.
+
+        It writes to the memory of the columns of a table on the host, in a way that torch does not count: a copy or an
+        operation of torch would be taken for a write of other code.
+        """
+        assert self.is_on_host
+        with self._lock.hold("update"):
+            self._begin()
+            rows = self._find(ids)
+            write(self._level.columns(), rows, self._to_mark(rows))
+
     def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
         """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
 
@@ -288,6 +311,10 @@ class TrainedTable(StoredTable):
 
     def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
         """Set and mark used rows (distinct) of `_level`. The lock is held."""
+        raise NotImplementedError
+
+    def _to_mark(self, rows: I64) -> tuple[U8, int] | None:
+        """Begin a write of rows of `_level`: mark them, or return the marks to set; -1 is skipped. The lock is held."""
         raise NotImplementedError
 
     def _warn_of_growth(self) -> None:

@@ -76,6 +76,10 @@ class TouchedRows:
         found: NDArray[np.bool_] = (self._marks.take(rows) != FREE) & (rows >= 0)
         return found
 
+    def to_set(self, rows_count: int) -> tuple[U8, int]:
+        """Return the marks of rows below a count and the mark of this epoch, for who sets them while it writes rows."""
+        return self._marks[:rows_count], self._mark_now()
+
     def begin_rows(self, rows: I64, *, rows_end: int) -> None:
         """Mark rows that were free until now; rows_end is the last used row plus one."""
         self._rows_end = max(self._rows_end, rows_end)
