@@ -6,18 +6,18 @@ import os
 import shutil
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from fork_server import Channel
 from oracle import check_next_save, check_standing, check_steps, expected_digest
 from sample_state import SampleState
-from scenarios import AFTER_STEP, FAR_STEPS, NEW_STEP, SCENARIOS, Scenario, make_saves_small
+from scenarios import AFTER_STEP, CHECKPOINT, FAR_STEPS, NEW_STEP, SCENARIOS, Scenario, make_saves_small
 from shim import Fault, Shim
 from weak_disk import CutDisk, put_on_disk
 
 from asyncckpt import IndeterminateError, IOFailedError
 
-CHECKPOINT = "checkpoint"  # Its parent is watched too, for making the directory is part of the first save.
 STEPS_MAX = 50
 
 
@@ -46,10 +46,8 @@ def save_once(channel: Channel, scenario: Scenario, folder: Path, template: Path
     """
     copy_template(template, folder)
     state = SampleState()
-    Shim().arm(folder, fault, log=_open_log(folder))
-    with scenario.open(folder / CHECKPOINT, state) as saver:
-        for step in scenario.make_base(saver, state):
-            _acknowledge(channel, step)
+    tell = partial(_acknowledge, channel)
+    with scenario.open_watched(folder, state, fault, log=_open_log(folder), tell=tell) as saver:
         scenario.disturbed(saver, state)
         _acknowledge(channel, NEW_STEP)
 

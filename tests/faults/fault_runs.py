@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from child_runs import CHECKPOINT, copy_template
+from child_runs import copy_template
 from fork_server import Channel
 from op_log import Operation, read_log
 from oracle import (
@@ -29,7 +29,7 @@ from oracle import (
     tree_of,
 )
 from sample_state import SampleState
-from scenarios import AFTER_STEP, NEW_STEP, Scenario
+from scenarios import AFTER_STEP, CHECKPOINT, NEW_STEP, Scenario
 from shim import ALL_KINDS, CHANGING_KINDS, NOTHING, Action, Fault, Kind, Shim
 
 from asyncckpt import CheckpointError, CorruptError, IndeterminateError, IOFailedError, Saver
@@ -102,11 +102,8 @@ def _operations_of_a_save(scenario: Scenario, folder: Path, template: Path) -> l
     copy_template(template, run)
     log = os.open(f"{run}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     state = SampleState()
-    Shim().arm(run, log=log)
     try:
-        with scenario.open(run / CHECKPOINT, state) as saver:
-            for step in scenario.make_base(saver, state):
-                Shim().mark(step)
+        with scenario.open_watched(run, state, log=log, tell=Shim().mark) as saver:
             scenario.disturbed(saver, state)
     finally:
         Shim().disarm()
@@ -122,11 +119,8 @@ def _disturb_save(scenario: Scenario, folder: Path, fault: Fault) -> str:
     saver: Saver | None = None
     error: CheckpointError | None = None
     acknowledged = False
-    shim.arm(folder, fault)
     try:
-        saver = scenario.open(root, state)
-        for _ in scenario.make_base(saver, state):
-            pass
+        saver = scenario.open_watched(folder, state, fault)
         scenario.disturbed(saver, state)
         acknowledged = True
         saver.close()

@@ -6,7 +6,7 @@ process; only what comes after it is killed and disturbed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from op_log import Operation, begin_of_disturbed
 from sample_state import SampleState
+from shim import NOTHING, Fault, Shim
 
 from asyncckpt import DeltaPolicy, DeviceOptions, Saver, SaveResult, WriteBlock
 from asyncckpt.native import DrainOptions
@@ -23,6 +24,7 @@ from asyncckpt.plan import deferred_tables, image
 from asyncckpt.shard import drain, stream
 from asyncckpt.storage import directory
 
+CHECKPOINT = "checkpoint"  # Its parent is watched too, for making the directory is part of the first save.
 NEW_STEP = 5  # The step whose save is disturbed.
 AFTER_STEP = 6  # The step that is saved afterwards.
 FAR_STEPS = 1000  # A state that many steps on shares no row with this one.
@@ -82,8 +84,30 @@ class Scenario:
             deltas=POLICY if self.has_deltas else None,
         )
 
-    def make_base(self, saver: Saver, state: SampleState) -> Iterator[int]:
-        """Do what comes first; yields every step that is acknowledged."""
+    def open_watched(
+        self,
+        folder: Path,
+        state: SampleState,
+        fault: Fault = NOTHING,
+        *,
+        log: int = -1,
+        tell: Callable[[int], object] = lambda step: None,
+    ) -> Saver:
+        """Watch the folder, make the Saver and what comes first; tells every step that is acknowledged.
+
+        Operations count from 0 behind what comes first: there retention may find the end of its save or not, and looks
+        at more or less. The fault is for what follows; for all of it where nothing comes first.
+        """
+        Shim().arm(folder, NOTHING if self.base else fault, log=log)
+        saver = self.open(folder / CHECKPOINT, state)
+        for step in self._make_base(saver, state):
+            tell(step)
+        if self.base:
+            saver.wait_idle(RESULT_SECONDS_MAX)
+            Shim().arm(folder, fault, log=log)
+        return saver
+
+    def _make_base(self, saver: Saver, state: SampleState) -> Iterator[int]:
         for act, step in self.base:
             result = saver.compact(step).result(RESULT_SECONDS_MAX) if act == "compact" else None
             if result is None:

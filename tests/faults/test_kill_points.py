@@ -12,10 +12,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from child_runs import CHECKPOINT, check_after_crashes, check_after_random_kills, save_for_ever, save_once
+from child_runs import check_after_crashes, check_after_random_kills, save_for_ever, save_once
 from fork_lanes import ForkLanes, Lane
 from op_log import Operation, read_log
-from scenarios import NEW_STEP, SCENARIOS, Scenario
+from scenarios import CHECKPOINT, NEW_STEP, SCENARIOS, Scenario
 from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
 from templates import Templates
 

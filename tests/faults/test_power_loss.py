@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from child_runs import CHECKPOINT, check_disks, save_again, save_and_resolve, save_once
+from child_runs import check_disks, save_again, save_and_resolve, save_once
 from fork_lanes import ForkLanes, Lane
 from op_log import Operation, read_log
-from scenarios import AFTER_STEP, NEW_STEP, SCENARIOS, Scenario
+from scenarios import AFTER_STEP, CHECKPOINT, NEW_STEP, SCENARIOS, Scenario
 from shim import CHANGING_KINDS, NOTHING, Action, Fault, Kind
 from templates import Templates
 from weak_disk import NEVER_READ, CutDisk, WeakDisk

@@ -26,10 +26,13 @@ _LOOP_ENDS = {code for name, code in dis.opmap.items() if name.startswith("POP_J
 # RESUME: at the beginning of a function, and behind a yield; behind these it does not look.
 _BEHIND_AWAIT = 2
 _TURNS = 2
+_WHOLE = 16
 # How many places of a call are tried, at most.
 ALL = 1_000_000
-SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "60"))
-FEW = SOME // 3
+SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "150"))
+FEW = min(SOME // 7, 300)
+# Here Python itself drops what is raised, or leaves descriptors behind: beginnings of destructors, asyncio.run.
+_OF_PYTHON = ("finalize.__call__", "WeakValueDictionary.__init__.<locals>.remove", "Runner._lazy_init", "Runner.close")
 
 
 Way = tuple[tuple[CodeType, int], ...]
@@ -51,7 +54,7 @@ def places_of(call: Callable[[], Any]) -> list[Place]:
     def come(frame: FrameType) -> None:
         way = _way_to(frame)
         turns[way] += 1
-        if turns[way] <= _TURNS:
+        if turns[way] <= _TURNS and not any(code.co_qualname in _OF_PYTHON for code, _ in way):
             places.append(Place(way, turns[way]))
 
     _trace(call, lambda frame, event, arg: _follow(frame, come))
@@ -84,27 +87,39 @@ def interrupt(call: Callable[[], Any], place: Place) -> str | None:
     return where
 
 
-def interrupt_at(count: int, prepare: Callable[[], Callable[[], Any]], check: Callable[[], None]) -> None:
-    """Interrupt what `prepare` returns at some `count` of its places, at most at all, and check after each."""
+def interrupt_at(
+    count: int,
+    prepare: Callable[[], Callable[[], Any]],
+    check: Callable[[], None],
+    check_whole: Callable[[], None] = lambda: None,
+) -> None:
+    """Interrupt what `prepare` returns at some `count` of its places, at most at all, and check after each.
+
+    check_whole: what takes longer than a call: after every sixteenth place and the last.
+    """
     prepare()()
     check()
     places = places_of(prepare())
     check()
+    check_whole()
     chosen = places[:: max(1, len(places) // count)]
     assert len(chosen) > 5
-    failures, reached = [], 0
-    for place in chosen:
-        where = "?"
-        try:
+    reached, since_whole = 0, list[str]()
+    try:
+        for number, place in enumerate(chosen, 1):
             call = prepare()
+            since_whole.append(f"not reached, time {place.turn}")
             found = interrupt(call, place)
-            where = found or "not reached"
-            reached += found is not None
+            if found is not None:
+                reached += 1
+                since_whole[-1] = f"{found}, time {place.turn}"
             check()
-        except BaseException as error:
-            failures.append(f"{where}, time {place.turn}: {type(error).__name__}: {error}")
-            break  # What is held now would be in the way of the next ones.
-    assert not failures, f"{len(failures)} of {len(chosen)}:\n" + "\n".join(failures)
+            if number % _WHOLE == 0 or number == len(chosen):
+                check_whole()
+                since_whole.clear()
+    except BaseException as error:  # What is held now would be in the way of the next ones.
+        where = "\n".join(reversed(since_whole))
+        raise AssertionError(f"1 of {len(chosen)}: {type(error).__name__}: {error}\n{where}") from error
     assert reached > len(chosen) // 2, f"{reached} of {len(chosen)} reached: the places are those of another run"
 
 

@@ -184,8 +184,7 @@ def _close_and_open(world: World) -> None:
 @pytest.mark.parametrize("use", [_save_async, _save_delta, _save_blocking, _prepare, _compact, _close_and_open])
 def test_calls_of_a_saver(world: World, use: Callable[[World], None]) -> None:
     def prepare() -> Callable[[], None]:
-        world.own.forward(world.new_ids(6))
-        world.own.optimizer.step()
+        world.train()
         if use is _compact:
             _save_delta(world)
         return lambda: use(world)
@@ -196,11 +195,14 @@ def test_calls_of_a_saver(world: World, use: Callable[[World], None]) -> None:
             world.saver.close()
             world.saver = world.new_saver()
         world.saver.wait_idle(DEADLINE_S)
+
+    def check_whole() -> None:
+        world.load()
         world.save_and_load()
         world.check_folders()
         assert settled_fds() == world.fds
 
-    interrupt_at(SOME, prepare, check)
+    interrupt_at(SOME, prepare, check, check_whole)
 
 
 # -- loads -------------------------------------------------------------------------------------------------------------
@@ -220,15 +222,13 @@ def test_loads(world: World, use: Callable[[asyncckpt.Loader], None]) -> None:
     loader = asyncckpt.Loader(str(world.path), world.own.tables, world.own.tensors)
 
     def prepare() -> Callable[[], None]:
-        world.own.forward(world.new_ids(6))
-        world.own.optimizer.step()
+        world.train()
         return lambda: use(loader)
 
-    def check() -> None:
-        world.check_nothing_is_held()
+    def check_whole() -> None:
         loader.load()
         assert world.own.rows() == saved
         assert settled_fds() == world.fds
 
-    interrupt_at(SOME, prepare, check)
+    interrupt_at(SOME, prepare, world.check_nothing_is_held, check_whole)
     world.save_and_load()

@@ -98,14 +98,14 @@ def test_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callab
     _save_common(path)
     process = Process()
 
-    def check() -> None:
+    def check_whole() -> None:
         process.check()
         assert wait_for(lambda: not list(files.iterdir()))
         assert torch.equal(CommonLoad().load_common(path)["a"], torch.arange(6.0))
         assert torch.equal(ShardedLoad().load(_sharded(0.0), path)["w"], torch.full((4,), 2.0))
         _save(path)
 
-    interrupt_at(FEW, lambda: lambda: use(path), check)
+    interrupt_at(FEW, lambda: lambda: use(path), check_nothing_is_held, check_whole)
 
 
 def _remove(path: Path) -> None:
@@ -211,11 +211,14 @@ def test_calls_around_a_saver(tmp_path: Path, use: Callable[[asyncckpt.Saver, in
         return lambda: use(saver, steps)
 
     def check() -> None:
-        nonlocal steps
         saver.wait_idle(DEADLINE_S)
+        check_nothing_is_held()
+
+    def check_whole() -> None:
+        nonlocal steps
         process.check()
         steps += 3
         assert saver.save(steps).step == steps
 
     with saver:
-        interrupt_at(FEW, prepare, check)
+        interrupt_at(FEW, prepare, check, check_whole)

@@ -23,6 +23,8 @@ from asyncckpt.tables.optim import SparseAdagrad
 
 DEADLINE_S = 30.0
 DIM = 4
+KEPT = 2
+FEW_IDS = 200
 
 
 class Trained:
@@ -48,6 +50,10 @@ class Trained:
         """Return what the tables hold, by id."""
         return {name: rows_of(table) for name, table in self.tables.items()}
 
+    def values(self) -> tuple[object, ...]:
+        """Return what tables and tensors hold, to be compared."""
+        return self.rows(), self.tensors["w"].tolist(), self.tensors["b"].tolist()
+
 
 def rows_of(table: Any) -> dict[int, bytes]:
     ids = table.ids()
@@ -69,6 +75,7 @@ class World:
         self.saver = self.new_saver()
         self.futures: list[CheckpointFuture[Any]] = []  # What a call waited for.
         self.steps = 0
+        self.values_at: dict[int, tuple[object, ...]] = {}  # What these steps saved.
         self.next_id = 0
         for trained in (self.own, self.reference):
             trained.forward(torch.arange(20) * 1000)
@@ -79,7 +86,7 @@ class World:
 
     def new_saver(self) -> asyncckpt.Saver:
         return asyncckpt.Saver(
-            path=self.path, hashtables=self.own.tables, tensors=self.own.tensors, keep_latest=2, durability="none"
+            path=self.path, hashtables=self.own.tables, tensors=self.own.tensors, keep_latest=KEPT, durability="none"
         )
 
     def new_ids(self, count: int) -> torch.Tensor:
@@ -91,16 +98,28 @@ class World:
         self.steps += 1
         return self.steps
 
+    def train(self) -> None:
+        """Change the state that the next step saves. Half of the ids are new, or have been away for long."""
+        self.own.forward(self.new_ids(6) % FEW_IDS)
+        self.own.optimizer.step()
+        for name in ("w", "b"):
+            self.own.tensors[name] += 1
+        self.values_at = {**dict(list(self.values_at.items())[-2 * KEPT :]), self.steps + 1: self.own.values()}
+
     def save_and_load(self) -> None:
         """Check that a save commits, and loads what is there."""
         step = self.next_step()
+        self.values_at[step] = self.own.values()
         assert self.saver.save_async(step).result(DEADLINE_S).step == step
+        assert self.load() == step
+
+    def load(self) -> int:
+        """Load the newest checkpoint, check that it has what was saved, and return its step."""
         loaded = Trained()
         loaded.tensors = {"w": torch.zeros(3, 4), "b": torch.zeros(2, 5), "n": 0}
-        report = asyncckpt.Loader(str(self.path), loaded.tables, loaded.tensors).load()
-        assert report.step == step
-        assert loaded.rows() == self.own.rows()
-        assert all(torch.equal(loaded.tensors[name], self.own.tensors[name]) for name in ("w", "b"))
+        step = asyncckpt.Loader(str(self.path), loaded.tables, loaded.tensors).load().step
+        assert loaded.values() == self.values_at[step], f"step {step} has other values than were saved"
+        return step
 
     def check_nothing_is_held(self) -> None:
         check_nothing_is_held(self.futures)
