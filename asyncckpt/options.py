@@ -143,8 +143,11 @@ class DebugOptions:
     """How much a Saver relies on the marks of tables.
 
     refresh  a full save copies only rows written since the arena was filled, where tables have marks. False: all rows
-    audit    every save copies all rows, compares them in the background with those of the last one, and lists in
-             SaveResult.missed_ids which were changed without a mark
+    audit    every save copies all rows into staging memory, compares them in the background with those of the last one,
+             and lists in SaveResult.missed_ids which were changed without a mark. A blocking save is staged too, host
+             levels are copied, and UsageError says where that is impossible: with a filter_func, without the memory.
+             Of several ranks, each also copies all tensors and tables that others hold too, and what ranks hold is
+             compared
     """
 
     refresh: bool = True

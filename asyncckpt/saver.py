@@ -21,6 +21,7 @@ from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
+from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
 from asyncckpt.engine.save.device_stage import StepFences
@@ -68,8 +69,8 @@ class Saver(Closing):
     parallel                most shard files of one rank for tables, and for tensors
     path                    the directory, required; its last part is made when missing. One process at a time writes
                             to it, or the ranks of one job
-    hashtables              mapping name -> Table (for example HashTable), or a module, whose tables are found by
-                            asyncckpt.adapters.tables_of
+    hashtables              mapping name -> Table (of several ranks: with shard or replicated), or a module, whose
+                            tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
                             anything with state_dict() (module, optimizer); read anew at every save
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
@@ -129,16 +130,15 @@ class Saver(Closing):
             debug=debug,
         )
         tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
+        check_said(tables, index=shard_index, count=shard_num)
         row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
         state = named_state(tensors)
         self._errors = OpenErrors()
         self._counts = SaveCounts()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._callers: list[int] = []  # The threads whose calls use the directory now.
         self._calls_changed = threading.Condition()
-        self._pid = os.getpid()
-        opened: Opened | None = None
-        checked, step_fences = check_path(path), StepFences(device.optimizers)
+        opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
         try:
             with uninterrupted:
                 opened = open_directory(
@@ -300,33 +300,22 @@ class Saver(Closing):
         staged: bool,
     ) -> SaveFuture:
         with self._using_directory():
-            return self._start_open(step, kind, metadata, on_busy, staged=staged)
-
-    def _start_open(
-        self,
-        step: int | None,
-        kind: SaveKind,
-        metadata: Mapping[str, Any] | None,
-        on_busy: OnBusy | BusyPolicy | None,
-        *,
-        staged: bool,
-    ) -> SaveFuture:
-        ranks = self._target.ranks
-        call = None if ranks is None else ranks.next_call()
-        try:
-            check_choice("kind", kind, SAVE_KINDS)
-            busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
-            self._errors.raise_first()
-            future = start_save(
-                self._target, step=step, kind=kind, metadata=metadata, busy=busy, staged=staged, call=call
-            )
-        except BaseException as error:
-            if ranks is not None and call is not None:
-                announce_failed(ranks, call, error)
-            raise
-        self._errors.watch(future)
-        future.add_done_callback(self._counts.add)
-        return future
+            ranks = self._target.ranks
+            call = None if ranks is None else ranks.next_call()
+            try:
+                check_choice("kind", kind, SAVE_KINDS)
+                busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
+                self._errors.raise_first()
+                future = start_save(
+                    self._target, step=step, kind=kind, metadata=metadata, busy=busy, staged=staged, call=call
+                )
+            except BaseException as error:
+                if ranks is not None and call is not None:
+                    announce_failed(ranks, call, error)
+                raise
+            self._errors.watch(future)
+            future.add_done_callback(self._counts.add)
+            return future
 
     @contextmanager
     def _using_directory(self) -> Iterator[None]:

@@ -6,7 +6,8 @@ is called when, and docs/table-suite.md how asyncckpt.testing.TableSuite checks 
     has to offer           Table, with TableCut, TableLoad, and a TableSchema of Columns that have Roles
     marks of written rows  TracksRows with CutVersion; TracksIds for removed ids: for deltas and for refreshed saves
     a deferred cut         DeferredCut, OverlaidCut, CacheCopy: training goes on while rows are exported
-    sharding               OwnsIds: a load hands over only these ids; HoldsRange: consecutive ids, a part of a whole
+    sharding               OwnsIds: a load hands over only these ids; HoldsRange: consecutive ids, a part of a whole;
+                           Replicated: all ids, with the same rows on every rank; CountsIds, IdsHeld
     loads                  OrderedLoad, ChecksLoad
     other tables           HasCompanions: saved and loaded with this one
 """
@@ -15,13 +16,16 @@ from asyncckpt.model.table import (
     CacheCopy,
     ChecksLoad,
     Column,
+    CountsIds,
     CutVersion,
     DeferredCut,
     HasCompanions,
     HoldsRange,
+    IdsHeld,
     OrderedLoad,
     OverlaidCut,
     OwnsIds,
+    Replicated,
     Role,
     Table,
     TableCut,
@@ -35,13 +39,16 @@ __all__ = [
     "CacheCopy",
     "ChecksLoad",
     "Column",
+    "CountsIds",
     "CutVersion",
     "DeferredCut",
     "HasCompanions",
     "HoldsRange",
+    "IdsHeld",
     "OrderedLoad",
     "OverlaidCut",
     "OwnsIds",
+    "Replicated",
     "Role",
     "Table",
     "TableCut",

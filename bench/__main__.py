@@ -1,7 +1,7 @@
 """The door of the benchmark.
 
-python -m bench state | many-tensors | load | multi-level | touched | dcp | idmap | gpu | host-part | path |
-    compaction | endurance | all
+python -m bench state | many-tensors | load | multi-level | touched | optimizers | dcp | idmap | gpu | host-part |
+    path | compaction | endurance | all
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench.gpu_device import NoDevice
 from bench.load import LOAD_PEERS, run_load
 from bench.many_tensors import MANY_PEERS, run_many_tensors
 from bench.multi_level import run_multi_level
+from bench.optimizers import run_optimizers
 from bench.path import run_path
 from bench.peers import PEERS
 from bench.rounds import REPOSITORY
@@ -158,6 +159,21 @@ def touched(
         out=_out(out, "touched", smoke),
         smoke=smoke,
     )
+
+
+@application.command()
+def optimizers(
+    rounds: Rounds = 5,
+    threads: Annotated[int, typer.Option(min=1, help="threads of every contestant")] = 1,
+    dims: Annotated[str, typer.Option(help="widths of a row, comma-separated")] = "16,64",
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """Rows a second of optimizers of tables, beside torch's sparse ones and FBGEMM's operator. Not part of `all`."""
+    widths = [int(dim) for dim in dims.split(",")]
+    path = _out(out, "optimizers", smoke)
+    run_optimizers(rounds=1 if smoke else rounds, threads=threads, dims=widths, out=path, smoke=smoke)
 
 
 @application.command(name="dcp")

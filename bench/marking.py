@@ -62,10 +62,7 @@ class ZipfTrainer:
         for table, ids in zip(self.tables, batch, strict=True):
             rows = table.hashtable.lookup(ids)
             gradient = self._gradient[: len(ids)]
-            sums = table.adagrad.index_select(0, rows).addcmul_(gradient, gradient)
-            table.adagrad.index_copy_(0, rows, sums)
-            values = table.embedding.index_select(0, rows)
-            table.embedding.index_copy_(0, rows, values.addcdiv_(gradient, sums.sqrt_(), value=-LEARNING_RATE))
+            table.update(rows, gradient, lr=LEARNING_RATE)
         for _ in range(self.matmuls):
             torch.mm(self._left, self._left, out=self._product)
 

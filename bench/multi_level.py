@@ -28,7 +28,7 @@ from bench.figures import SaveFigures
 from bench.report import machine, make_console, number, print_table, write_json
 from bench.round import measure_save, step_seconds
 from bench.rounds import run_child, scratch_folder
-from bench.state import GIB
+from bench.state import GIB, adagrad
 from bench.trainer import MATRIX_SIDE, calibrate, zipf
 
 WAYS = ("first_touch", "copy")
@@ -73,10 +73,7 @@ class TableTrainer:
         self._index += 1
         rows = self._table.lookup(ids)
         gradient = self._gradient[: len(ids)]
-        sums = self._table.slot("sum").index_select(0, rows).addcmul_(gradient, gradient)
-        self._table.slot("sum").index_copy_(0, rows, sums)
-        values = self._table.embedding.index_select(0, rows)
-        self._table.embedding.index_copy_(0, rows, values.addcdiv_(gradient, sums.sqrt_(), value=-LEARNING_RATE))
+        self._table.update(rows, adagrad(gradient, lr=LEARNING_RATE))
         for _ in range(self._matmuls):
             torch.mm(self._left, self._left, out=self._product)
 

@@ -6,7 +6,7 @@ for all. Everything is touched when it is made: first touch of memory would othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ ROW_BYTES = 8 + 2 * 4 * DIM  # id, embedding row, Adagrad row
 DENSE_SHARE = 1 / 8
 FILL_BLOCK_COUNT = 1 << 20
 RANDOM_SHIFT_MAX = 4096
+EPS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class Table:
     adagrad: torch.Tensor
     hashtable: Any = None  # asyncckpt.HashTable, which owns embedding and adagrad, or None
 
+    def update(self, rows: Any, gradient: torch.Tensor, *, lr: float) -> None:
+        """Do a step of Adagrad on distinct rows: by the table, or in place on plain tensors."""
+        if self.hashtable is not None:
+            self.hashtable.update(rows, adagrad(gradient, lr=lr))
+            return
+        sums = self.adagrad.index_select(0, rows).addcmul_(gradient, gradient)
+        self.adagrad.index_copy_(0, rows, sums)
+        values = self.embedding.index_select(0, rows)
+        self.embedding.index_copy_(0, rows, values.addcdiv_(gradient, sums.sqrt_().add_(EPS), value=-lr))
+
     def columns(self) -> dict[str, torch.Tensor]:
         return {"id": self.ids, "embedding": self.embedding, "adagrad": self.adagrad}
 
@@ -43,6 +54,16 @@ class Table:
         ids = torch.as_tensor(self.hashtable.ids()).sort().values
         rows = torch.as_tensor(self.hashtable.lookup(ids, insert=False))
         return {"id": ids, "embedding": self.embedding[rows], "adagrad": self.adagrad[rows]}
+
+
+def adagrad(gradient: torch.Tensor, *, lr: float) -> Callable[[Any], object]:
+    """Return a step of Adagrad for `update` of a table with the slot `sum`."""
+
+    def step(rows: Any) -> None:
+        sums = rows["sum"].addcmul_(gradient, gradient)
+        rows.embedding.addcdiv_(gradient, sums.sqrt().add_(EPS), value=-lr)
+
+    return step
 
 
 @dataclass(frozen=True)

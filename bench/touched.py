@@ -105,10 +105,7 @@ class ShareTrainer:
     def _update(self, table: Table, ids: Any) -> None:
         rows = table.hashtable.lookup(ids)
         gradient = self._gradient[: len(ids)]
-        sums = table.adagrad.index_select(0, rows).addcmul_(gradient, gradient)
-        table.adagrad.index_copy_(0, rows, sums)
-        values = table.embedding.index_select(0, rows)
-        table.embedding.index_copy_(0, rows, values.addcdiv_(gradient, sums.sqrt_(), value=-LEARNING_RATE))
+        table.update(rows, gradient, lr=LEARNING_RATE)
 
 
 class _Ours:

@@ -31,7 +31,7 @@ class Work(Protocol):
 
 
 class Trainer:
-    """One step: 16k row updates over all tables, `matmuls` products, ten of the dense tensors."""
+    """One step: updates of at most 16k rows over all tables, `matmuls` products, ten of the dense tensors."""
 
     def __init__(self, state: State, *, matmuls: int, seed: int = 7) -> None:
         self._state, self._matmuls = state, matmuls
@@ -39,11 +39,13 @@ class Trainer:
         generator = np.random.default_rng(seed)
         count = max(1, UPDATES_PER_STEP // max(1, len(state.tables)))
         self._batches = [
-            [table.rows[torch.from_numpy(zipf(generator, len(table.ids), count))] for _ in range(BATCHES_COUNT)]
+            [
+                table.rows[torch.from_numpy(np.unique(zipf(generator, len(table.ids), count)))]
+                for _ in range(BATCHES_COUNT)
+            ]
             for table in state.tables
         ]
         self._gradient = torch.randn(count, DIM)
-        self._gradient_squared = self._gradient**2
         self._left, self._right = torch.rand(MATRIX_SIDE, MATRIX_SIDE), torch.rand(MATRIX_SIDE, MATRIX_SIDE)
         self._product = torch.empty(MATRIX_SIDE, MATRIX_SIDE)
         self._index = 0
@@ -51,12 +53,7 @@ class Trainer:
     def step(self) -> None:
         for table, batches in zip(self._state.tables, self._batches, strict=True):
             rows = batches[self._index % BATCHES_COUNT]
-            if table.hashtable is not None:
-                table.hashtable.touch(rows)  # Row numbers held across saves: the table has to be told.
-            table.adagrad.index_add_(0, rows, self._gradient_squared)
-            denominator = table.adagrad.index_select(0, rows).sqrt_().add_(1e-8)
-            update = torch.div(self._gradient, denominator, out=denominator)
-            table.embedding.index_add_(0, rows, update, alpha=-LEARNING_RATE)
+            table.update(rows, self._gradient[: len(rows)], lr=LEARNING_RATE)
         for _ in range(self._matmuls):
             torch.mm(self._left, self._right, out=self._product)
         begin = self._index * DENSE_PER_STEP % max(1, len(self._dense))

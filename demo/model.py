@@ -87,6 +87,6 @@ class Recommender:
 
 def used_columns(table: asyncckpt.HashTable) -> dict[str, torch.Tensor]:
     """Return column -> its rows in use, `id` included; copies."""
-    rows = table.rows()
+    rows = table.used_rows()
     columns = {"id": table.ids(), "embedding": table.embedding[rows]}
     return columns | {name: table.slot(name)[rows] for name in ("sum", "last_seen")}

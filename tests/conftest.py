@@ -71,7 +71,6 @@ ANY_CORE = (
     "unit/tables/test_gradients.py",
     "unit/tables/test_ids.py",
     "unit/tables/test_initializer.py",
-    "unit/tables/test_optim.py",
 )
 
 

@@ -62,7 +62,9 @@ class DynamicEmbTable(ExportOnlyTable):
     unknown storage or score policy.
     """
 
-    def __init__(self, name: str, module: Any, table_id: int, *, shard: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, name: str, module: Any, table_id: int, *, shard: tuple[int, int] = (0, 1), replicated: bool = False
+    ) -> None:
         self._module = module
         self._table_id = table_id
         self._tiers = _tiers(module.tables, name)
@@ -71,7 +73,8 @@ class DynamicEmbTable(ExportOnlyTable):
         self._dim = int(state.table_emb_dims_cpu[table_id])
         device = getattr(self._tiers[0], "device", None)
         schema = self._make_schema(state)
-        super().__init__(name, schema, shard=shard, device=None if device is None else torch.device(device))
+        place = None if device is None else torch.device(device)
+        super().__init__(name, schema, shard=shard, replicated=replicated, device=place)
 
     def owned(self, ids: I64) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) this rank holds: by the signed remainder, dynamicemb's own rule."""
@@ -240,8 +243,8 @@ class DynamicEmbTable(ExportOnlyTable):
 def dynamicemb_tables(module: Any, name: str) -> Mapping[str, DynamicEmbTable]:
     """Make the tables of a `BatchedDynamicEmbeddingTablesV2`: the factory for `register_adapter`.
 
-    Each rank's module holds the ids whose remainder modulo the number of ranks is the rank. Raises UnsupportedError for
-    another distribution of ids over several ranks.
+    Each rank's module holds the ids whose remainder modulo the number of ranks is the rank, or all of them, where it
+    spreads them over one rank. Raises UnsupportedError for another distribution of ids over several ranks.
     """
     index, count = _ranks(module)
     tables = {}
@@ -251,7 +254,7 @@ def dynamicemb_tables(module: Any, name: str) -> Mapping[str, DynamicEmbTable]:
         if count > 1 and spread != "roundrobin":
             what = f"dynamicemb table {whole!r} distributes its ids over ranks in an unknown way"
             raise UnsupportedError(what, found=spread, expected="roundrobin")
-        tables[whole] = DynamicEmbTable(whole, module, table_id, shard=(index, count))
+        tables[whole] = DynamicEmbTable(whole, module, table_id, shard=(index, count), replicated=count == 1)
     return tables
 
 

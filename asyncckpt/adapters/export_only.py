@@ -31,6 +31,7 @@ from asyncckpt.tables.cut import HashTableLoad, HeldTable
 from asyncckpt.tables.ids import flat_ids
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.table_arguments import check_shard
 from asyncckpt.tables.table_lock import LockedTable, TableLock
 
 Rows: TypeAlias = Mapping[str, torch.Tensor]
@@ -44,9 +45,16 @@ class ExportOnlyTable(LockedTable):
     """
 
     def __init__(
-        self, name: str, schema: TableSchema, *, shard: tuple[int, int] = (0, 1), device: torch.device | None = None
+        self,
+        name: str,
+        schema: TableSchema,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        replicated: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        super().__init__(name, schema, shard=shard)
+        check_shard(name, shard, replicated=replicated)
+        super().__init__(name, schema, shard=shard, replicated=replicated)
         self._library_device = device
 
     def __repr__(self) -> str:

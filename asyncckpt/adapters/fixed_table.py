@@ -58,9 +58,9 @@ class FixedMarks(TouchedRows):
         with self._lock:
             super().mark(rows)
 
-    def lose_all(self) -> None:
+    def lose_all(self, *, by_others: bool = False) -> None:
         with self._lock:
-            super().lose_all()
+            super().lose_all(by_others=by_others)
 
     def end_epoch(self) -> CutVersion:
         self._before_cut()

@@ -82,6 +82,7 @@ class HkvTable(ExportOnlyTable):
     dtype    of the value row
     device   where the table expects its arguments
     shard    (index, count): the ids whose unsigned value modulo count is index
+    replicated  every rank that has the table has all of its ids, with the same rows
     reserved_key_start_bit  the table's option of this name, which changes the reserved ids
 
     Make cuts on the training thread and its current stream. Raises UsageError if the columns are not the whole value
@@ -98,6 +99,7 @@ class HkvTable(ExportOnlyTable):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cuda",
         shard: tuple[int, int] = (0, 1),
+        replicated: bool = False,
         reserved_key_start_bit: int = 0,
     ) -> None:
         widths = {EMBEDDING_COLUMN: dim, **(states or {})}
@@ -107,7 +109,7 @@ class HkvTable(ExportOnlyTable):
         if not 0 <= reserved_key_start_bit <= RESERVED_BIT_MAX:
             what = f"reserved_key_start_bit of table {name!r} is wrong"
             raise UsageError(what, found=reserved_key_start_bit, expected=f"an int in [0, {RESERVED_BIT_MAX}]")
-        super().__init__(name, _schema(widths, dtype), shard=shard, device=torch.device(device))
+        super().__init__(name, _schema(widths, dtype), shard=shard, replicated=replicated, device=torch.device(device))
         self._table = table
         self._widths = widths
         self._dtype = dtype
@@ -187,8 +189,8 @@ class HkvTable(ExportOnlyTable):
 def hkv_tables(module: Any, name: str) -> Mapping[str, HkvTable]:
     """Make the table of a torch module over a HierarchicalKV table: the factory for `register_adapter`.
 
-    The module has the attributes `table` (an HkvBinding), `dim`, `states`, `dtype` and `device`, and may have `shard`
-    and `reserved_key_start_bit`: the arguments of HkvTable.
+    The module has the attributes `table` (an HkvBinding), `dim`, `states`, `dtype` and `device`, and may have
+    `shard`, `replicated` and `reserved_key_start_bit`: the arguments of HkvTable.
     """
     table = HkvTable(
         name or "hkv",
@@ -198,6 +200,7 @@ def hkv_tables(module: Any, name: str) -> Mapping[str, HkvTable]:
         dtype=module.dtype,
         device=module.device,
         shard=getattr(module, "shard", (0, 1)),
+        replicated=getattr(module, "replicated", False),
         reserved_key_start_bit=getattr(module, "reserved_key_start_bit", 0),
     )
     return {table.name: table}

@@ -14,6 +14,10 @@ from asyncckpt.coordination.messages import AttemptMessage, Begin, Message, Prep
 from asyncckpt.format.names import Attempt
 
 
+class Contradiction(Exception):
+    """What ranks hold, or say, contradicts each other; raised by the effect of MakeFolder, with what it is as text."""
+
+
 @dataclass(frozen=True)
 class Send:
     """Send to one rank, or (None, only by the coordinator) to all participants, also the one beside it."""
@@ -24,7 +28,10 @@ class Send:
 
 @dataclass(frozen=True)
 class MakeFolder:
-    """All ranks have begun: draw an attempt and make its folder. Ends in `folder_made` or `folder_failed`."""
+    """All ranks have begun: compare what they hold, draw an attempt and make its folder.
+
+    Ends in `folder_made` or `folder_failed`.
+    """
 
     begins: Mapping[int, Begin]
 

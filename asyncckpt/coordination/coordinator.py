@@ -95,9 +95,9 @@ class Coordinator:
         self.state = CoordinatorState.WRITING
         return [Send(None, AttemptMessage(attempt, self._kind(), notes))]
 
-    def folder_failed(self, cause: str) -> list[Action]:
-        """End without an attempt, for its folder could not be made."""
-        actions = self._abort(COORDINATOR, cause) if self.state is CoordinatorState.MAKING else []
+    def folder_failed(self, cause: str, *, rank: int | None = COORDINATOR) -> list[Action]:
+        """End without an attempt: its folder could not be made, or (rank None) the ranks contradict each other."""
+        actions = self._abort(rank, cause) if self.state is CoordinatorState.MAKING else []
         assert self.state is CoordinatorState.CLEARING
         return [*actions, *self._clear()]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from asyncckpt.coordination.actions import AbandonAttempt, Action, Look, MakeFolder, Publish, Send, Write
+from asyncckpt.coordination.actions import AbandonAttempt, Action, Contradiction, Look, MakeFolder, Publish, Send, Write
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.messages import (
     AttemptMessage,
@@ -29,6 +29,7 @@ from asyncckpt.coordination.messages import (
     Prepared,
     Skipped,
     State,
+    bounded,
     cause_of,
     decode,
     encode,
@@ -55,7 +56,7 @@ class Effects(Protocol):
     async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         """Rank 0: draw the attempt, make its folder, durably; return it and notes for all ranks.
 
-        May raise: the call is aborted.
+        May raise: the call is aborted. After a Contradiction all ranks raise ConflictError.
         """
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
@@ -250,6 +251,8 @@ class _Call:
 
     def _made(self, task: asyncio.Task[Any]) -> list[Action]:
         error = self._error_of(task)
+        if isinstance(error, Contradiction):
+            return self._machine.coordinator.folder_failed(bounded(str(error)), rank=None)
         if error is not None:
             return self._machine.coordinator.folder_failed(cause_of(error))
         return self._machine.coordinator.folder_made(*task.result())

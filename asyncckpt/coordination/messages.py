@@ -125,8 +125,13 @@ Message: TypeAlias = Begin | Skipped | Failed | AttemptMessage | Prepared | Outc
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error as text for other ranks: one that every rank can encode, of bounded length."""
-    text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode("utf-8")
+    """Return an error as text for other ranks."""
+    return bounded(f"{type(error).__name__}: {error}")
+
+
+def bounded(text: str) -> str:
+    """Return a text that every rank can encode, of bounded length."""
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= CAUSE_CHARACTERS_MAX else text[: CAUSE_CHARACTERS_MAX - 1] + "…"
 
 

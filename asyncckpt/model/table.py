@@ -212,6 +212,31 @@ class HoldsRange(Protocol):
 
 
 @runtime_checkable
+class Replicated(Protocol):
+    """A table that says whether it is a replica: all ids, with the same rows on every rank that has the table."""
+
+    @property
+    def replicated(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class IdsHeld:
+    """How many ids a table holds, and the sum of their fingerprints modulo 2**64: the same for the same ids."""
+
+    count: int = 0
+    fingerprint: int = 0
+
+
+@runtime_checkable
+class CountsIds(Protocol):
+    """A replica that keeps its IdsHeld as ids come and go, so that a rank that does not write it need not read it."""
+
+    def ids_held(self) -> IdsHeld:
+        """Return them; takes no lock: it is asked during a cut of the table, too."""
+        ...
+
+
+@runtime_checkable
 class ChecksLoad(Protocol):
     """A table that cannot load every checkpoint's ids."""
 
@@ -257,7 +282,10 @@ class Table(Protocol):
     def name(self) -> str: ...
     @property
     def shard(self) -> tuple[int, int]:
-        """(index, count): this table holds the ids whose unsigned value modulo count is index."""
+        """(index, count): this table holds the ids whose unsigned value modulo count is index.
+
+        (0, 1) holds all ids. Where several ranks save together it says nothing: see Replicated, OwnsIds, HoldsRange.
+        """
         ...
 
     def schema(self) -> TableSchema: ...

@@ -12,7 +12,10 @@ from __future__ import annotations
 import os
 
 from asyncckpt.native.contract import (
+    BFLOAT16,
     DIGEST_BYTES,
+    FLOAT16,
+    FLOAT32,
     I64,
     LEAF_BYTES,
     PAGE_BYTES,
@@ -24,15 +27,18 @@ from asyncckpt.native.contract import (
     Digester,
     DrainOptions,
     FileImage,
+    FloatRows,
     IdMap,
     Memory,
     Progress,
     Reads,
+    RowUpdate,
     ShortFile,
     paged,
 )
 from asyncckpt.native.declarations import UnusableLibrary
 from asyncckpt.native.library import NativeCore
+from asyncckpt.native.row_rules import Rule, new_values
 from asyncckpt.native.twin import TwinCore
 
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
@@ -56,7 +62,10 @@ core: Core = choose_core(os.environ.get(ENVIRONMENT_VARIABLE))
 implementation: str = core.implementation
 
 __all__ = [
+    "BFLOAT16",
     "DIGEST_BYTES",
+    "FLOAT16",
+    "FLOAT32",
     "I64",
     "LEAF_BYTES",
     "PAGE_BYTES",
@@ -68,15 +77,19 @@ __all__ = [
     "Digester",
     "DrainOptions",
     "FileImage",
+    "FloatRows",
     "IdMap",
     "Memory",
     "NativeCore",
     "Progress",
     "Reads",
+    "RowUpdate",
+    "Rule",
     "ShortFile",
     "TwinCore",
     "UnusableLibrary",
     "core",
     "implementation",
+    "new_values",
     "paged",
 ]

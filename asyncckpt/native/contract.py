@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncckpt.native.row_rules import Rule
+
 PAGE_BYTES = 4096
 LEAF_BYTES = 4 << 20
 DIGEST_BYTES = 16
@@ -113,6 +115,38 @@ class Progress:
         self._done[0] += bytes
 
 
+# ac_float: what the numbers of a column are.
+FLOAT32, FLOAT16, BFLOAT16 = range(3)
+
+
+@dataclass(frozen=True)
+class FloatRows:
+    """The memory of rows of numbers: row r begins r * width numbers behind `address`; kind is FLOAT32, ..."""
+
+    address: int
+    width: int
+    kind: int
+
+
+@dataclass(frozen=True)
+class RowUpdate:
+    """One step of a rule (native/row_rules.py) on rows of columns in memory, as ac_row_update in asyncckpt.h.
+
+    gradient: row i belongs to the i-th of the rows. weight, slots: `rows_count` rows. marks: None, or uint8
+    [rows_count] in which the rows get `mark`. Nothing overlaps anything else.
+    """
+
+    rule: Rule
+    numbers: tuple[float, ...]
+    gradient: FloatRows
+    weight: FloatRows
+    slots: tuple[FloatRows, ...]
+    rows_count: int
+    rowwise: bool = False
+    marks: U8 | None = None
+    mark: int = 0
+
+
 class Memory(Protocol):
     """A mapped region of at least the requested bytes. `address` may change on resize."""
 
@@ -204,6 +238,13 @@ class Core(Protocol):
         """Return the rows whose mark is greater than `above`, ascending int64. The marks must not change meanwhile."""
         ...
 
+    def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
+        """Update every row of rows, int64 [n], distinct, by its gradient; skip -1. The bits are defined in asyncckpt.h.
+
+        Raises ValueError, and changes nothing, for any other row out of range and for slots that the rule has not.
+        """
+        ...
+
     def map_memory(self, bytes: int) -> Memory: ...
     def advise_huge(self, address: int, bytes: int) -> None:
         """Request huge pages for memory that was not touched yet; the system may refuse."""
@@ -284,6 +325,27 @@ def check_mark(value: int, *, name: str) -> None:
     """Raise ValueError unless `value` is what a mark can be."""
     if not 0 <= value <= 255:
         raise ValueError(f"{name} must be from 0 to 255, found {value}")
+
+
+def check_update(update: RowUpdate, rows: I64) -> I64:
+    """Return `rows` as a C-contiguous array; raise ValueError unless the update is as RowUpdate says."""
+    width = update.weight.width
+    narrow = len(update.slots) - 1 if update.rowwise else -1
+    if len(update.slots) != update.rule.slots_count(update.numbers) or width < 1:
+        raise ValueError(f"the slots are not those of the rule: {update}")
+    if update.rowwise and not update.rule.has_rowwise:
+        raise ValueError(f"the rule has no row-wise form: {update}")
+    widths = [slot.width for slot in update.slots]
+    if widths != [1 if index == narrow else width for index in range(len(widths))] or update.gradient.width != width:
+        raise ValueError(f"the widths of the columns do not fit: {update}")
+    if len(update.numbers) != update.rule.numbers_count:
+        raise ValueError(f"the numbers are not those of the rule: {update}")
+    if update.marks is not None:
+        check_marks(update.marks, writable=True)
+        check_mark(update.mark, name="mark")
+        if len(update.marks) != update.rows_count:
+            raise ValueError(f"there are {len(update.marks)} marks for {update.rows_count} rows")
+    return check_ids(rows, name="rows")
 
 
 def check_count(count: int, *, name: str) -> None:

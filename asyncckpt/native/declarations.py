@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libasyncckpt.so"
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
@@ -44,6 +44,26 @@ class AcReadOptions(ctypes.Structure):
     _fields_ = [("block_bytes", c_uint64), ("threads", c_uint32)]
 
 
+class AcRowUpdate(ctypes.Structure):
+    _fields_ = [
+        ("gradient", c_void_p),
+        ("weight", c_void_p),
+        ("first", c_void_p),
+        ("second", c_void_p),
+        ("marks", c_void_p),
+        ("numbers", c_void_p),
+        ("rows_count", c_uint64),
+        ("dim", c_uint64),
+        ("rule", c_uint32),
+        ("gradient_float", c_uint32),
+        ("weight_float", c_uint32),
+        ("first_float", c_uint32),
+        ("second_float", c_uint32),
+        ("rowwise", c_uint32),
+        ("mark", c_uint32),
+    ]
+
+
 _ERROR = POINTER(AcError)
 
 # Name -> (result, arguments). None is void.
@@ -72,6 +92,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_fingerprint": (c_int32, [c_void_p, c_uint64, c_uint64, c_void_p, c_uint32, _ERROR]),
     "ac_mark": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint64, c_uint8, _ERROR]),
     "ac_marked": (c_int32, [c_void_p, c_uint64, c_uint8, c_void_p, c_uint64, POINTER(c_uint64), c_uint32, _ERROR]),
+    "ac_update_rows": (c_int32, [POINTER(AcRowUpdate), c_void_p, c_uint64, c_uint32, _ERROR]),
     "ac_idmap_new": (c_void_p, [c_uint64]),
     "ac_idmap_free": (None, [c_void_p]),
     "ac_idmap_size": (c_uint64, [c_void_p]),

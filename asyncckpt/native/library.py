@@ -29,6 +29,7 @@ from asyncckpt.native.contract import (
     Memory,
     Progress,
     Reads,
+    RowUpdate,
 )
 from asyncckpt.native.declarations import (
     CANCELLED,
@@ -40,6 +41,7 @@ from asyncckpt.native.declarations import (
     AcError,
     AcFile,
     AcReadOptions,
+    AcRowUpdate,
     load_library,
 )
 from asyncckpt.signals import uninterrupted
@@ -49,6 +51,8 @@ _MARKED_PART = 16
 _MARKED_ROOM_MIN = 4096
 _RUNS_ROOM = 256
 _MAPPED_UNIT_BYTES = 2 << 20
+# AC_RULE_NUMBERS.
+_RULE_NUMBERS = 8
 # The fields of ac_read_item.
 _READ_ITEM = np.dtype([("place", np.uint64, 3), ("fd", np.int32), ("direct", np.int32)])
 
@@ -105,6 +109,30 @@ class NativeCore:
                 found: I64 = rows[: count.value].copy()
                 return found
             room = count.value
+
+    def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
+        rows = contract.check_update(update, rows)
+        numbers = np.zeros(_RULE_NUMBERS, dtype=np.float32)
+        numbers[: len(update.numbers)] = update.numbers
+        first, second = (*update.slots, None, None)[:2]
+        settings = AcRowUpdate(
+            gradient=update.gradient.address,
+            weight=update.weight.address,
+            first=None if first is None else first.address,
+            second=None if second is None else second.address,
+            marks=None if update.marks is None else update.marks.ctypes.data,
+            numbers=numbers.ctypes.data,
+            rows_count=update.rows_count,
+            dim=update.weight.width,
+            rule=update.rule,
+            gradient_float=update.gradient.kind,
+            weight_float=update.weight.kind,
+            first_float=0 if first is None else first.kind,
+            second_float=0 if second is None else second.kind,
+            rowwise=update.rowwise,
+            mark=update.mark,
+        )
+        call(self._library.ac_update_rows, byref(settings), rows.ctypes.data, len(rows), threads)
 
     def map_memory(self, bytes: int) -> Memory:
         if bytes <= 0:

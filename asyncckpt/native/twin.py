@@ -31,6 +31,7 @@ from asyncckpt.native.contract import (
     Memory,
     Progress,
     Reads,
+    RowUpdate,
     ShortFile,
     check_files,
     check_ids,
@@ -39,9 +40,11 @@ from asyncckpt.native.contract import (
     check_reads,
     check_row_pairs,
     check_table,
+    check_update,
     checked_row_columns,
 )
 from asyncckpt.native.twin_id_map import TwinIdMap
+from asyncckpt.native.twin_update import update_rows
 
 _MAPPED_UNIT_BYTES = 2 << 20
 _READ_BYTES_MAX = 8 << 20
@@ -181,6 +184,9 @@ class TwinCore:
         check_marks(marks, writable=False)
         check_mark(above, name="above")
         return np.flatnonzero(marks > above).astype(np.int64, copy=False)
+
+    def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
+        update_rows(update, check_update(update, rows))
 
     def map_memory(self, bytes: int) -> Memory:
         return TwinMemory(bytes)

@@ -154,12 +154,14 @@ class TableRows:
     rows:    storage rows, ascending; None: all, and the table is whole
     removed: ids that are taken out of what the parents hold
     marked:  in an audit, storage rows that have a mark since the last committed checkpoint; all rows are captured then
+    is_lost: the table has marks, but not since the last committed checkpoint: all rows are captured and compared
     """
 
     table: int
     rows: I64 | None = None
     removed: I64 = field(default_factory=lambda: NO_IDS)
     marked: I64 | None = None
+    is_lost: bool = False
 
     @property
     def is_whole(self) -> bool:

@@ -4,7 +4,7 @@ from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.initializer import Uniform
 from asyncckpt.tables.multi_level import CacheStatistics, MultiLevelTable
-from asyncckpt.tables.optim import SparseAdagrad, SparseSGD
+from asyncckpt.tables.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseFTRL, SparseSGD
 from asyncckpt.tables.slots import Slot
 
 __all__ = [
@@ -15,6 +15,9 @@ __all__ = [
     "MultiLevelTable",
     "Slot",
     "SparseAdagrad",
+    "SparseAdam",
+    "SparseAdamW",
+    "SparseFTRL",
     "SparseSGD",
     "Uniform",
 ]

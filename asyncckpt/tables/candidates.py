@@ -31,10 +31,10 @@ class CandidateTable(StoredTable):
     grows by every new id that is looked up; call `evict("count", below=2)` now and then to remove the rare ones.
     """
 
-    def __init__(self, name: str, *, shard: tuple[int, int]) -> None:
+    def __init__(self, name: str, *, shard: tuple[int, int], replicated: bool = False) -> None:
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
-        store = RowStore(layout, capacity=FIRST_ROWS, initializer=None)
-        super().__init__(name, _SCHEMA, shard=shard, store=store)
+        store = RowStore(layout, capacity=FIRST_ROWS, initializer=None, fingerprints_ids=replicated)
+        super().__init__(name, _SCHEMA, shard=shard, replicated=replicated, store=store)
 
     def __repr__(self) -> str:
         return f"CandidateTable({self._name!r}, rows={len(self)}, shard={self._shard})"
@@ -49,9 +49,8 @@ class CandidateTable(StoredTable):
     def add(self, ids: I64, *, admit_at: int) -> I64:
         """Count one lookup of each of ids (distinct); return those that reach admit_at, to be removed here."""
         with self._lock.hold("count"):
-            rows = torch.from_numpy(self._store.insert(ids, touch=True))
-            counts = self._store.column(COUNT_COLUMN)
-            seen = counts[rows] + 1
-            counts[rows] = seen
+            rows = self._store.insert(ids)
+            seen = self._store.read(rows)[COUNT_COLUMN] + 1
+            self._store.write(rows, {COUNT_COLUMN: seen})
             admitted: I64 = ids[(seen >= admit_at).numpy()]
             return admitted

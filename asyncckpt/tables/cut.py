@@ -17,7 +17,8 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard
-from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.model.table import ID_COLUMN, CutVersion
+from asyncckpt.native import I64
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.ids import check_owned, flat_ids
 from asyncckpt.tables.row_store import RowStore
@@ -85,16 +86,30 @@ class HashTableCut(HeldTable, TracksMarks):
     `rows_count`, `runs` (ascending ranges `[begin, end)`, int64 [k, 2]) and `version` stay valid after the fence.
     """
 
-    def __init__(self, table: str, *, store: RowStore, lock: TableLock) -> None:
+    def __init__(self, table: str, *, store: RowStore, lock: TableLock, on_lost: Callable[[], object]) -> None:
         super().__init__(table, lock, columns=store.columns(), ids=lambda: torch.from_numpy(store.ids_by_row()))
         self._store = store
         self.rows_count = len(store)
         self.runs = store.runs()
+        self._on_lost: Callable[[], object] | None = on_lost
+        self._is_lost = False
         self.start_tracking(store.marks)
 
+    def touched_since(self, version: CutVersion) -> I64 | None:
+        """Return what TracksMarks does; None too if other code has written columns since that cut."""
+        rows = super().touched_since(version)
+        self._is_lost |= rows is None and self._store.marks.lost_by_others(version)
+        return rows
+
     def fence(self) -> None:
-        """Let the table change again. Idempotent."""
+        """Let the table change again. Idempotent.
+
+        Calls `on_lost` then if somebody needed touched rows that are not known because of other code.
+        """
         self._release()
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None and self._is_lost:
+            on_lost()
 
     def end(self, ok: bool) -> None:
         """Note that the save has committed or failed, and make up for a fence that was never called."""
@@ -134,4 +149,11 @@ class HashTableLoad(HeldTable):
 
     def end(self, ok: bool) -> None:
         """Release the table, filled if ok, else empty. Idempotent."""
-        self._release(None if ok else self._store.clear)
+        self._release(self._end_filled if ok else self._end_empty)
+
+    def _end_filled(self) -> None:
+        self._store.written_by_others()  # By this load, of which the marks know.
+
+    def _end_empty(self) -> None:
+        self._store.clear()
+        self._end_filled()

@@ -3,12 +3,13 @@
 In training mode, a forward gives unseen ids a row, and records the step and adds the number of mentions in every row it
 reads; ids that the table does not admit yet read as zero rows without a gradient. In eval mode, no id gets a row,
 unseen ids read as zero rows and nothing gets a gradient. The table is not a parameter: `state_dict()` does not hold it
-(a checkpoint has it as a table), `.to()` does not move it, and SparseSGD or SparseAdagrad updates it.
+(a checkpoint has it as a table), `.to()` does not move it, and sparse optimizers (optim.py) update it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,7 @@ from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import IdsLike, RowsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import sent
+from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
 
 LAST_SEEN_COLUMN = "last_seen"
@@ -33,9 +35,9 @@ BAG_MODES = ("sum", "mean", "max")
 
 @runtime_checkable
 class TrainableTable(Protocol):
-    """A table whose rows training reads and updates in place.
+    """A table whose rows training reads, and updates by `update` and `rows`.
 
-    The rows that `lookup` returns index `embedding` and `slot(name)` until the next lookup, which may move rows.
+    The rows that `lookup` returns index `embedding` until the next lookup, which may move rows.
     """
 
     @property
@@ -49,20 +51,17 @@ class TrainableTable(Protocol):
         """The live rows, `[n, dim]`; fetch them again after a lookup."""
         ...
 
-    def slot(self, name: str) -> torch.Tensor:
-        """Return the live tensor, `[n, *row_shape]`, of an optimizer slot or metadata column. Raises UsageError."""
-        ...
-
     def schema(self) -> TableSchema: ...
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Return the rows of ids, int64 in the shape of ids; -1 for an id that is absent and gets no row."""
         ...
 
-    def touch(self, rows: RowsLike) -> None:
-        """Mark rows that are about to be written, or were written; a lookup with insert marks its rows itself.
+    def update(self, rows: RowsLike, function: Callable[[RowValues], object]) -> None:
+        """Change rows that `lookup` returned, distinct, by a function of copies of them."""
+        ...
 
-        rows are what `lookup` returned; -1 is skipped. A table without marks may do nothing.
-        """
+    def rows(self, ids: IdsLike) -> AbstractContextManager[RowValues]:
+        """Hold the rows of distinct ids for a block of code that changes copies of them."""
         ...
 
 
@@ -128,24 +127,30 @@ class HashEmbedding(nn.Module):
                 return places, _rows_or_zeros(self.table.embedding, index)
         found = rows >= 0
         if found.all():
-            return places, self._trained_rows(index, distinct, mentions)
+            return places, self._trained_rows(rows, index, distinct, mentions)
         # Ids that the table does not admit yet get zeros, and no gradient.
         kept = sent(torch.from_numpy(np.flatnonzero(found)), device)
-        trained = self._trained_rows(index[kept], distinct[found], mentions[found])
+        trained = self._trained_rows(rows[found], index[kept], distinct[found], mentions[found])
         zeros = torch.zeros((distinct.size, *trained.shape[1:]), dtype=trained.dtype, device=device)
         return places, zeros.index_copy(0, kept, trained)
 
-    def _trained_rows(self, index: torch.Tensor, ids: I64, mentions: I64) -> torch.Tensor:
-        """Return rows `[n, dim]` of distinct ids, at `index`; record their step and mentions, watch their gradient."""
+    def _trained_rows(self, rows: I64, index: torch.Tensor, ids: I64, mentions: I64) -> torch.Tensor:
+        """Return rows `[n, dim]` of distinct ids; record their step and mentions, watch their gradient."""
+        step_column, count_column = self._step_column, self._count_column
+
+        def record(values: RowValues) -> None:
+            if step_column is not None:
+                values[step_column] = self.step
+            if count_column is not None:
+                values[count_column] += sent(torch.from_numpy(mentions), index.device)
+
+        if step_column is not None or count_column is not None:
+            self.table.update(rows, record)
         with torch.no_grad():
-            if self._step_column is not None:
-                self.table.slot(self._step_column).index_fill_(0, index, self.step)
-            if self._count_column is not None:
-                self.table.slot(self._count_column).index_add_(0, index, sent(torch.from_numpy(mentions), index.device))
-            rows = self.table.embedding.index_select(0, index)
+            values = self.table.embedding.index_select(0, index)
         if torch.is_grad_enabled():
-            self.pending.watch(rows, ids)
-        return rows
+            self.pending.watch(values, ids)
+        return values
 
 
 class HashEmbeddingBag(HashEmbedding):

@@ -2,8 +2,10 @@
 
 1. A forward copies the rows of its distinct ids into a leaf tensor, `[n, dim]`, and computes on that.
 2. The backward accumulates into the leaf; the first time, the leaf is added to `pending` of its module.
-3. An optimizer takes `pending`, in the order of the forwards, sums per id, and looks the ids up again: rows may have
-   been removed or assigned to other ids since.
+3. Who asks for the gradient of a table gets one entry: `merged` sums per id what the modules of the table have, in
+   their order and in the order of the forwards of each. The sum waits in place of what was summed.
+4. An optimizer looks the ids up again, for rows may have been removed or assigned to other ids since, updates the rows
+   and drops the entry.
 
 A leaf is added in its backward, not in its forward. So a forward without backward leaves nothing behind, and the usual
 order forward, zero_grad(), backward, step() loses nothing.
@@ -11,6 +13,7 @@ order forward, zero_grad(), backward, step() loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +21,21 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64
+from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.row_device import sent
 
 # Far above any gradient accumulation; a training loop without an optimizer step must not eat all memory.
 PENDING_FORWARDS_MAX = 4096
+# The sum of several forwards comes before any later one.
+SUM_INDEX = -1
 
 
 @dataclass(frozen=True)
 class PendingRows:
-    """One forward that has a gradient: `leaf.grad`, `[n, dim]`, belongs to ids, int64 [n], distinct and ascending."""
+    """One forward that has a gradient: `leaf.grad`, `[n, dim]`, belongs to ids, int64 [n], distinct and ascending.
+
+    Or the sum of several forwards; then the leaf holds nothing else.
+    """
 
     forward_index: int
     ids: I64
@@ -63,17 +72,36 @@ class PendingGradients:
         leaf.requires_grad_()
         leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]  # torch does not annotate it
 
-    def take(self) -> list[tuple[I64, torch.Tensor]]:
-        """Return (ids, gradient) of everything pending, in the order of the forwards, and drop it."""
-        taken = [(entry.ids, entry.leaf.grad) for entry in self.entries()]
-        self.drop()
-        return [(ids, gradient) for ids, gradient in taken if gradient is not None]
+    def put(self, entry: PendingRows) -> None:
+        """Add a sum."""
+        self._entries.append(entry)
 
     def drop(self) -> None:
         """Drop all gradients."""
         for entry in self._entries:
             entry.leaf.grad = None
         self._entries.clear()
+
+
+@uninterrupted
+def merged(pendings: Sequence[PendingGradients]) -> PendingRows | None:
+    """Sum what is pending into one entry, kept by the first of pendings, and return it; None if nothing is."""
+    entries = [entry for pending in pendings for entry in pending.entries()]
+    found = [(entry.ids, entry.leaf.grad) for entry in entries]
+    gradients = [(ids, gradient) for ids, gradient in found if gradient is not None]
+    if len(entries) == len(gradients) == 1:
+        return entries[0]
+    if not gradients:
+        return None
+    ids, summed = sum_per_id(gradients)
+    # Of the shape of its gradient, as torch demands, and without memory for it.
+    leaf = summed.new_empty(1).expand(summed.shape)
+    leaf.grad = summed
+    for pending in pendings:
+        pending.drop()
+    entry = PendingRows(forward_index=SUM_INDEX, ids=ids, leaf=leaf)
+    pendings[0].put(entry)
+    return entry
 
 
 def sum_per_id(gradients: list[tuple[I64, torch.Tensor]]) -> tuple[I64, torch.Tensor]:

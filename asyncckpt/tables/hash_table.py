@@ -1,27 +1,29 @@
 """HashTable: int64 id -> row of embedding, optimizer slots and metadata, growing as new ids come.
 
-The id map is the native core's; the columns are torch tensors `[capacity, *row_shape]` that training code reads and
-updates in place by row. An id keeps its row until it is removed. Growth moves the columns to new memory but keeps the
-row numbers, so fetch `embedding` and `slot(name)` again after a lookup that may insert. Free rows are undefined.
+The id map is the native core's; the columns are torch tensors `[capacity, *row_shape]` that training code reads, and
+updates by `update` or `rows`. An id keeps its row until it is removed. Growth moves the columns to new memory but keeps
+the row numbers, so fetch `embedding` and `slot(name)` again after a lookup that may insert. Free rows are undefined.
 
-Threads: see stored_table.py. The table cannot see in-place updates of columns, so callers keep them apart from a cut:
-the training thread makes the cut, or waits while another thread does.
+Threads: see stored_table.py. Callers keep in-place updates of columns apart from a cut: the training thread makes the
+cut, or waits while another thread does. `update` and `rows` wait by themselves.
 
 On a device, a call queues its work on the current stream, after the work of the previous call on whatever stream that
 used, and waits only for ids that are on a device.
 
-Marks: a cut knows which rows were written since an earlier one (`TracksRows`). A lookup with insert marks the rows that
-it returns, `insert` marks those that it sets, and the optimizers of this package mark those that they update. Code that
-changes rows in place in any other way, after a cut or a lookup without insert, reports them with `touch`.
+Marks: a cut knows which rows were written since an earlier one (`TracksRows`). `update`, `rows`, `insert` and the
+optimizers of this package mark what they write, a lookup with insert what it returns. Where other code has written to a
+column since the last cut, as torch counts in-place writes, all rows count as written (decision 0022).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from asyncckpt.native import I64
+from asyncckpt.native import I64, U8
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
@@ -33,9 +35,10 @@ class HashTable(TrainedTable):
     """A sparse table that a Saver can save. Implements `asyncckpt.model.table.Table`.
 
     optimizer_slots and metadata name further columns (see slots.py for the ways to describe one). shard is (index,
-    count): the table holds the ids whose bit pattern, as an unsigned number, modulo count is index. A new row starts
-    from the initializer and the fills, also where its row belonged to a removed id. Raises UsageError for wrong
-    arguments and UnsupportedError for a dtype that tables cannot hold.
+    count): the table holds the ids whose bit pattern, as an unsigned number, modulo count is index. replicated: every
+    rank that has the table has all of its ids, with the same rows. Where several ranks save together, a table is one or
+    the other. A new row starts from the initializer and the fills, also where its row belonged to a removed id. Raises
+    UsageError for wrong arguments and UnsupportedError for a dtype that tables cannot hold.
     """
 
     def __init__(
@@ -47,19 +50,28 @@ class HashTable(TrainedTable):
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
         shard: tuple[int, int] = (0, 1),
+        replicated: bool = False,
         device: torch.device | str = "cpu",
         capacity: int = 1024,
         initializer: Initializer = None,
     ) -> None:
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
         place = row_device(checked_device(name, device))
-        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=place)
+        super().__init__(
+            name,
+            layout,
+            shard=shard,
+            replicated=replicated,
+            capacity=capacity,
+            initializer=initializer,
+            place=place,
+        )
         self._level = self._store
 
     def __repr__(self) -> str:
         return f"HashTable({self._name!r}, dim={self.dim}, rows={len(self)}, shard={self._shard})"
 
-    def rows(self) -> torch.Tensor:
+    def used_rows(self) -> torch.Tensor:
         """Return the rows in use, int64 [n] on the table's device, ascending: the order of `ids()`."""
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
@@ -78,3 +90,17 @@ class HashTable(TrainedTable):
 
     def _touch(self, rows: I64) -> None:
         self._store.marks.mark_used(rows)
+
+    def _find(self, ids: I64) -> I64:
+        return self._store.find(ids)
+
+    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
+        return self._store.marks.used(rows)
+
+    def _to_mark(self, rows: I64) -> tuple[U8, int]:
+        if self._store.watchers:
+            self._store.watchers.rows_change(rows[rows >= 0])
+        return self._store.marks.to_set(self._store.capacity)
+
+    def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
+        self._store.write(rows, values)

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
-from asyncckpt.native import I64
+from asyncckpt.model.table import IdsHeld
+from asyncckpt.native import I64, core
 
 IdsLike: TypeAlias = torch.Tensor | I64
 RowsLike: TypeAlias = torch.Tensor | I64
@@ -55,6 +56,12 @@ def one_id(value: object, *, table: str) -> I64:
     if not is_int or not -(2**63) <= int(value) < 2**63:  # type: ignore[call-overload]
         raise UsageError(f"id for table {table!r} is wrong", found=value, expected="an int that fits int64")
     return np.array([value], dtype=np.int64)
+
+
+def ids_held(ids: I64) -> IdsHeld:
+    """Return the number of distinct ids, contiguous int64 [n], and the sum of their fingerprints, in any order."""
+    column = np.array([[ids.ctypes.data, ids.itemsize]], dtype=np.uint64)
+    return IdsHeld(len(ids), int(core.fingerprints(column, len(ids)).sum(dtype=np.uint64)))
 
 
 def owned_mask(ids: I64, *, shard: tuple[int, int]) -> NDArray[np.bool_]:

@@ -3,7 +3,7 @@
     host    RowStore on the CPU: every id has a row here
     cache   CacheLevel on any device: the newest values of the ids that are in it; their host rows are stale
 
-Training writes cache rows in place, unseen by the table, so every evicted row is written back, all columns. A
+Training may write cache rows in place, unseen by the table, so every evicted row is written back, all columns. A
 write-back from a device takes until the device has executed it. So rows that one call evicts reach the host rows at the
 beginning of the next call, and no call waits for the rows that it evicts itself. Between calls the lock is free while
 they may be on their way, so a cut and a load begin with `begin` like every other call.
@@ -112,8 +112,12 @@ class Levels:
         if outside.size:
             self.store.write(self._new_rows(ids[outside]), selected(values, outside))
         if inside.size:
-            self.touch(rows[inside])
-            self.cache.write(rows[inside], selected(values, inside))
+            self.write_cached(rows[inside], selected(values, inside))
+
+    def write_cached(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
+        """Set and mark used cache rows (distinct)."""
+        self.touch(rows)
+        self.cache.write(rows, values)
 
     def remove(self, ids: I64) -> int:
         """Remove ids and return how many of them were there."""

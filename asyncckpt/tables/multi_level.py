@@ -8,8 +8,8 @@ lookup. So modules and optimizers look their ids up again whenever they need row
 Threads: see stored_table.py. The cache map and the cache rows change together under the lock, so a cut reads the map of
 the same step as its weights, even if prefetches for later steps have moved rows. No history of maps is needed (compare
 RecSDK, whose map runs ahead of the weights). Callers keep in-place updates of rows apart from a cut: the training
-thread makes the cut, or waits while another thread does. While a cut is deferred behind its fence, growth of the host
-level, `clear` and loads wait until its rows are exported.
+thread makes the cut, or waits while another thread does; `update` and `rows` wait by themselves. While a cut is
+deferred behind its fence, growth of the host level, `clear` and loads wait until its rows are exported.
 
 With the cache on a CUDA device, calls queue their work on the current stream, after the work of the previous call on
 whatever stream that used: a prefetch may have a stream of its own. Rows go through pinned memory, and evicted rows
@@ -27,6 +27,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import UsageError, warn
@@ -42,6 +43,7 @@ from asyncckpt.tables.levels import Levels
 from asyncckpt.tables.multi_level_cut import MultiLevelCut
 from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
+from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
 from asyncckpt.tables.stored_table import TrainedTable
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
@@ -90,6 +92,7 @@ class MultiLevelTable(TrainedTable):
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
         shard: tuple[int, int] = (0, 1),
+        replicated: bool = False,
         capacity: int = 1024,
         initializer: Initializer = None,
         policy: Literal["lru", "lfu"] = "lru",
@@ -107,10 +110,20 @@ class MultiLevelTable(TrainedTable):
         self._undo_bytes_max = undo_bytes_max
         cache_device = checked_device(name, device)
         place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
-        super().__init__(name, layout, shard=shard, capacity=capacity, initializer=initializer, place=host)
+        super().__init__(
+            name,
+            layout,
+            shard=shard,
+            replicated=replicated,
+            capacity=capacity,
+            initializer=initializer,
+            place=host,
+        )
         self._cache = self._level = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
-        self._candidates = CandidateTable(f"{name}.{CANDIDATES}", shard=self._shard) if admit_after > 1 else None
+        self._candidates = (
+            CandidateTable(f"{name}.{CANDIDATES}", shard=shard, replicated=replicated) if admit_after > 1 else None
+        )
         self._cache_rows_wished = cache_rows
         self._growth_warned = False
         self._paused_seconds = 0.0
@@ -210,6 +223,22 @@ class MultiLevelTable(TrainedTable):
     def _touch(self, rows: I64) -> None:
         self._levels.touch(rows)
 
+    def _find(self, ids: I64) -> I64:
+        return self._levels.lookup(ids, insert=False, admitted=None)
+
+    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
+        used: NDArray[np.bool_] = (rows >= 0) & (self._cache.host_rows[rows] >= 0)
+        return used
+
+    def _to_mark(self, rows: I64) -> None:
+        self._levels.touch(rows)  # Marks belong to host rows.
+
+    def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
+        self._levels.write_cached(rows, values)
+
+    def _levels_in_use(self) -> tuple[Level, ...]:
+        return (self._store, self._cache)
+
     def _remove(self, ids: I64) -> int:
         return self._levels.remove(ids)
 
@@ -224,6 +253,7 @@ class MultiLevelTable(TrainedTable):
             lock=self._lock,
             undo_bytes_max=self._undo_bytes_max,
             on_pause=self._add_pause,
+            on_lost=self._warn_of_others,
         )
 
     def _prepare_load(self, *, clear: bool) -> None:

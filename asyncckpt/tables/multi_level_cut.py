@@ -83,8 +83,9 @@ class MultiLevelCut(HashTableCut):
         lock: TableLock,
         undo_bytes_max: int,
         on_pause: Callable[[float], None],
+        on_lost: Callable[[], object],
     ) -> None:
-        super().__init__(table, store=store, lock=lock)
+        super().__init__(table, store=store, lock=lock, on_lost=on_lost)
         self._cache = cache
         self._undo_bytes_max = undo_bytes_max
         self._on_pause = on_pause

@@ -1,158 +1,165 @@
-"""Optimizers for the tables under HashEmbedding modules: they update only the rows that got a gradient.
+"""Optimizers for the tables under HashEmbedding modules, after those of torch.optim and after FTRL-Proximal.
 
-Modules that share a table count as one: their gradients are summed per id, in the order of the modules and of the
-forwards of each module, before a single update of the row. So the result depends on ids and batch order, never on row
-numbers, and a run that was resumed from a checkpoint is bit-equal to one that was not.
+Each says its formula; csrc/include/asyncckpt.h has the order of its operations. They compute in float32, or in float64
+where a column is that, so a float32 slot of a float16 table loses nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import nn
 
-from asyncckpt.errors import UsageError
-from asyncckpt.model.table import Role
-from asyncckpt.signals import uninterrupted
-from asyncckpt.tables.embedding import HashEmbedding, TrainableTable, rows_on_host
-from asyncckpt.tables.gradients import sum_per_id
-from asyncckpt.tables.row_device import sent
+from asyncckpt.native import Rule
+from asyncckpt.tables.row_update import RuleStep
+from asyncckpt.tables.sparse_optimizer import Modules, SparseOptimizer, check_betas, check_flag, check_positive
 
 
-class _SparseOptimizer:
-    """What both optimizers share: the modules, and how gradients get to the rows of their tables."""
+class SparseSGD(SparseOptimizer):
+    """torch.optim.SGD on rows that got a gradient: `row -= lr * gradient`, with momentum and weight decay if asked.
 
-    def __init__(self, modules: nn.Module | Iterable[nn.Module], lr: float) -> None:
-        self.lr = _checked_number("lr", lr)
-        self._modules = _hash_modules(modules)
-
-    @uninterrupted
-    def step(self) -> None:
-        """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
-
-        Call it on the training thread; the table must not be in a cut before its fence.
-        """
-        with torch.no_grad():
-            for table, modules in self._modules_by_table():
-                gradients = [entry for module in modules for entry in module.pending.take()]
-                if not gradients:
-                    continue
-                ids, summed = sum_per_id(gradients)
-                rows = rows_on_host(table, ids, insert=False)
-                alive = rows >= 0
-                if not alive.all():
-                    rows, summed = rows[alive], summed[sent(torch.from_numpy(np.flatnonzero(alive)), summed.device)]
-                # The forward marked them too, but there may have been a cut since.
-                table.touch(rows)
-                self._update(table, sent(torch.from_numpy(rows), table.device), summed)
-
-    def zero_grad(self) -> None:
-        """Drop all pending gradients."""
-        for module in self._modules:
-            module.pending.drop()
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the hyper-parameters; optimizer rows are slots of the tables and saved with them."""
-        return {"lr": self.lr}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Set the hyper-parameters, all or none. Raises UsageError."""
-        names = self.state_dict().keys()
-        if not isinstance(state, Mapping) or set(state) != set(names):
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state)
-            raise UsageError("state of a sparse optimizer is wrong", found=found, expected=sorted(names))
-        checked = {name: _checked_number(name, state[name]) for name in names}
-        for name, value in checked.items():
-            setattr(self, name, value)
-
-    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Update distinct rows, int64 [n], by their gradient, `[n, dim]` in the table's dtype."""
-        raise NotImplementedError
-
-    def _modules_by_table(self) -> list[tuple[TrainableTable, list[HashEmbedding]]]:
-        groups: dict[int, tuple[TrainableTable, list[HashEmbedding]]] = {}
-        for module in self._modules:
-            groups.setdefault(id(module.table), (module.table, []))[1].append(module)
-        return list(groups.values())
-
-
-class SparseSGD(_SparseOptimizer):
-    """Stochastic gradient descent, `row -= lr * gradient`, on rows that got a gradient.
-
-    modules: a module, or several, that hold HashEmbedding or HashEmbeddingBag somewhere. Raises UsageError.
+    momentum needs an optimizer slot `momentum_buffer` as wide as the embedding. slots renames it.
     """
 
-    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        embedding = table.embedding
-        values = embedding.index_select(0, rows).add_(gradient, alpha=-self.lr)
-        embedding.index_copy_(0, rows, values)
-
-
-class SparseAdagrad(_SparseOptimizer):
-    """Adagrad on rows that got a gradient; the sums of squares live in an optimizer slot of each table.
-
-    A slot as wide as the embedding gives Adagrad as in torch.optim.Adagrad; one of row shape () gives row-wise Adagrad,
-    which adds the mean square of the row's gradient. Computes in float32 or wider, so a float32 slot of a float16 table
-    loses nothing. Raises UsageError if a table lacks the slot or it has another shape.
-    """
+    _slot_parts = ("momentum_buffer",)
+    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {"nesterov": check_flag}
 
     def __init__(
-        self, modules: nn.Module | Iterable[nn.Module], lr: float, eps: float = 1e-10, slot: str = "sum"
+        self,
+        modules: Modules,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        slots: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(modules, lr)
-        self.eps = _checked_number("eps", eps)
-        self._slot = slot
-        for table, _ in self._modules_by_table():
-            _check_sum_slot(table, slot)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(modules, defaults, slots)
 
-    def state_dict(self) -> dict[str, float]:
-        return {"lr": self.lr, "eps": self.eps}
+    def _slots_used(self, group: dict[str, Any]) -> Sequence[str]:
+        return group["slots"] if _momentum(group) else ()
 
-    def _update(self, table: TrainableTable, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        embedding, sums = table.embedding, table.slot(self._slot)
-        dtype = torch.promote_types(torch.promote_types(embedding.dtype, sums.dtype), torch.float32)
-        values, row_sums = embedding.index_select(0, rows).to(dtype), sums.index_select(0, rows).to(dtype)
-        gradient = gradient.to(dtype)
-        if row_sums.dim() == 1:
-            row_sums.add_(gradient.square().mean(dim=1))
-            divisors = row_sums.sqrt().add_(self.eps).unsqueeze(1)
-        else:
-            row_sums.addcmul_(gradient, gradient)
-            divisors = row_sums.sqrt().add_(self.eps)
-        values.addcdiv_(gradient, divisors, value=-self.lr)
-        sums.index_copy_(0, rows, row_sums.to(sums.dtype))
-        embedding.index_copy_(0, rows, values.to(embedding.dtype))
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
+        numbers = group["lr"], group["weight_decay"], _momentum(group), float(group["nesterov"])
+        return RuleStep(Rule.SGD, numbers, tuple(self._slots_used(group)))
 
 
-def _hash_modules(modules: object) -> list[HashEmbedding]:
-    roots = [modules] if isinstance(modules, nn.Module) else modules
-    if not isinstance(roots, Iterable):
-        raise UsageError(
-            "modules of a sparse optimizer are wrong", found=type(modules), expected="nn.Module or several"
+class SparseAdagrad(SparseOptimizer):
+    """torch.optim.Adagrad on rows that got a gradient; the sums of squares are the optimizer slot `sum`.
+
+    A slot as wide as the embedding gives Adagrad; one of row shape () gives row-wise Adagrad, which adds the mean
+    square of the row's gradient. The sums begin with the fill of the slot. slots renames it.
+    """
+
+    _slot_parts = ("sum",)
+    _may_be_rowwise = True
+
+    def __init__(
+        self,
+        modules: Modules,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        slots: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(modules, {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}, slots)
+
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
+        lr = group["lr"] / (1 + (steps_count - 1) * group["lr_decay"])
+        return RuleStep(Rule.ADAGRAD, (lr, group["weight_decay"], group["eps"]), tuple(group["slots"]))
+
+
+class SparseAdam(SparseOptimizer):
+    """Lazy Adam: torch.optim.Adam on rows that got a gradient, with one step count for a table's bias correction.
+
+    The moments are the optimizer slots `exp_avg` and `exp_avg_sq`, as wide as the embedding; `exp_avg_sq` of row shape
+    () gives row-wise Adam, whose second moment is that of the row's mean square. slots renames them. weight_decay is
+    added to the gradient, as torch.optim.Adam does.
+    """
+
+    _slot_parts = ("exp_avg", "exp_avg_sq")
+    _may_be_rowwise = True
+    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {"betas": check_betas}
+    _decay_is_decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        modules: Modules,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        slots: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(modules, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, slots)
+
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
+        (beta1, beta2), lr, weight_decay = group["betas"], group["lr"], group["weight_decay"]
+        kept = 1 - lr * weight_decay if self._decay_is_decoupled else 1.0
+        numbers = (
+            lr / (1 - beta1**steps_count),
+            0.0 if self._decay_is_decoupled else weight_decay,
+            kept,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 / math.sqrt(1 - beta2**steps_count),
+            group["eps"],
         )
-    found: dict[int, HashEmbedding] = {}
-    for root in roots:
-        if not isinstance(root, nn.Module):
-            raise UsageError("module of a sparse optimizer is wrong", found=type(root), expected=nn.Module)
-        found.update((id(module), module) for module in root.modules() if isinstance(module, HashEmbedding))
-    if not found:
-        raise UsageError("modules of a sparse optimizer hold no HashEmbedding or HashEmbeddingBag", found=modules)
-    return list(found.values())
+        return RuleStep(Rule.ADAM, numbers, tuple(group["slots"]))
 
 
-def _check_sum_slot(table: TrainableTable, name: str) -> None:
-    column = table.schema().column(name)
-    is_slot = column is not None and column.role is Role.OPTIMIZER and column.dtype.is_floating_point
-    if column is None or not is_slot or column.row_shape not in ((), (table.dim,)):
-        expected = f"a floating-point optimizer slot of row shape ({table.dim},) or ()"
-        raise UsageError(f"slot {name!r} of table {table.name!r} is wrong", found=column, expected=expected)
+class SparseAdamW(SparseAdam):
+    """SparseAdam with decoupled weight decay, as torch.optim.AdamW: touched rows are first scaled by 1 - lr * decay."""
+
+    _decay_is_decoupled = True
+
+    def __init__(
+        self,
+        modules: Modules,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        slots: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(modules, lr, betas, eps, weight_decay, slots=slots)
 
 
-def _checked_number(name: str, value: object) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
-        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a finite number >= 0")
-    return float(value)  # type: ignore[arg-type]
+class SparseFTRL(SparseOptimizer):
+    """FTRL-Proximal (McMahan et al., 2013) on rows that got a gradient, with alpha = lr.
+
+    The squares are the optimizer slot `accumulator`, z is `linear`, both as wide as the embedding; slots renames them.
+    l1 makes weights exactly 0. lr is above 0.
+    """
+
+    _slot_parts = ("accumulator", "linear")
+    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {"lr": check_positive}
+
+    def __init__(
+        self,
+        modules: Modules,
+        lr: float = 1e-2,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        beta: float = 0.0,
+        *,
+        slots: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(modules, {"lr": lr, "l1": l1, "l2": l2, "beta": beta}, slots)
+
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
+        numbers = 1 / group["lr"], group["l1"], group["l2"] + group["beta"] / group["lr"]
+        return RuleStep(Rule.FTRL, numbers, tuple(group["slots"]))
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    """Return the momentum; 0 for one that float32 takes for 0."""
+    return group["momentum"] if np.float32(group["momentum"]) else 0.0

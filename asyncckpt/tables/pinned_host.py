@@ -50,7 +50,7 @@ class HostReadingDevice(CudaRowDevice):
         super().__init__(device)
         self._library = library
 
-    def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> None:
+    def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> int:
         columns = []
         for name, source in sources.items():
             memory = RowMemory.of(source)
@@ -68,6 +68,7 @@ class HostReadingDevice(CudaRowDevice):
             )
         except DeviceFailure as error:
             raise DeviceError(f"{self.device} failed to take rows from the host: {error}") from error
+        return 0
 
     def stop_reading(self) -> None:
         # The allocator of pinned memory does not know of launches. The last stream has followed all others.

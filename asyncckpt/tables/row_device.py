@@ -78,19 +78,21 @@ class RowDevice:
         """Return values of any device on this one; the same tensor if they are there already."""
         return values.to(self.device)
 
-    def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> None:
+    def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> int:
         """Copy source_rows (int64 [n]) of columns of the host to target_rows (distinct) of those of the same names.
 
-        Columns are contiguous `[rows, *row_shape]`; the targets are at this place.
+        Columns are contiguous `[rows, *row_shape]`; the targets are at this place. Returns how many writes torch has
+        counted for each target.
         """
         if self.is_host:
             for name, source in sources.items():
                 target = RowMemory.of(targets[name]).address
                 copy_rows(RowMemory.of(source), source_rows, target=target, target_rows=target_rows)
-            return
+            return 0
         index = self.index(target_rows)
         for name, source in sources.items():
             targets[name].index_copy_(0, index, self.bring(source, source_rows))
+        return 1
 
     def bring(self, source: torch.Tensor, rows: I64) -> torch.Tensor:
         """Return rows, int64 [n], of a column of the host on the device: `[n, *row_shape]`."""

@@ -6,8 +6,9 @@ invariants:
 2. A row that `insert` assigns to an id holds initial values in every column, whatever an earlier id left there.
 3. An insert that fails (no memory, a faulty initializer) adds no id.
 4. `watchers` are notified before a used row changes in any column, and before any column moves, the ids included.
-5. `marks` know every row that was written in any column, `id` included, and every id that was removed. Code that writes
-   to a column directly marks the rows itself.
+5. `marks` know every row that was written here in any column, `id` included, and every id that was removed.
+6. torch counts the in-place writes of a tensor (`_version`), also those through views of it. Here they are counted too,
+   as far as they are the table's own, so `written_by_others` knows whether there were more.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.row_runs import rows_of
-from asyncckpt.model.table import ID_COLUMN, TableSchema
+from asyncckpt.model.table import ID_COLUMN, IdsHeld, TableSchema
 from asyncckpt.native import I64, core
 from asyncckpt.tables.expiry import is_below
+from asyncckpt.tables.ids import ids_held
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
@@ -109,6 +111,9 @@ class Level:
             for column in schema.columns
             if column.name != ID_COLUMN
         }
+        # The versions that the tensors have if nobody else writes to them; and columns to which others have written.
+        self._versions = {name: tensor._version for name, tensor in self._tensors.items()}
+        self._written_by_others: set[str] = set()
 
     def column(self, name: str) -> torch.Tensor:
         """Return the live tensor of a column but `id`: at least as many rows as there is room for."""
@@ -117,6 +122,14 @@ class Level:
     def columns(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of all columns but `id`, a view that follows growth."""
         return self._tensors
+
+    def written_by_others(self) -> list[str]:
+        """Return the columns that other code has written since the last call, as far as torch counts it."""
+        for name in self._tensors:
+            self._look_for_others(name)
+        found = [name for name in self._tensors if name in self._written_by_others]
+        self._written_by_others.clear()
+        return found
 
     def ids_by_row(self) -> I64:
         """Return the id of every row up to the last used one, a view until the next insert; undefined if free."""
@@ -139,6 +152,7 @@ class Level:
         with torch.no_grad():
             for name, value in values.items():
                 self._tensors[name].index_copy_(0, index, self.place.to_device(value))
+                self._count_write(name)
 
     def take_rows(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:
         """Set rows (distinct) of all columns but `id` to source_rows of columns of the same names, on the host.
@@ -148,7 +162,19 @@ class Level:
         """
         if rows.size:
             with torch.no_grad():
-                self.place.take_rows(columns, source_rows, self._tensors, rows)
+                writes_count = self.place.take_rows(columns, source_rows, self._tensors, rows)
+            for name in columns:
+                self._count_write(name, writes_count)
+
+    def _count_write(self, name: str, count: int = 1) -> None:
+        """Count writes of this table itself, after each of which torch has counted one."""
+        self._versions[name] += count
+
+    def _look_for_others(self, name: str) -> None:
+        version = self._tensors[name]._version
+        if version != self._versions[name]:
+            self._written_by_others.add(name)
+            self._versions[name] = version
 
     def _grow_columns(self, rows: int, *, used_count: int) -> None:
         """Move the columns to larger memory, with their first used_count rows."""
@@ -158,28 +184,40 @@ class Level:
             for name, old in self._tensors.items():
                 new = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
                 new[:used_count].copy_(old[:used_count])
+                self._look_for_others(name)  # After the copy, which has taken what they wrote.
                 self.place.let_go(old)
-                self._tensors[name] = new
+                self._tensors[name], self._versions[name] = new, new._version
         self.capacity = rows
 
 
 class RowStore(Level):
-    """Ids and columns of one table at one place, the host by default."""
+    """Ids and columns of one table at one place, the host by default.
+
+    fingerprints_ids: keep the sum of the fingerprints of all ids, too. ids_held: replaced and never modified, so that
+    it can be read without the lock, like the length; its count is a copy of the map's, which no second thread may ask
+    while it works.
+    """
 
     def __init__(
-        self, layout: Layout, *, capacity: int, initializer: Initializer, place: RowDevice | None = None
+        self,
+        layout: Layout,
+        *,
+        capacity: int,
+        initializer: Initializer,
+        place: RowDevice | None = None,
+        fingerprints_ids: bool = False,
     ) -> None:
         super().__init__(layout.schema, rows=capacity, place=place or RowDevice(torch.device("cpu")))
         self.watchers = RowWatchers()
         self.marks = TouchedRows(capacity)
         self._fills = layout.fills
         self._initializer = initializer
-        # A copy of the map's count: no second thread may ask the map while it works.
-        self._rows_count = 0
+        self._fingerprints_ids = fingerprints_ids
+        self.ids_held = IdsHeld()
 
     def __len__(self) -> int:
         """How many ids there are; the only method that needs no lock."""
-        return self._rows_count
+        return self.ids_held.count
 
     def insert(self, ids: I64, *, filled: Collection[str] = (), touch: bool = False) -> I64:
         """Give every id a row and return the rows; new ones hold initial values, except in the columns `filled`.
@@ -217,8 +255,8 @@ class RowStore(Level):
         rows = self._ids.remove(ids)
         were_there = rows >= 0
         rows = rows[were_there]
-        self.marks.remove(rows, ids[were_there], used_count=self._rows_count)
-        self._rows_count -= rows.size
+        self.marks.remove(rows, ids[were_there], used_count=len(self))
+        self._count(ids[were_there], sign=-1)
         return rows.size
 
     def clear(self) -> None:
@@ -226,7 +264,7 @@ class RowStore(Level):
         self.watchers.storage_moves()
         self._ids.clear()
         self.marks.clear()
-        self._rows_count = 0
+        self.ids_held = IdsHeld()
 
     def reserve(self, rows_count: int) -> None:
         """Make room for rows_count rows in all, so that inserts up to there do not grow."""
@@ -288,22 +326,28 @@ class RowStore(Level):
             if self._ids.rows_end > self.capacity:
                 self._grow(max(self._ids.rows_end, self.capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
             self._initialize(new_rows, new_ids, filled)
+            self._count(new_ids, sign=1)
         except BaseException:
             self._ids.remove(new_ids)
             raise
-        self._rows_count += new_rows.size
+
+    def _count(self, ids: I64, *, sign: int) -> None:
+        """Note distinct ids that have come (sign 1) or gone (-1)."""
+        held = self.ids_held
+        fingerprint = ids_held(ids).fingerprint if self._fingerprints_ids else 0
+        self.ids_held = IdsHeld(held.count + sign * ids.size, (held.fingerprint + sign * fingerprint) % 2**64)
 
     def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
         index = _fill_index(rows, place=self.place)
         with torch.no_grad():
             for name, fill in self._fills.items():
                 if name not in filled:
-                    _fill_rows(self._tensors[name], index, fill)
+                    self._fill_rows(name, index, fill)
             if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:
                 return
             match self._initializer:
                 case None | int() | float() as constant:
-                    _fill_rows(self._tensors[EMBEDDING_COLUMN], index, constant or 0.0)
+                    self._fill_rows(EMBEDDING_COLUMN, index, constant or 0.0)
                 case _:
                     for begin in range(0, rows.size, INITIALIZER_ROWS_MAX):
                         part = slice(begin, begin + INITIALIZER_ROWS_MAX)
@@ -318,6 +362,15 @@ class RowStore(Level):
             # A copy: a function may sort or edit its ids.
             values = _call(self._initializer, torch.from_numpy(ids.copy()), shape=shape)
         embedding.index_copy_(0, self.place.index(rows), self.place.to_device(values.to(embedding.dtype)))
+        self._count_write(EMBEDDING_COLUMN)
+
+    def _fill_rows(self, name: str, index: slice | torch.Tensor, value: float) -> None:
+        tensor = self._tensors[name]
+        if isinstance(index, slice):
+            tensor[index].fill_(value)
+        else:
+            tensor.index_fill_(0, index, value)
+        self._count_write(name)
 
     def _grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
@@ -333,13 +386,6 @@ def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:
     """Return the index of rows (distinct) for a fill: a slice if they are one run, in any order."""
     begin, end = int(rows.min()), int(rows.max()) + 1
     return slice(begin, end) if end - begin == rows.size else place.index(rows)
-
-
-def _fill_rows(tensor: torch.Tensor, index: slice | torch.Tensor, value: float) -> None:
-    if isinstance(index, slice):
-        tensor[index].fill_(value)
-    else:
-        tensor.index_fill_(0, index, value)
 
 
 def _call(initializer: Initializer, ids: torch.Tensor, *, shape: tuple[int, int]) -> torch.Tensor:

@@ -6,18 +6,24 @@ end (table_lock.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_int, check_type
-from asyncckpt.model.table import TableSchema
-from asyncckpt.native import I64
+from asyncckpt.errors import warn
+from asyncckpt.model.table import IdsHeld, TableSchema
+from asyncckpt.native import I64, U8
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent
 from asyncckpt.tables.row_store import Level, RowStore
+from asyncckpt.tables.row_values import RowValues, check_distinct
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.table_arguments import check_eviction, check_name, check_shard, check_slot, checked_values
 from asyncckpt.tables.table_lock import LockedTable
@@ -26,9 +32,13 @@ from asyncckpt.tables.table_lock import LockedTable
 class StoredTable(LockedTable):
     """A table whose ids have rows in a RowStore."""
 
-    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int], store: RowStore) -> None:
-        super().__init__(name, schema, shard=shard)
+    def __init__(
+        self, name: str, schema: TableSchema, *, shard: tuple[int, int], replicated: bool, store: RowStore
+    ) -> None:
+        super().__init__(name, schema, shard=shard, replicated=replicated)
         self._store = store
+        self._written_by_others: list[str] = []
+        self._has_warned_of_others = False
 
     @property
     def capacity(self) -> int:
@@ -38,6 +48,10 @@ class StoredTable(LockedTable):
     def __len__(self) -> int:
         """How many ids have a row. Does not wait for the lock, so it can be logged while a load runs elsewhere."""
         return len(self._store)
+
+    def ids_held(self) -> IdsHeld:
+        """Return how many ids there are, and of a replica the sum of their fingerprints. Does not wait for the lock."""
+        return self._store.ids_held
 
     def __contains__(self, id: object) -> bool:
         flat = one_id(id, table=self._name)
@@ -82,6 +96,10 @@ class StoredTable(LockedTable):
         """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
         with self._lock.hold_for_result("cut"):
             self._begin()
+            written = [name for level in self._levels_in_use() for name in level.written_by_others()]
+            if written:
+                self._store.marks.lose_all(by_others=True)
+                self._written_by_others = written
             return self._new_cut()
 
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str] = ()) -> HashTableLoad:
@@ -113,10 +131,27 @@ class StoredTable(LockedTable):
         return self._store.expired(column, below)
 
     def _new_cut(self) -> HashTableCut:
-        return HashTableCut(self._name, store=self._store, lock=self._lock)
+        return HashTableCut(self._name, store=self._store, lock=self._lock, on_lost=self._warn_of_others)
+
+    def _levels_in_use(self) -> tuple[Level, ...]:
+        return (self._store,)
 
     def _prepare_load(self, *, clear: bool) -> None:
         """Make the store ready for a load."""
+
+    def _warn_of_others(self) -> None:
+        """Warn, once, that a save had to copy all rows. Without the lock: a program may turn warnings into errors."""
+        if self._has_warned_of_others:
+            return
+        self._has_warned_of_others = True
+        what = f"columns {self._written_by_others} of table {self._name!r} were written in place by other code than the"
+        advice = "table.update(rows, function) and `with table.rows(ids) as rows` write rows that saves can follow"
+        warn(f"{what} table's, so saves copy all of its rows: {advice}", RuntimeWarning)
+
+
+# Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
+# for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
+WriteMemory: TypeAlias = Callable[[Mapping[str, torch.Tensor], I64, tuple[U8, int] | None], None]
 
 
 class TrainedTable(StoredTable):
@@ -130,6 +165,7 @@ class TrainedTable(StoredTable):
         layout: Layout,
         *,
         shard: tuple[int, int],
+        replicated: bool,
         capacity: int,
         initializer: Initializer,
         place: RowDevice | None,
@@ -137,9 +173,9 @@ class TrainedTable(StoredTable):
         check_name(name)
         check_int(f"capacity of table {name!r}", capacity, at_least=1)
         check_initializer(initializer, table=name)
-        check_shard(name, shard)
-        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place)
-        super().__init__(name, layout.schema, shard=shard, store=store)
+        check_shard(name, shard, replicated=replicated)
+        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place, fingerprints_ids=replicated)
+        super().__init__(name, layout.schema, shard=shard, replicated=replicated, store=store)
 
     @property
     def dim(self) -> int:
@@ -155,6 +191,11 @@ class TrainedTable(StoredTable):
         return self._level.place.device
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the rows that training sees are plain memory of the host."""
+        return self._level.place.is_host
+
+    @property
     def embedding(self) -> torch.Tensor:
         """The live embedding column, `[rows, dim]`; fetch it again after a lookup."""
         return self._level.column(EMBEDDING_COLUMN)
@@ -167,7 +208,8 @@ class TrainedTable(StoredTable):
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Return the rows of ids (int64, any shape) in the shape of ids, on the table's device.
 
-        Absent ids get a new row, or -1 if insert is False. With insert, all of the rows count as written from now on.
+        Absent ids get a new row, or -1 if insert is False. With insert, all of the rows are marked as written. To write
+        them, use `update` or `rows`: other writes, which torch counts, make the next save copy or compare all rows.
         Raises UsageError, before any insert, if ids are not int64 or one that would be inserted belongs to another
         shard.
 
@@ -188,12 +230,52 @@ class TrainedTable(StoredTable):
     def touch(self, rows: RowsLike) -> None:
         """Mark rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they are.
 
-        For code that changes rows in place that it got from a lookup without insert, or before the last cut. Skips -1
-        and rows whose id is gone. Raises UsageError for rows out of range or of another dtype.
+        For writes that torch does not count: through NumPy, `.data`, kernels of others. What it counts is seen without,
+        and is faster by `update` or `rows`. Skips -1 and rows whose id is gone. Raises UsageError for rows out of range
+        or of another dtype.
         """
         flat = flat_rows(rows, end=self._level.capacity, table=self._name)
         with self._lock.hold("touch"):
             self._touch(flat)
+
+    def update(self, rows: RowsLike, function: Callable[[RowValues], object]) -> None:
+        """Change rows (int64, any shape, distinct, as the latest `lookup` returned them) by a function.
+
+        It gets a RowValues, copies of the rows, and changes them; they are written back, and marked, when it returns,
+        and not if it raises. The lock is held meanwhile, so it must not use the table. Skips -1 and rows whose id is
+        gone. Raises UsageError.
+        """
+        flat = flat_rows(rows, end=self._level.capacity, table=self._name)
+        with self._lock.hold("update"):
+            self._begin()
+            with self._values_of(flat, tuple(rows.shape), of=flat, what="rows") as values:
+                function(values)
+
+    @contextmanager
+    def rows(self, ids: IdsLike) -> Iterator[RowValues]:
+        """Hold the rows of ids (int64, any shape, distinct) for a block of code that changes them: a RowValues.
+
+        Like `update`, for code that has no row numbers, or had them before other uses of the table. Absent ids get no
+        row. A MultiLevelTable brings the rows into the cache. Raises UsageError.
+        """
+        flat = flat_ids(ids, table=self._name)
+        with self._lock.hold("update"):
+            self._begin()
+            with self._values_of(self._find(flat), tuple(ids.shape), of=flat, what="ids") as values:
+                yield values
+        self._warn_of_growth()
+
+    def update_in_memory(self, ids: I64, write: WriteMemory) -> None:
+        """Let `write` change the rows of ids, int64 [n], distinct, and mark them, under the lock; no id gets a row.
+
+        It writes to the memory of the columns of a table on the host, in a way that torch does not count: a copy or an
+        operation of torch would be taken for a write of other code.
+        """
+        assert self.is_on_host
+        with self._lock.hold("update"):
+            self._begin()
+            rows = self._find(ids)
+            write(self._level.columns(), rows, self._to_mark(rows))
 
     def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
         """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
@@ -205,6 +287,38 @@ class TrainedTable(StoredTable):
         flat = flat_ids(ids, table=self._name)
         check_owned(flat, shard=self._shard, table=self._name)
         self._insert(flat, checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name))
+
+    @contextmanager
+    def _values_of(self, rows: I64, shape: tuple[int, ...], *, of: I64, what: str) -> Iterator[RowValues]:
+        check_distinct(of[rows >= 0] if of is rows else of, what=f"{what} of table {self._name!r} to update")
+        values = RowValues(self._name, self._schema, self._level, rows, used=self._are_used(rows), shape=shape)
+        try:
+            yield values
+        except BaseException:
+            values.end()
+            raise
+        used, written = values.end()
+        if written:
+            self._write(used, written)
+
+    def _find(self, ids: I64) -> I64:
+        """Return the rows of ids in `_level`, -1 for absent ones. The lock is held."""
+        raise NotImplementedError
+
+    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
+        """Return which rows of `_level` have an id; -1 has none. The lock is held."""
+        raise NotImplementedError
+
+    def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
+        """Set and mark used rows (distinct) of `_level`. The lock is held."""
+        raise NotImplementedError
+
+    def _to_mark(self, rows: I64) -> tuple[U8, int] | None:
+        """Begin a write of rows of `_level`: mark them, or return the marks to set; -1 is skipped. The lock is held."""
+        raise NotImplementedError
+
+    def _warn_of_growth(self) -> None:
+        """Warn if the rows of a lookup did not fit. Without the lock."""
 
     # These acquire the lock themselves. ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from asyncckpt.arguments import check_type
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
 from asyncckpt.native import I64
@@ -20,13 +21,17 @@ def check_name(name: object) -> None:
         raise UsageError("name of a table is wrong", found=name, expected="a non-empty str")
 
 
-def check_shard(name: str, shard: object) -> None:
-    """Check the (index, count) of a table."""
+def check_shard(name: str, shard: object, *, replicated: object) -> None:
+    """Check the (index, count) of a table, and that it is not a replica and a shard."""
     is_pair = isinstance(shard, tuple) and len(shard) == 2 and all(type(part) is int for part in shard)
     if not is_pair or not 0 <= shard[0] < shard[1]:  # type: ignore[index]
         raise UsageError(
             f"shard of table {name!r} is wrong", found=shard, expected="(index, count), 0 <= index < count"
         )
+    check_type(f"replicated of table {name!r}", replicated, bool)
+    if replicated and shard != (0, 1):
+        hint = "a replica holds all ids, a shard those of its rank"
+        raise UsageError(f"table {name!r} cannot be a shard and a replica", found=shard, hint=hint)
 
 
 def checked_device(name: str, device: torch.device | str) -> torch.device:

@@ -111,10 +111,11 @@ class _Hold:
 class LockedTable:
     """A table with a name, a shard, a schema and a lock: what tables of all kinds have. Arguments have been checked."""
 
-    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int]) -> None:
+    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int], replicated: bool = False) -> None:
         self._name = name
         self._schema = schema
         self._shard = shard
+        self._replicated = replicated
         self._lock = TableLock(name)
 
     @property
@@ -124,6 +125,11 @@ class LockedTable:
     @property
     def shard(self) -> tuple[int, int]:
         return self._shard
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank that has the table has all of its ids, and the same rows."""
+        return self._replicated
 
     def schema(self) -> TableSchema:
         """Return the columns in their order: id, embedding, optimizer slots, metadata."""

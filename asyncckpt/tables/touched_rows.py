@@ -20,6 +20,7 @@ import itertools
 from bisect import bisect_right
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncckpt.model.table import CutVersion
 from asyncckpt.native import I64, U8, core
@@ -53,6 +54,7 @@ class TouchedRows:
         self._offset = self._epoch - FIRST
         # The oldest cut that can be asked about; cuts are numbered by the epochs that they end.
         self._known_from = self._epoch
+        self._written_by_others = 0  # The epoch in which that was noticed last.
         self._removed = EpochLog()
         self._begun = EpochLog()
 
@@ -66,8 +68,17 @@ class TouchedRows:
     def mark_used(self, rows: I64) -> None:
         """Mark the used rows among rows, int64 [n] below the capacity; skip -1."""
         # A free row must stay unmarked, and a caller that keeps row numbers may not know of a removal.
-        used = self._marks.take(rows) != FREE
+        used = self.used(rows)
         self.mark(rows if used.all() else rows[used])
+
+    def used(self, rows: I64) -> NDArray[np.bool_]:
+        """Return which of rows, int64 [n] below the capacity, are used: bool [n]; -1 is not."""
+        found: NDArray[np.bool_] = (self._marks.take(rows) != FREE) & (rows >= 0)
+        return found
+
+    def to_set(self, rows_count: int) -> tuple[U8, int]:
+        """Return the marks of rows below a count and the mark of this epoch, for who sets them while it writes rows."""
+        return self._marks[:rows_count], self._mark_now()
 
     def begin_rows(self, rows: I64, *, rows_end: int) -> None:
         """Mark rows that were free until now; rows_end is the last used row plus one."""
@@ -86,9 +97,14 @@ class TouchedRows:
         self._marks[: self._rows_end] = FREE
         self.lose_all()
 
-    def lose_all(self) -> None:
-        """Note that any row may have been written or removed; earlier cuts cannot be asked about any more."""
+    def lose_all(self, *, by_others: bool = False) -> None:
+        """Note that any row may have been written or removed; earlier cuts cannot be asked about any more.
+
+        by_others: other code has written columns, which the table could have followed.
+        """
         self._known_from = self._epoch
+        if by_others:
+            self._written_by_others = self._epoch
         self._removed.forget_all(epoch=self._epoch)
         self._begun.forget_all(epoch=self._epoch)
 
@@ -120,6 +136,10 @@ class TouchedRows:
     def begun_since(self, version: CutVersion) -> I64 | None:
         """Return the rows assigned to an id since a cut, ascending int64 [n], some free again; None if unknown."""
         return self._begun.since(version.number) if self._knows(version) else None
+
+    def lost_by_others(self, version: CutVersion) -> bool:
+        """Return whether a cut cannot be asked about because of what others have written since."""
+        return version.source == self._source and version.number < self._written_by_others
 
     def _knows(self, version: CutVersion) -> bool:
         return version.source == self._source and self._known_from <= version.number < self._epoch

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 3u
+#define AC_ABI_VERSION 4u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -172,6 +172,60 @@ AC_API int32_t ac_mark(uint8_t* marks, uint64_t marks_count, const int64_t* rows
  * are. If that is more than room, none is written; call again. The marks must not change meanwhile. */
 AC_API int32_t ac_marked(const uint8_t* marks, uint64_t marks_count, uint8_t above, int64_t* rows, uint64_t room,
                          uint64_t* count, uint32_t threads, ac_error* error);
+
+/* ---- update: one step of an optimizer on some rows ----------------------------------------------------------------
+ * Numbers are float32, AC_FLOAT16 or AC_BFLOAT16 in memory and float32 in between. Every operation is one of IEEE 754,
+ * rounded to nearest, in the order of the formulas below (* before + and -, else from left to right), and none is fused
+ * with another: the result has the same bits on every processor and in every variant, except the payload of NaN.
+ *
+ *   g  gradient    w  weight    a, b  numbers of the rule, by name    first, second  slots
+ *
+ *   AC_RULE_SGD      numbers: lr, weight_decay, momentum, nesterov (0 or 1)    slots: first, if momentum is not 0
+ *     d = g + weight_decay * w (if weight_decay is not 0, else g)
+ *     if momentum is not 0: first = momentum * first + d; d = d + momentum * first if nesterov, else first
+ *     w = w - lr * d
+ *   AC_RULE_ADAGRAD  numbers: lr, weight_decay, eps    slots: first
+ *     d as above; first = first + d * d; w = w - lr * d / (sqrt(first) + eps)
+ *     row-wise: first = first + mean(d * d); w = w - (lr / (sqrt(first) + eps)) * d
+ *   AC_RULE_ADAM     numbers: step, weight_decay, kept, 1 - beta1, beta2, 1 - beta2, scale, eps    slots: first, second
+ *     w = kept * w (if kept is not 1); d as above; first = first + (1 - beta1) * (d - first)
+ *     second = beta2 * second + (1 - beta2) * d * d; w = w - step * first / (sqrt(second) * scale + eps)
+ *     row-wise: second = beta2 * second + (1 - beta2) * mean(d * d); w = w - (step / (sqrt(second) * scale + eps)) * first
+ *   AC_RULE_FTRL     numbers: 1 / lr, l1, l2    slots: first, second
+ *     sum = first + g * g; second = second + g - (sqrt(sum) - sqrt(first)) * (1 / lr) * w; first = sum
+ *     q = sqrt(sum) * (1 / lr) + l2; w = (clip(second) - second) / q (if q is above 0, else w stays);
+ *     clip(z) is l1 if z > l1, -l1 if z < -l1, else z
+ *
+ * mean(x) of a row: lane i of 16 is the sum of x[i], x[i + 16], ... in this order; lanes i and i + 8 are added, then i and
+ * i + 4, i + 2, i + 1; the sum is multiplied by the float32 nearest to 1 / dim. */
+
+typedef enum ac_rule { AC_RULE_SGD = 0, AC_RULE_ADAGRAD = 1, AC_RULE_ADAM = 2, AC_RULE_FTRL = 3 } ac_rule;
+typedef enum ac_float { AC_FLOAT32 = 0, AC_FLOAT16 = 1, AC_BFLOAT16 = 2 } ac_float;
+
+#define AC_RULE_NUMBERS 8u
+
+typedef struct ac_row_update {
+  const void* gradient;     /* row i, dim numbers, belongs to rows[i] */
+  void* weight;             /* rows_count rows of dim numbers, as the slots; nothing overlaps anything else */
+  void* first;              /* NULL where the rule has no such slot */
+  void* second;
+  uint8_t* marks;           /* NULL, or rows_count of them: marks[row] = mark for every row */
+  const float* numbers;     /* AC_RULE_NUMBERS of them */
+  uint64_t rows_count;
+  uint64_t dim;             /* 1 or more */
+  uint32_t rule;
+  uint32_t gradient_float;  /* an ac_float */
+  uint32_t weight_float;
+  uint32_t first_float;
+  uint32_t second_float;
+  uint32_t rowwise;         /* non-zero: the last slot has one number a row (Adagrad, Adam) */
+  uint32_t mark;
+} ac_row_update;
+
+/* Update every row of rows (distinct; -1 is skipped). Any other row outside [0, rows_count) is AC_INVALID, and nothing is
+ * changed. On `threads` threads (0 = all cores; the caller is one of them). */
+AC_API int32_t ac_update_rows(const ac_row_update* update, const int64_t* rows, uint64_t count, uint32_t threads,
+                              ac_error* error);
 
 /* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
  * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids get the row that was freed

@@ -86,7 +86,7 @@ class Targets:
         return dense and self.rows_of_table() == Targets(table=small_table()).rows_of_table(leave_out=UNTOUCHED_ID)
 
     def rows_of_table(self, *, leave_out: int | None = None) -> dict[int, list[float]]:
-        rows = self.table.embedding[self.table.rows()].tolist()
+        rows = self.table.embedding[self.table.used_rows()].tolist()
         return {id: row for id, row in zip(self.table.ids().tolist(), rows, strict=True) if id != leave_out}
 
     def load(self, root: Path | str, **options: Any) -> asyncckpt.LoadReport:

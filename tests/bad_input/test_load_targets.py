@@ -236,7 +236,7 @@ def table_of(ids: list[int], shard: tuple[int, int] = (0, 1)) -> asyncckpt.HashT
 
 
 def rows_of(table: asyncckpt.HashTable) -> dict[int, tuple[float, ...]]:
-    rows = table.rows()
+    rows = table.used_rows()
     values = torch.cat([table.embedding[rows], table.slot("sum")[rows, None]], dim=1).tolist()
     return {id: tuple(value) for id, value in zip(table.ids().tolist(), values, strict=True)}
 

@@ -106,6 +106,17 @@ def test_touched_bench_gives_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_optimizers_bench_gives_rates(tmp_path: Path) -> None:
+    result = run_bench("optimizers", tmp_path / "optimizers", "--dims", "8")
+    found = {(figure["rule"], figure["contestant"].partition(" ")[0]) for figure in result["figures"]}
+    assert {("SGD", "asyncckpt"), ("Adagrad", "torch"), ("row-wise Adam", "asyncckpt"), ("Adam", "torch")} <= found
+    for figure in result["figures"]:
+        assert_is_figure(figure["mrows_per_s"])
+    assert "rows a second / torch's" in (tmp_path / "optimizers.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_dcp_bench_gives_figures(tmp_path: Path) -> None:
     result = run_bench("dcp", tmp_path / "dcp")
     assert {(one["world"], one["size"]) for one in result["saves"]} == {(2, "large"), (2, "small")}

@@ -29,7 +29,7 @@ def layer_of(rows: Rows, *, removed: tuple[int, ...] = (), whole: bool = False) 
 
 
 def rows_of(table: asyncckpt.HashTable) -> Rows:
-    rows = table.rows()
+    rows = table.used_rows()
     values = torch.cat([table.embedding[rows], table.slot("sum")[rows, None]], dim=1).tolist()
     return {id: tuple(value) for id, value in zip(table.ids().tolist(), values, strict=True)}
 

@@ -39,7 +39,7 @@ def rows_of(table: asyncckpt.HashTable | asyncckpt.MultiLevelTable) -> Rows:
     """All rows by id, as they are."""
     ids = table.ids()
     if isinstance(table, asyncckpt.HashTable):
-        rows = table.rows()
+        rows = table.used_rows()
         columns = [table.embedding[rows], table.slot("sum")[rows], table.slot("last_seen")[rows]]
     else:
         values = table.read(ids)
@@ -91,18 +91,28 @@ class TableWorld:
             self._write(self.table.lookup(part), part.tolist())
 
     def find_and_touch(self, ids: Sequence[int]) -> None:
-        """Update rows that were found without insert, and say so; absent ids give -1, which is passed over."""
+        """Update rows past torch, which counts no such write, and say so; absent ids give -1, which is passed over."""
         for part in self._batches(ids):
             rows = self.table.lookup(part, insert=False)
             self.table.touch(rows)
-            self._write(rows, part.tolist())
+            known, columns = rows >= 0, self._next_values(rows, part.tolist())
+            for name, column in self._live().items():
+                column.numpy()[rows[known]] = columns[name][known]
+
+    def write_in_place(self, ids: Sequence[int]) -> None:
+        """Update rows in place as code does that knows nothing of marks."""
+        for part in self._batches(ids):
+            rows = self.table.lookup(part, insert=False)
+            known, columns = rows >= 0, self._next_values(rows, part.tolist())
+            for name, column in self._live().items():
+                column[rows[known]] = columns[name][known]
 
     def see(self, ids: Sequence[int]) -> None:
         """Write one metadata column only."""
         for part in self._batches([id for id in ids if id in self.rows]):
             self.number += 1
-            rows = self.table.lookup(part)
-            self.table.slot("last_seen")[rows] = self.number
+            with self.table.rows(part) as rows:
+                rows["last_seen"] = self.number
             for id in part.tolist():
                 self.rows[id] = (*self.rows[id][:3], self.number)
 
@@ -113,7 +123,6 @@ class TableWorld:
 
     def write_held(self, held: tuple[torch.Tensor, list[int]]) -> None:
         self._write(*held)
-        self.table.touch(held[0])
 
     def grow(self) -> None:
         """More new ids than there is room for."""
@@ -153,16 +162,22 @@ class TableWorld:
         return [np.array(ids[at : at + every], dtype=np.int64) for at in range(0, len(ids), every)]
 
     def _write(self, rows: torch.Tensor, ids: Sequence[int]) -> None:
-        known = rows >= 0
+        columns = self._next_values(rows, ids)
+
+        def write(values: Any) -> None:
+            for name, column in columns.items():
+                values[name] = column
+
+        self.table.update(rows, write)
+
+    def _next_values(self, rows: torch.Tensor, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """New columns for rows of ids; those that are there hold them from now on."""
         values = self._new_rows(len(ids))
-        columns = _tensors(values)
-        self.table.embedding[rows[known]] = columns["embedding"][known]
-        for name in ("sum", "last_seen"):
-            self.table.slot(name)[rows[known]] = columns[name][known]
-        for id, row, is_known in zip(ids, values, known.tolist(), strict=True):
-            if is_known:
-                self.rows.setdefault(id, FIRST_ROW)
-                self.rows[id] = row
+        self.rows |= {id: row for id, row, is_there in zip(ids, values, (rows >= 0).tolist(), strict=True) if is_there}
+        return _tensors(values)
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        return {"embedding": self.table.embedding} | {name: self.table.slot(name) for name in ("sum", "last_seen")}
 
 
 def _tensors(rows: Sequence[Row]) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ class RefreshRun:
     def run(self) -> list[str]:
         """Returns what is wrong."""
         events = [
-            *[self.touch] * 20, self.grow, self.remove, self.evict, self.rename, self.filter,
+            *[self.touch] * 20, self.scribble, self.grow, self.remove, self.evict, self.rename, self.filter,
             self.reshape, self.reopen, self.clear, self.load_back,
         ]  # fmt: skip
         for step in range(1, SAVES_COUNT + 1):
@@ -67,6 +67,11 @@ class RefreshRun:
             ids = sorted(world.rows)
             share = self.random.choice(SHARES)
             world.train(self.random.sample(ids, int(len(ids) * share)))
+
+    def scribble(self) -> None:
+        """Code that knows nothing of marks writes a few rows."""
+        world = self.random.choice(self.worlds)
+        world.write_in_place(self.random.sample(sorted(world.rows), min(3, len(world.rows))))
 
     def grow(self) -> None:
         self.random.choice(self.worlds).grow()

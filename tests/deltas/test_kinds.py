@@ -22,9 +22,10 @@ def new_table(name: str = "user", dim: int = 4) -> HashTable:
 
 
 def write(table: HashTable, ids: torch.Tensor, value: float) -> None:
-    rows = table.lookup(ids)
-    table.embedding[rows] = value
-    table.slot("sum")[rows] = -value
+    def write_rows(rows: Any) -> None:
+        rows.embedding, rows["sum"] = torch.full_like(rows.embedding, value), -value
+
+    table.update(table.lookup(ids), write_rows)
 
 
 def filled_table(name: str = "user") -> HashTable:
@@ -34,7 +35,7 @@ def filled_table(name: str = "user") -> HashTable:
 
 
 def content(table: HashTable) -> dict[int, tuple[Any, ...]]:
-    rows = table.rows()
+    rows = table.used_rows()
     columns = [table.embedding[rows].tolist(), table.slot("sum")[rows].tolist()]
     return {id: (tuple(a), tuple(b)) for id, a, b in zip(table.ids().tolist(), *columns, strict=True)}
 
@@ -152,8 +153,7 @@ def test_rows_written_during_a_save_are_in_the_next_delta(tmp_path: Path) -> Non
         rows = table.lookup(torch.tensor([3, 4]))
         future = saver.save_async(1)
         before = content(table)
-        table.touch(rows)  # Held across the cut.
-        table.embedding[rows] = 9.0
+        table.update(rows, lambda values: values.embedding.fill_(9.0))  # Held across the cut.
         future.result(60)
         assert save(saver, 2).rows_count == 2
         assert loaded(tmp_path, 1) == before

@@ -90,6 +90,10 @@ class Saves(RuleBasedStateMachine):
         world = self.world.worlds[name]
         world.evict(below=world.number - age)
 
+    @rule(name=NAMES, ids=IDS)
+    def write_in_place(self, name: str, ids: list[int]) -> None:
+        self.world.worlds[name].write_in_place(ids)
+
     @rule(name=NAMES)
     def grow(self, name: str) -> None:
         self.world.worlds[name].grow()

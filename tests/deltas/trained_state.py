@@ -96,7 +96,7 @@ def contents(tables: dict[str, asyncckpt.HashTable], head: torch.nn.Linear) -> C
     """Every bit, by name; rows in the order of their ids."""
     found: Contents = {"weight": head.weight.detach().numpy().copy(), "bias": head.bias.detach().numpy().copy()}
     for name, table in tables.items():
-        ids, rows = table.ids().numpy(), table.rows()
+        ids, rows = table.ids().numpy(), table.used_rows()
         order = np.argsort(ids)
         found[f"{name}@id"] = ids[order]
         for column in ("sum", "last_seen"):

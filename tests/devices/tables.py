@@ -190,7 +190,7 @@ def new_target() -> HashTable:
 
 def rows_of(table: HashTable) -> Rows:
     """All rows by id; -1 for one whose columns do not agree."""
-    ids, rows = table.ids(), table.rows()
+    ids, rows = table.ids(), table.used_rows()
     numbers = torch.cat([table.embedding[rows].double(), table.slot("sum")[rows].unsqueeze(1)], dim=1)
     return {
         id: values[0] if len(set(values)) == 1 else -1.0

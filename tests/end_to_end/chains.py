@@ -33,9 +33,11 @@ class TrainingRun:
             gone, changed = known[:9], known[9:40]
             table.remove(gone)
             back = torch.cat([gone[:3], self._removed[:2]])
-            rows = table.lookup(torch.cat([changed, new, back]))
-            table.embedding[rows] = torch.rand(len(rows), DIM, generator=self._generator)
-            table.slot("sum")[rows] = torch.rand(len(rows), generator=self._generator)
+            written = torch.cat([changed, new, back]).unique()
+            table.lookup(written)
+            with table.rows(written) as rows:
+                rows.embedding = torch.rand(len(written), DIM, generator=self._generator)
+                rows["sum"] = torch.rand(len(written), generator=self._generator)
             self._removed = gone
         with torch.no_grad():
             self.state.dense["w"].add_(1)

@@ -70,7 +70,7 @@ class RunSpec:
 
 def contents(table: asyncckpt.HashTable) -> Contents:
     """All columns of a plain table in the order of the ids."""
-    ids, rows = table.ids().numpy(), table.rows()
+    ids, rows = table.ids().numpy(), table.used_rows()
     order = np.argsort(ids)
     columns = {"embedding": table.embedding, "sum": table.slot("sum"), "last_seen": table.slot("last_seen")}
     return {"id": ids[order]} | {name: column[rows].numpy()[order] for name, column in columns.items()}

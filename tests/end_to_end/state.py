@@ -112,7 +112,7 @@ class State:
 
 def table_image(table: asyncckpt.HashTable) -> dict[int, bytes]:
     """id -> the bytes of its row in every column."""
-    rows = table.rows()
+    rows = table.used_rows()
     columns = [table.embedding[rows]]
     columns += [table.slot(c.name)[rows] for c in table.schema().columns if c.name not in ("id", "embedding")]
     parts = [c.contiguous().view(len(rows), -1).view(torch.uint8) if len(rows) else c for c in columns]

@@ -481,7 +481,7 @@ async def test_multi_level_tables_are_followed(tmp_path: Path) -> None:
             for step in range(1, 5):
                 for _ in range(2):
                     rows = trained.lookup(torch.arange(10 * step, 10 * step + 12))
-                trained.embedding[rows[rows >= 0]] = float(step)
+                trained.update(rows, lambda values: values.embedding.add_(1.0))
                 trained.remove(torch.arange(10 * step - 3, 10 * step))
                 saver.save_async(step, kind="full" if step == 1 else "delta").result(60)
                 update = await anext(follower)

@@ -71,7 +71,7 @@ def test_subset_of_columns_keeps_first_values(tmp_path: Path, saved: State) -> N
     asyncckpt.Loader(tmp_path, {"user": table}, filter_func=weights_only).load()
     source = saved.tables["user"]
     rows = table.lookup(source.ids(), insert=False)
-    assert table.embedding[rows].equal(source.embedding[source.rows()])
+    assert table.embedding[rows].equal(source.embedding[source.used_rows()])
     assert not table.slot("sum")[rows].any()
     assert not table.slot("last_seen")[rows].any()
 

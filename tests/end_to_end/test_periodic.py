@@ -244,4 +244,4 @@ def test_a_delta_holds_what_was_trained_during_skipped_saves(tmp_path: Path) -> 
     asyncckpt.Loader(tmp_path, hashtables={"user": loaded}).load()
     assert sorted(loaded.ids().tolist()) == sorted(table.ids().tolist())
     rows = loaded.lookup(table.ids(), insert=False)
-    assert torch.equal(loaded.embedding[rows], table.embedding[table.rows()])
+    assert torch.equal(loaded.embedding[rows], table.embedding[table.used_rows()])

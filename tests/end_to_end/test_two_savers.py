@@ -31,7 +31,7 @@ Image = tuple[str, torch.Tensor, dict[int, tuple[float, ...]]]
 
 
 def rows_of(table: asyncckpt.HashTable) -> dict[int, tuple[float, ...]]:
-    values = table.embedding[table.rows()].tolist()
+    values = table.embedding[table.used_rows()].tolist()
     return {int(key): tuple(row) for key, row in zip(table.ids().tolist(), values, strict=True)}
 
 

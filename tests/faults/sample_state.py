@@ -76,7 +76,7 @@ class SampleState:
     def _fill_levels(self) -> None:
         for name, levelled in self.levels.items():
             table = self.tables[name]
-            ids, rows = table.ids(), table.rows()
+            ids, rows = table.ids(), table.used_rows()
             values = {slot: table.slot(slot)[rows] for slot in (("sum", "step_filter") if name == "user" else ())}
             levelled.remove(levelled.ids())
             levelled.insert(ids, torch.zeros_like(table.embedding[rows]))
@@ -107,7 +107,7 @@ class SampleState:
         """Equal for equal states: ids with their rows whatever their order, every dense byte, every value."""
         hasher = hashlib.sha256()
         for name, table in self.tables.items():
-            ids, rows = table.ids(), table.rows()
+            ids, rows = table.ids(), table.used_rows()
             order = torch.argsort(ids)
             hasher.update(repr((name, len(ids))).encode())
             hasher.update(_bytes_of(ids[order]))

@@ -63,14 +63,14 @@ class Pair:
         gone = torch.from_numpy(self._random.choice(IDS, 20, replace=False) - IDS // 2)
         numbers = torch.from_numpy(self._random.standard_normal((count, 16))).float()
         for table in (self.table, self.shadow):
-            rows = table.lookup(ids)
+            table.lookup(ids)
             values = numbers.to(table.device)
             keep_busy(SHORT_CYCLES)
-            with torch.no_grad():
-                table.embedding[rows] = values
-                table.slot("sum")[rows] = values[:, 0]
-                table.slot("momentum")[rows] = values * 2
-                table.slot("last_seen")[rows] = torch.arange(count, device=table.device)
+            with table.rows(ids) as rows:
+                rows.embedding = values
+                rows["sum"] = values[:, 0].contiguous()
+                rows["momentum"] = values * 2
+                rows["last_seen"] = torch.arange(count, device=table.device)
             table.remove(gone)
 
     def expected(self) -> Image:
@@ -81,7 +81,7 @@ def image(table: Any) -> Image:
     if isinstance(table, MultiLevelTable):
         ids = table.ids()
         return Image.of({"id": ids, **table.read(ids)})
-    rows = table.rows()
+    rows = table.used_rows()
     columns = {name: table.slot(name)[rows] for name in COLUMNS[1:]}
     return Image.of({"id": table.ids(), "embedding": table.embedding[rows], **columns})
 

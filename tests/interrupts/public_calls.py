@@ -129,6 +129,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "PeriodicSaver.statistics": world.periodic.statistics,
         "HashTable.lookup": lambda: world.table.lookup(ids),
         "HashTable.insert": lambda: world.table.insert(ids, torch.ones(3, 2)),
+        "HashTable.update": lambda: world.table.update(world.table.lookup(ids), lambda rows: rows.embedding.add_(1.0)),
         "HashTable.remove": lambda: world.table.remove(torch.tensor([7])),
         "HashTable.export": lambda: (len(world.table), world.table.ids()),
         "SparseAdagrad.step": lambda: train(world),

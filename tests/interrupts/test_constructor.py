@@ -124,7 +124,9 @@ def test_a_rank_that_fails_while_it_looks_for_the_others_leaves_nothing(tmp_path
                 sys.setprofile(fails)
             try:
                 ranks = asyncckpt.RankOptions(peer_deadline=0.3)
-                construct(tmp_path / f"run-{fails.number}", shard_index=index, shard_num=2, ranks=ranks)
+                tables = {"t": asyncckpt.HashTable("t", 2, shard=(index, 2))}
+                place = {"shard_index": index, "shard_num": 2, "ranks": ranks}
+                construct(tmp_path / f"run-{fails.number}", hashtables=tables, **place)
             except (MemoryError, asyncckpt.CheckpointError):
                 pass
             finally:

@@ -15,7 +15,7 @@ LIMIT_S = 280
 # What is left unprotected, and the test that finds it.
 CONTROLS = {
     "asyncckpt.tables.table_lock:uninterrupted": "test_interrupts.py::test_uses_of_tables",
-    "asyncckpt.tables.optim:_SparseOptimizer.step": "test_interrupts.py::test_step_of_an_optimizer",
+    "asyncckpt.tables.sparse_optimizer:SparseOptimizer._update_tables": "test_interrupts.py::test_step_of_an_optimizer",
     "asyncckpt.saver:Saver.save_async": "test_interrupts.py::test_calls_of_a_saver[_save_async]",
     "asyncckpt.saver:Saver.save": "test_interrupts.py::test_calls_of_a_saver[_save_blocking]",
     "asyncckpt.saver:Saver.prepare": "test_interrupts.py::test_calls_of_a_saver[_prepare]",

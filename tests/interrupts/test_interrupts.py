@@ -58,6 +58,20 @@ def _prefetch(trained: Trained, ids: torch.Tensor) -> None:
     trained.levels.prefetch(ids - 8)
 
 
+def _rows(trained: Trained, ids: torch.Tensor) -> None:
+    with trained.table.rows(ids - 6) as rows:
+        rows.embedding += 1.0
+        rows["sum"] += 1.0
+
+
+def _update_levels(trained: Trained, ids: torch.Tensor) -> None:
+    def write(rows: Any) -> None:
+        rows.embedding += 1.0
+        rows["sum"] += 1.0
+
+    trained.levels.update(trained.levels.lookup(ids - 6, insert=False), write)
+
+
 def _insert_rows(table: MultiLevelTable, ids: torch.Tensor) -> None:
     table.insert(ids, torch.ones(len(ids), 4))
 
@@ -66,7 +80,12 @@ def _clear(table: MultiLevelTable, _: torch.Tensor) -> None:
     table.clear()
 
 
-@pytest.mark.parametrize("use", [_lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch])
+USES = [
+    _lookup, _lookup_levels, _insert, _insert_levels, _remove, _remove_levels, _prefetch, _rows, _update_levels,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
 def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], None]) -> None:
     ids = torch.empty(0)
     before: Any = None

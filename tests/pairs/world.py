@@ -99,7 +99,7 @@ class State:
     def generation(self) -> tuple[float, float]:
         """Of the dense tensors, and of the rest. AssertionError when it is torn."""
         dense = {value for tensor in self.dense.values() for value in tensor.unique().tolist()}
-        rest = {self.held.generation, *self.table.embedding[self.table.rows()].unique().tolist()}
+        rest = {self.held.generation, *self.table.embedding[self.table.used_rows()].unique().tolist()}
         assert len(dense) == 1, f"the dense tensors are torn: {dense}"
         assert len(rest) == 1, f"object and table are torn: {rest}"
         assert len(self.table.ids()) == len(self.ids), "rows of the table are lost"

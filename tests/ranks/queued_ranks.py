@@ -59,7 +59,7 @@ class State:
         self.rank, self.ranks_count = rank, ranks_count
         self.tables = {
             "user": asyncckpt.HashTable("user", 2, shard=(rank, ranks_count)),
-            "all": asyncckpt.HashTable("all", 2),
+            "all": asyncckpt.HashTable("all", 2, replicated=True),
         }
         self.plain = torch.nn.Embedding(len(IDS), 2)
         torch.nn.init.zeros_(self.plain.weight)
@@ -95,7 +95,7 @@ def differences(path: Path, change: Change) -> list[str]:
     found = []
     for name, table in target.tables.items():
         ids = table.ids()
-        versions = table.embedding[table.rows()][:, 0].to(torch.int64)
+        versions = table.embedding[table.used_rows()][:, 0].to(torch.int64)
         if dict(zip(ids.tolist(), versions.tolist(), strict=True)) != change.rows:
             found.append(f"table {name!r} of step {change.step}")
     if target.plain.weight[:, 1].tolist() != [change.rows.get(id, 0) for id in IDS]:

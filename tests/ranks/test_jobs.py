@@ -80,10 +80,6 @@ def test_a_rank_that_is_ahead_of_what_is_agreed_upon(tmp_path: Path) -> None:
     assert run(replica_ranks.one_rank_is_ahead, 2, tmp_path) == [0, 0]
 
 
-def test_tables_that_grow_apart_are_written_once(tmp_path: Path) -> None:
-    assert run(replica_ranks.tables_that_grow_apart, 2, tmp_path) == [0, 0]
-
-
 def test_slices_of_recis_load_into_any_others(tmp_path: Path) -> None:
     assert run(job_ranks.slices, 3, tmp_path) == [0, 0, 0]
 

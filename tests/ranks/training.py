@@ -90,7 +90,7 @@ def image(*ranks: Training) -> dict[str, Any]:
     rows: dict[int, tuple[bytes, bytes]] = {}
     for training in ranks:
         table, ids = training.table, training.table.ids()
-        numbers = training.table.rows()
+        numbers = training.table.used_rows()
         columns = zip(ids.tolist(), table.embedding[numbers], table.slot("sum")[numbers], strict=True)
         for id, embedding, total in columns:
             assert id not in rows, f"two ranks hold the row of {id}"

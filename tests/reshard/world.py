@@ -188,7 +188,7 @@ class World:
             expected = np.sort(mine(ids, self.rank, self.ranks_count))
             found = table.ids()
             assert sorted(found.tolist()) == expected.tolist(), table
-            rows = table.rows()
+            rows = table.used_rows()
             for column in ("embedding", "sum", "age") if len(ids) else ():
                 values = table.embedding[rows] if column == "embedding" else table.slot(column)[rows]
                 width = values[0].numel() if len(values) else 1

@@ -53,23 +53,25 @@ class HashTableSuite(TableSuite):
         random = np.random.default_rng([seed, step])
         ids = ids_of(random, 20)
         rows = table.lookup(ids)
-        with torch.no_grad():
+
+        def write(values: Any) -> None:
             for column in table.schema().columns[1:]:
-                tensor = table.embedding if column.name == "embedding" else table.slot(column.name)
-                tensor[rows] = random_values(random, tensor, len(rows))
+                values[column.name] = random_values(random, values[column.name], len(rows))
+
+        table.update(rows, write)
         given = ids_of(random, 5)
         embedding = random_values(random, table.embedding, len(given))
         table.insert(given, embedding)
         table.remove(ids_of(random, 6))
 
     def contents(self, table: Any) -> Contents:
-        rows = table.rows()
+        rows = table.used_rows()
         columns = [column.name for column in table.schema().columns[2:]]
         found = {name: table.slot(name)[rows] for name in columns}
         return {"id": table.ids(), "embedding": table.embedding[rows], **found}
 
     def internals(self, table: Any) -> Contents:
-        return {"ids by row": table.ids(), "rows": table.rows()}
+        return {"ids by row": table.ids(), "rows": table.used_rows()}
 
 
 class TestHashTable(HashTableSuite):

@@ -55,12 +55,11 @@ class MultiLevelSuite(TableSuite):
         random = np.random.default_rng([seed, step])
         table.prefetch(ids_of(random, 4))
         for _ in range(3):
-            rows = table.lookup(ids_of(random, 5))
-            rows = rows[rows >= 0]
-            with torch.no_grad():
+            ids = ids_of(random, 5)
+            table.lookup(ids)
+            with table.rows(ids) as rows:
                 for column in table.schema().columns[1:]:
-                    tensor = table.embedding if column.name == "embedding" else table.slot(column.name)
-                    tensor[rows] = random_values(random, tensor, len(rows))
+                    rows[column.name] = random_values(random, rows[column.name], len(ids))
         given = ids_of(random, 3)
         table.insert(given, random_values(random, table.embedding, len(given)))
         table.remove(ids_of(random, 5))

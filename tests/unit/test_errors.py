@@ -92,8 +92,14 @@ def test_a_warning_points_at_the_program(tmp_path: Path) -> None:
             periodic.step(2)
             periodic.drain(60)
         asyncckpt.MultiLevelTable("t", 2, cache_rows=1).lookup(torch.arange(9))
+        table = asyncckpt.HashTable("t", 2)
+        table.lookup(torch.arange(9))
+        with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
+            for step in (3, 4, 5):
+                table.embedding.fill_(step)
+                saver.save_async(step).result(60)
     assert [warning.filename for warning in seen] == [__file__] * len(seen)
-    for text in ("replace its files", "blocks until", "periodic save failed", "cache of table"):
+    for text in ("replace its files", "blocks until", "periodic save failed", "cache of table", "written in place"):
         assert any(text in str(warning.message) for warning in seen), text
 
 

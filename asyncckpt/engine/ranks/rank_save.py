@@ -2,7 +2,8 @@
 
 coordination.driver runs the protocol, and calls these effects:
 
-    make_folder   rank 0     sweep; who writes which replica; what a delta builds upon; the attempt's folder
+    make_folder   rank 0     whether ranks hold the same replicas, and who writes which; what a delta builds upon; the
+                             attempt's folder
     write         all ranks  filter, write and sync the own files; leave the part of the manifest on the channel
     publish       rank 0     put the parts together, check them, publish: the commit
     abandon       rank 0     remove what an aborted attempt left
@@ -24,10 +25,13 @@ from asyncckpt.commit.doubt import is_committed_whole
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
+from asyncckpt.coordination.actions import Contradiction
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import AttemptMessage, Begin, Failed, Kind, Outcome, Prepared, cause_of
 from asyncckpt.engine.process.background import committer, run_on, talkers, workers
 from asyncckpt.engine.process.future import FutureState
+from asyncckpt.engine.ranks.holdings import check_ids_held, decode_ids_held, decode_slices, encode_ids_held
+from asyncckpt.engine.ranks.replica_contents import check_contents, contents_of, decode_contents
 from asyncckpt.engine.ranks.replicas import decode_list, decode_owners
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.ranks.writers import Decision, Held, agreement_of, same_owners
@@ -85,12 +89,14 @@ async def save_with_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome
 class RankSave:
     """The effects of one save on this rank. Used in the background's loop only.
 
-    is_agreed: who writes what holds for later saves too. stopped: the call has ended without what this rank writes.
+    is_agreed: who writes what holds for later saves too. contents: the name of what is in the replicas, where all of
+    them have been captured. stopped: the call has ended without what this rank writes.
     """
 
     job: SaveJob
     share: RankShare
     is_agreed: bool = True
+    contents: str = ""
     written: Written | None = None
     parents: tuple[ParentFacts, ...] = ()
     transaction: Transaction | None = None
@@ -109,19 +115,23 @@ class RankSave:
             job.claim.parents[:] = [job.choice.base.parent.step]
 
     async def leave_list(self) -> None:
-        """While it is not known who writes which replica: say which there are here."""
+        """While it is not known who writes which replica: say which there are here, and what is in them."""
         if not self.share.is_known:
             await self._put(f"list/{self.ranks.rank}", self.share.replicas.encoded())
+            contents = (await run_on(workers, contents_of, self.job, self.share.replicas)).encoded()
+            self.contents = xxhash.xxh3_128_hexdigest(contents)
+            await self._put(f"contents/{self.ranks.rank}", contents)
 
     def begin(self) -> Begin:
         base = self.job.choice.base
         kind: Kind = "full" if base is None else "delta"
         listed, left_out = self.share.replicas, self.share.left_out
-        notes: dict[str, Json] = {"held": listed.digest_with_claims, "agreement": ""}
+        notes: dict[str, Json] = {"held": listed.digest_with_slices, "agreement": ""}
+        notes |= {"ids": encode_ids_held(self.share.ids_held), "contents": self.contents}
         if left_out is not None:
             notes["agreement"] = left_out.agreement
         else:
-            notes |= {"replicas": listed.digest, "claims": dict(listed.claims)}
+            notes |= {"replicas": listed.digest, "slices": listed.encoded_slices()}
         if base is not None:
             notes["parents"] = [[item.step, item.attempt, item.digest] for item in base.chain]
         facts: dict[str, str] = {"durability": self.job.target.options.durability}
@@ -132,7 +142,11 @@ class RankSave:
     async def make_folder(self, begins: Mapping[int, Begin]) -> tuple[Attempt, Mapping[str, Json]]:
         job = self.job
         sent = {rank: _notes(begin.notes, rank) for rank, begin in begins.items()}
-        notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
+        try:
+            notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
+            await self._check_replicas(sent)
+        except ConflictError as error:
+            raise Contradiction(str(error)) from error
         await self._claim_step(min(begin.step for begin in begins.values()))
         self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
         return self.transaction.attempt, notes
@@ -276,8 +290,19 @@ class RankSave:
             digest = notes.text("replicas")
             if digest not in lists:
                 lists[digest] = tuple(decode_list(await self._get(f"list/{rank}"), rank=rank))
-            held.append(Held(lists[digest], _claims(notes)))
+            held.append(Held(lists[digest], decode_slices(notes.value("slices"), owner=notes.owner)))
         return decisions.decide(held, captured_by, is_same=not captured_by and len(lists) == 1)
+
+    async def _check_replicas(self, sent: Mapping[int, Fields]) -> None:
+        """Raise ConflictError when ranks hold different replicas."""
+        check_ids_held({rank: decode_ids_held(notes.value("ids"), owner=notes.owner) for rank, notes in sent.items()})
+        first: dict[str, int] = {}
+        for rank, notes in sorted(sent.items()):
+            first.setdefault(notes.text("contents"), rank)
+        first.pop("", None)
+        if len(first) > 1:  # Perhaps because some ranks hold other tensors.
+            texts = {rank: await self._get(f"contents/{rank}") for rank in first.values()}
+            check_contents({rank: decode_contents(text, rank=rank) for rank, text in texts.items()})
 
     async def _take_share(self, how: str, agreement: str) -> None:
         """Note what other ranks write of all that was captured."""
@@ -336,13 +361,6 @@ def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> 
                 hint="save a full checkpoint: kind='full'",
             )
     return chains[first]
-
-
-def _claims(notes: Fields) -> dict[str, str]:
-    claims = notes.value("claims")
-    if type(claims) is not dict or not all(type(claim) is str for claim in claims.values()):
-        raise CorruptError(f"{notes.owner} sent parts of tables that are none")
-    return claims
 
 
 def _parents(notes: Fields) -> tuple[ParentFacts, ...]:

@@ -4,6 +4,7 @@ Every plain tensor of the state is a replica: other ranks hold it too, or they d
 table that holds all ids, and so are the boxes of a tensor that is spread over some of the ranks only. So
 
 1. the first save of a Saver captures all of them, and sends the coordinator a digest of their names, dtypes and shapes,
+   and one of what is in them (replica_contents.py), which must be the same on all ranks,
 2. the coordinator announces whether all ranks have the same, and if not, which rank writes which (writers.py); every
    rank writes its share of what it has captured,
 3. from then on each captures only its share, for as long as it has the same ones and no save fails.
@@ -23,11 +24,12 @@ from functools import cached_property
 import torch
 import xxhash
 
+from asyncckpt.engine.ranks.holdings import TableSlice, is_replicated, is_whole, slice_of
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.strict_json import Json, dumps, loads
 from asyncckpt.format.tree import VALUE, Path, leaves
 from asyncckpt.model.sharded import Sharded
-from asyncckpt.model.table import HoldsRange, OwnsIds, Table
+from asyncckpt.model.table import HoldsRange, Table
 from asyncckpt.plan.state import FlatState
 
 SMALL_BYTES_MAX = 4096
@@ -39,7 +41,7 @@ class Replica:
     """A tensor or table that a rank holds in full: its path as text, its size, what it is like; and where it is here.
 
     leaf: number of the tensor among the leaves of the state; None for a table. by_first: the first rank that has it
-    writes it.
+    writes it. is_buffer: it may differ from rank to rank.
     """
 
     path: str
@@ -47,17 +49,15 @@ class Replica:
     form: str
     leaf: int | None = None
     by_first: bool = False
+    is_buffer: bool = False
 
 
 @dataclass(frozen=True)
 class ReplicaList:
-    """All of them on this rank, and which part of a table each other table is.
-
-    claims: by name, of tables that hold a part of the ids.
-    """
+    """All of them on this rank, and the slice of each other table, by its name."""
 
     items: tuple[Replica, ...] = ()
-    claims: Mapping[str, str] = field(default_factory=dict)
+    slices: Mapping[str, TableSlice] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -65,8 +65,11 @@ class ReplicaList:
         return xxhash.xxh3_128_hexdigest(self.encoded())
 
     @cached_property
-    def digest_with_claims(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.digest.encode() + dumps(dict(self.claims)))
+    def digest_with_slices(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.digest.encode() + dumps(self.encoded_slices()))
+
+    def encoded_slices(self) -> dict[str, Json]:
+        return {name: own.encoded() for name, own in self.slices.items()}
 
     def encoded(self) -> bytes:
         return dumps([[item.path, item.bytes, item.form, item.by_first] for item in self.items])
@@ -112,7 +115,7 @@ class Replicas:
             [tensor.dtype for tensor in tensors],
             list(map(torch.Tensor.size, tensors)),
             spread,
-            [(name, table.shard, _range(table)) for name, table in tables.items()],
+            [(name, is_replicated(table), table.shard, _range(table)) for name, table in tables.items()],
         )
         if key != self._key:
             self._list, self._key = _list_of(flat, tables, self._ranks_count), key
@@ -144,16 +147,6 @@ class Replicas:
         )
 
 
-def is_whole(table: Table) -> bool:
-    """Return whether a table holds all ids there are of it: one of the same name on another rank is its replica."""
-    if table.shard != (0, 1):
-        return False
-    if isinstance(table, HoldsRange):
-        first, end, whole = table.id_range()
-        return first == 0 and end == whole
-    return not isinstance(table, OwnsIds)
-
-
 def _range(table: Table) -> tuple[int, int, int] | None:
     return table.id_range() if isinstance(table, HoldsRange) else None
 
@@ -169,15 +162,16 @@ def _list_of(flat: FlatState, tables: Mapping[str, Table], ranks_count: int) -> 
                 items.append(_boxes(json.dumps(path), spread, leaf))
         else:
             form = f"{tensor.dtype} {list(tensor.shape)}"
-            by_first = path in buffers or tensor.nbytes <= SMALL_BYTES_MAX
-            items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf=leaf, by_first=by_first))
-    claims = {}
+            is_buffer = path in buffers
+            by_first = is_buffer or tensor.nbytes <= SMALL_BYTES_MAX
+            items.append(Replica(json.dumps(path), tensor.nbytes, form, leaf, by_first=by_first, is_buffer=is_buffer))
+    slices = {}
     for name, table in tables.items():
         if is_whole(table):
             items.append(_table_replica(name, table))
         else:
-            claims[name] = _claim(table)
-    return ReplicaList(items=tuple(items), claims=claims)
+            slices[name] = slice_of(table)
+    return ReplicaList(items=tuple(items), slices=slices)
 
 
 def _boxes(path: str, spread: Sharded, leaf: int) -> Replica:
@@ -197,16 +191,10 @@ def _table_replica(name: str, table: Table) -> Replica:
     schema = table.schema()
     row_bytes = sum(column.dtype.itemsize * torch.Size(column.row_shape).numel() for column in schema.columns)
     form = " ".join(f"{column.name} {column.dtype} {list(column.row_shape)}" for column in schema.columns)
+    if isinstance(table, HoldsRange):
+        form += " rows {} to {}".format(*table.id_range())
     rows = len(table) if isinstance(table, Sized) else 0
     return Replica(path=TABLE_PREFIX + name, bytes=rows * row_bytes, form=form)
-
-
-def _claim(table: Table) -> str:
-    """Return which part of the table this is; empty where only its ids could show it."""
-    if isinstance(table, HoldsRange):
-        first, end, _ = table.id_range()
-        return f"rows {first} to {end}" if first < end else ""
-    return "" if isinstance(table, OwnsIds) else f"shard {table.shard[0]} of {table.shard[1]}"
 
 
 def decode_list(raw: bytes, *, rank: int) -> list[Replica]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt.engine.ranks.holdings import TableSlice, check_slices
 from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, Replica
 from asyncckpt.errors import ConflictError
 
@@ -27,16 +28,16 @@ DECISIONS_KEPT_MAX = 8
 
 
 def agreement_of(digests: Sequence[str]) -> str:
-    """Return the name of what follows from the lists and claims of all ranks. digests: in the order of the ranks."""
+    """Return the name of what follows from the lists and slices of all ranks. digests: in the order of the ranks."""
     return xxhash.xxh3_128_hexdigest(" ".join(digests).encode())
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank has: the replicas, and which part of a table each other table is."""
+    """What one rank has: the replicas, and the slice of each other table, by its name."""
 
     items: Sequence[Replica]
-    claims: Mapping[str, str]
+    slices: Mapping[str, TableSlice]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Decisions:
         is_same: they hold the same, and have captured it. ConflictError when ranks contradict each other, or when a
         rank has left out what another one, which was to write it, has no longer.
         """
-        check_claims({rank: item.claims for rank, item in enumerate(held)})
+        check_slices([one.slices for one in held], [_tables_of(one) for one in held])
         if is_same:
             return Decision(same_owners(held[0].items, len(held)), held, is_same=True)
         owners = different_owners([item.items for item in held])
@@ -117,20 +118,6 @@ class Decisions:
         return decision
 
 
-def check_claims(by_rank: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise ConflictError when two ranks hold the same part of a table."""
-    holders: dict[tuple[str, str], int] = {}
-    for rank, claims in by_rank.items():
-        for name, claim in claims.items():
-            first = holders.setdefault((name, claim), rank)
-            if claim and first != rank:
-                raise ConflictError(
-                    f"table {name!r}: ranks {first} and {rank} hold the same part of it",
-                    found=claim,
-                    hint="give every rank a shard of its own, or save from ranks that hold each part once",
-                )
-
-
 def same_owners(items: Sequence[Replica], ranks_count: int) -> dict[str, int]:
     """Return who writes what when all ranks hold the same replicas."""
     owners = {item.path: 0 for item in items if item.by_first}
@@ -169,6 +156,10 @@ def different_owners(held: Sequence[Sequence[Replica]]) -> dict[str, int]:
         loads_of[rank] += item.bytes
         owners[item.path] = rank
     return owners
+
+
+def _tables_of(held: Held) -> set[str]:
+    return {item.path.removeprefix(TABLE_PREFIX) for item in held.items if item.path.startswith(TABLE_PREFIX)}
 
 
 def _largest_first(item: Replica) -> tuple[int, str]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from asyncckpt.engine.ranks.replicas import is_whole
+from asyncckpt.engine.ranks.holdings import is_whole
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
@@ -85,9 +85,10 @@ def choose_kind(
     if kind == "delta" and full.newest is None and may_settle:
         return full
     choice, base = _choose(full, cut, step, kind, policy), full.newest
-    if not audit or base is None:
+    if base is None or not (audit or policy is not None):
         return choice
-    tables = tuple(_audited(chosen, cut.tables[chosen.table], base) for chosen in choice.tables)
+    compared = _audited if audit else _compared
+    tables = tuple(compared(chosen, cut.tables[chosen.table], base) for chosen in choice.tables)
     return replace(choice, tables=tables)
 
 
@@ -165,6 +166,14 @@ def _audited(chosen: TableRows, item: CutTable, newest: ChainLink) -> TableRows:
     if version is None or not tracks_rows(cut):
         return chosen
     return TableRows(chosen.table, marked=cut.touched_since(version))
+
+
+def _compared(chosen: TableRows, item: CutTable, newest: ChainLink) -> TableRows:
+    """Note of a whole table whose marks do not go back to the last checkpoint that its rows have to be compared."""
+    version, cut = _version_of(item, newest), item.cut
+    if not chosen.is_whole or version is None or not tracks_rows(cut):
+        return chosen
+    return replace(chosen, is_lost=cut.removed_since(version) is None)  # Which costs less than touched rows.
 
 
 def _version_of(item: CutTable, newest: ChainLink) -> CutVersion | None:

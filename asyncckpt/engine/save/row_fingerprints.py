@@ -1,11 +1,13 @@
 """Compare rows with those of the last committed checkpoint by their fingerprints, in the background, on the snapshot.
 
-    the table        the Saver          what for
-    without marks    makes deltas       a delta writes the rows that have changed, and removes the ids that are gone
-    with marks       audits its tables  rows that have changed without a mark are reported, and written in a delta too
+    the table           the Saver          what for
+    without marks       makes deltas       a delta writes the rows that have changed, and removes the ids that are gone
+    whose marks do not  makes deltas       the same; code that the table cannot follow has written to it since, or it
+    go back far enough                     was loaded or cleared
+    with marks          audits its tables  rows that have changed without a mark are reported, and are in a delta too
 
-Fingerprints of all rows are taken at every staged save and kept when it commits; of tables in regions only, whose rows
-are in plain memory.
+Fingerprints of all rows are taken at every such staged save and kept when it commits; of tables in regions only, whose
+rows are in plain memory. So the first delta of a table whose marks were lost holds all of its rows.
 """
 
 from __future__ import annotations
@@ -73,13 +75,15 @@ def _is_compared(job: SaveJob, table: CapturedTable) -> bool:
     if not table.facts.whole:
         return False
     options = job.target.options
-    return options.debug.audit if table.version is not None else options.deltas is not None
+    if table.version is None:
+        return options.deltas is not None
+    return options.debug.audit or job.choice.tables[table.region.table].is_lost
 
 
 def _missed(ids: I64, table: str) -> tuple[int, ...]:
     log_warning(
-        "%d rows of table %r were changed without a mark, the first one of id %d: call touch(rows) for rows that are "
-        "written after a cut or after lookup(insert=False)",
+        "%d rows of table %r were changed without a mark, the first one of id %d, in a way that torch does not count: "
+        "write them by update(rows, function), or call touch(rows)",
         len(ids),
         table,
         int(ids[0]),

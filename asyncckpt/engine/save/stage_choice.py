@@ -7,7 +7,7 @@
 
 A deferred table has only its cache level copied while training waits; its host level is exported behind the
 fence. A filter needs whole blocks, so with one no table is deferred; a table of which a delta writes some rows is
-not deferred either.
+not deferred either, and with audit=True none is.
 
 Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
 the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with
@@ -20,10 +20,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from asyncckpt.devices.current_runtime import device_of
-from asyncckpt.engine.ranks.replicas import is_whole
+from asyncckpt.engine.ranks.holdings import is_whole
 from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import tracks_rows
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.plan.deferred_tables import can_be_exported
 from asyncckpt.plan.regions import Regions, RegionWish, plan_regions, row_bytes_of
@@ -53,7 +55,8 @@ class StageChoice:
 
 def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
     """Choose for a save that shall not block."""
-    host_level, limit = target.options.device.host_level, target.options.host_memory_limit
+    options, limit = target.options, target.options.host_memory_limit
+    host_level = "copy" if options.debug.audit else options.device.host_level
     if host_level != "first_touch":
         last = _stage(target, cut, choice, deferred=())
         if pool.fits(last.arena_bytes, limit_bytes=limit):
@@ -71,6 +74,15 @@ def unstaged(target: SaveTarget, cut: Cut, fallback: str | None = None) -> Stage
     """Return the choice to write the live state while the caller waits."""
     plan = target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers)
     return StageChoice(plan, fallback=fallback)
+
+
+def check_audited(cut: Cut, stage: StageChoice) -> None:
+    """Raise UsageError if a table with marks is not staged in a region, where an audit could compare its rows."""
+    staged = {region.name for region in stage.regions.tables}
+    left_out = [item.name for item in cut.tables if item.name not in staged and tracks_rows(item.cut)]
+    if left_out:
+        reason = stage.fallback or "their columns are not plain memory, or a filter_func wants whole blocks"
+        raise UsageError(f"audit=True cannot compare the rows of tables: {reason}", found=left_out)
 
 
 def _can_be_left_open(target: SaveTarget, cut: Cut, choice: Choice) -> list[str]:

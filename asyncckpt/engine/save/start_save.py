@@ -21,7 +21,7 @@ from asyncckpt.engine.save.delta_chain import ChainLink, Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
 from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
-from asyncckpt.engine.save.stage_choice import StageChoice, choose_stage, unstaged
+from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import DeviceError, UsageError, warn
 from asyncckpt.format import limits
@@ -128,7 +128,7 @@ def _begin(
     call: int | None,
 ) -> SaveJob:
     options = target.options
-    cut = Cut.begin(target.state, target.tables, target.ranks, call)
+    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit)
     snapshot: Staged | None = None
     try:
         base = _hold_newest(target, claim)
@@ -142,7 +142,10 @@ def _begin(
             )
         if choice.base is None:
             claim.parents.clear()
+        staged = staged or audit  # The rows that are compared are those in an arena.
         stage = choose_stage(target, cut, choice) if staged else unstaged(target, cut)
+        if audit:
+            check_audited(cut, stage)
         values = cut.values()
         if stage.fallback is not None:
             check_may_wait("a save that does not fit the memory limit")

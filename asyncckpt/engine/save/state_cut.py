@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from asyncckpt.engine.ranks.holdings import held_by, is_replicated
 from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, WrittenByPeers
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import closing_beside
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.table import CutVersion, Table, hands_over, is_overlaid, tracks_rows
+from asyncckpt.model.table import CutVersion, IdsHeld, Table, TableCut, hands_over, is_overlaid, tracks_rows
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
@@ -28,6 +29,7 @@ class RankShare:
     call      the number of the save
     replicas  what other ranks may hold too
     left_out  what the cut leaves to other ranks; None: it is not known yet what they write, all is captured
+    ids_held  what replicated tables hold, also those that are left out
     by_peers  what has been captured all the same, and other ranks write
     """
 
@@ -35,6 +37,7 @@ class RankShare:
     call: int
     replicas: ReplicaList
     left_out: WrittenByPeers | None
+    ids_held: dict[str, IdsHeld] = field(default_factory=dict)
     by_peers: WrittenByPeers = NOTHING_BY_PEERS
 
     @property
@@ -57,20 +60,32 @@ class Cut:
     fenced: bool = False
 
     @staticmethod
-    def begin(state: Mapping[str, Any], tables: Mapping[str, Table], ranks: Ranks | None, call: int | None) -> Cut:
-        """Flatten the dense state and freeze every table, but for what other ranks write."""
+    def begin(
+        state: Mapping[str, Any],
+        tables: Mapping[str, Table],
+        ranks: Ranks | None,
+        call: int | None,
+        *,
+        audit: bool = False,
+    ) -> Cut:
+        """Flatten the dense state and freeze every table, but (unless `audit`) for what other ranks write."""
         cut = Cut(flat=flatten(state), tables=[])
         try:
             left_out = None
             if ranks is not None:
                 listed = ranks.replicas.list_of(cut.flat, tables)
-                left_out = ranks.replicas.by_peers(listed)
+                left_out = None if audit else ranks.replicas.by_peers(listed)
                 cut.share = RankShare(ranks, -1 if call is None else call, listed, left_out)
-            own = [name for name in tables if left_out is None or name not in left_out.tables]
-            for name in sorted(own, key=lambda name: id(tables[name])):  # See model/table.py.
-                table = tables[name]
-                cut.tables.append(CutTable(name=name, table=table, schema=table.schema(), cut=table.begin_cut()))
-            cut.tables.sort(key=lambda item: own.index(item.name))
+            left = frozenset() if left_out is None else left_out.tables
+            for name, table in sorted(tables.items(), key=lambda item: id(item[1])):  # See model/table.py.
+                own: TableCut | None = None
+                if name not in left:
+                    schema, own = table.schema(), table.begin_cut()
+                    cut.tables.append(CutTable(name=name, table=table, schema=schema, cut=own))
+                if cut.share is not None and is_replicated(table):
+                    cut.share.ids_held[name] = held_by(table, own)
+            places = {name: place for place, name in enumerate(tables)}
+            cut.tables.sort(key=lambda item: places[item.name])
             cut.versions = {item.name: item.cut.version for item in cut.tables if tracks_rows(item.cut)}
         except BaseException as error:
             with closing_beside(error, "giving up the cut raised"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from asyncckpt.coordination.actions import Contradiction
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.driver import run_call
 from asyncckpt.coordination.messages import (
@@ -188,6 +189,17 @@ async def test_a_coordinator_that_fails_aborts_for_all(job: Job, name: str) -> N
         (0, "ConflictError: step 1 exists already")
     ] * 2
     assert ("abandon" in job.effects[0].events) == (name == "publish")
+
+
+async def test_a_contradiction_is_a_conflict_on_all_ranks(job: Job) -> None:
+    job.effects[0].fails["make_folder"] = Contradiction("ranks 0 and 1 hold different ones: \udc80")
+    outcomes = await job.call()
+    assert [type(outcome) for outcome in outcomes] == [ConflictError] * 3
+    (text,) = {str(outcome) for outcome in outcomes}
+    assert text.endswith("was aborted on all ranks: ranks 0 and 1 hold different ones: \\udc80")
+    assert [effects.events for effects in job.effects] == [["make_folder"], [], []]
+    job.effects[0].fails.clear()
+    assert [outcome.state for outcome in await job.call() if isinstance(outcome, Outcome)] == ["committed"] * 3
 
 
 async def test_doubt_is_told_to_all(job: Job) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from asyncckpt.native import DIGEST_BYTES, LEAF_BYTES, PAGE_BYTES, declarations, library
+from asyncckpt.native import (
+    BFLOAT16,
+    DIGEST_BYTES,
+    FLOAT16,
+    FLOAT32,
+    LEAF_BYTES,
+    PAGE_BYTES,
+    Rule,
+    declarations,
+    library,
+)
 
 
 class Segment(ctypes.Structure):
@@ -39,6 +49,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "ac_file": declarations.AcFile,
     "ac_drain_options": declarations.AcDrainOptions,
     "ac_read_options": declarations.AcReadOptions,
+    "ac_row_update": declarations.AcRowUpdate,
     # NumPy arrays are sent in place of these: uint64 [n, 3] or [n, 2], and library._READ_ITEM.
     "ac_segment": Segment,
     "ac_span": Span,
@@ -49,6 +60,7 @@ HEADER = Path(__file__).parents[3] / "csrc" / "include" / "asyncckpt.h"
 VALUES = {
     "void": None,
     "char": ctypes.c_char,
+    "float": ctypes.c_float,
     "uint8_t": ctypes.c_uint8,
     "int32_t": ctypes.c_int32,
     "uint32_t": ctypes.c_uint32,
@@ -131,7 +143,19 @@ def test_same_constants() -> None:
 
 
 def test_same_statuses() -> None:
-    statuses = dict(re.findall(r"AC_([A-Z_]+) = (\d)", header_text()))
-    assert {name: int(value) for name, value in statuses.items()} == {
-        name: getattr(declarations, name) for name in ["OK", "INVALID", "SYSTEM", "NO_MEMORY", "CANCELLED", "SHORT"]
+    assert values_of("ac_status") == {
+        f"AC_{name}": getattr(declarations, name)
+        for name in ["OK", "INVALID", "SYSTEM", "NO_MEMORY", "CANCELLED", "SHORT"]
     }
+
+
+def test_same_rules() -> None:
+    assert values_of("ac_rule") == {f"AC_RULE_{rule.name}": rule.value for rule in Rule}
+    assert values_of("ac_float") == {"AC_FLOAT32": FLOAT32, "AC_FLOAT16": FLOAT16, "AC_BFLOAT16": BFLOAT16}
+    numbers_max = int(re.findall(r"#define AC_RULE_NUMBERS (\d+)", header_text())[0])
+    assert numbers_max == library._RULE_NUMBERS == max(rule.numbers_count for rule in Rule)
+
+
+def values_of(enum: str) -> dict[str, int]:
+    [body] = re.findall(rf"typedef enum {enum} \{{(.*?)\}}", header_text(), flags=re.DOTALL)
+    return {name: int(value) for name, value in re.findall(r"(\w+) = (\d+)", body)}

@@ -79,14 +79,22 @@ class World:
         distinct = sorted(set(ids))
         cache_rows = self.table.lookup(batch(distinct), insert=False)
         assert (cache_rows >= 0).all()
-        self.table.embedding[cache_rows] += float(self.step)
-        self.table.slot("sum")[cache_rows] += 1.0
-        self.table.slot("flags")[cache_rows] = self.step % 100
-        self.table.slot("last_seen")[cache_rows] = self.step
+        if self.step % 3 == 0:
+            self.table.embedding[cache_rows] += float(self.step)
+            self.table.slot("sum")[cache_rows] += 1.0
+            self.table.slot("flags")[cache_rows] = self.step % 100
+            self.table.slot("last_seen")[cache_rows] = self.step
+        else:
+            self.table.update(cache_rows, self._train_rows)
         for id in distinct:
             embedding, total, _, _ = self.rows[id]
             moved = np.array(embedding, dtype=np.float32) + np.float32(self.step)
             self.rows[id] = tuple(moved.tolist()), total + 1.0, (self.step % 100,) * 3, self.step
+
+    def _train_rows(self, rows: Any) -> None:
+        rows.embedding += float(self.step)
+        rows["sum"] += 1.0
+        rows["flags"], rows["last_seen"] = self.step % 100, self.step
 
     def write(self, ids: Sequence[int]) -> None:
         """Insert values; the last of equal ids wins."""

@@ -50,14 +50,14 @@ class SimulatedRows(RowDevice):
             return values
         return self.runtime.new_tensor(values.shape, values.dtype, self.number, values=values)
 
-    def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> None:
+    def take_rows(self, sources: Values, source_rows: I64, targets: Values, target_rows: I64) -> int:
         if not self._reads_host:
-            super().take_rows(sources, source_rows, targets, target_rows)
-            return
+            return super().take_rows(sources, source_rows, targets, target_rows)
         index, places = torch.from_numpy(source_rows.copy()), torch.from_numpy(target_rows.copy())
         for name, source in sources.items():
             work = partial(_copy_rows, alias(source), index, alias(targets[name]), places)
             self.runtime.queue(self.stream, work, name="rows of the host")
+        return 0
 
     def begin_to_host(self, values: Values) -> Landing:
         landed = {name: pinned(self.runtime, value.shape, value.dtype) for name, value in values.items()}

@@ -12,7 +12,7 @@ from torch.nn import functional
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
 from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, HashTable, Slot, Uniform
-from asyncckpt.tables.gradients import sum_per_id
+from asyncckpt.tables.gradients import merged
 
 DIM = 4
 # Dense row i stands for IDS[i]: extreme, negative and out of order.
@@ -28,7 +28,11 @@ def table_with_rows() -> tuple[HashTable, torch.Tensor]:
 
 def dense_gradient(module: HashEmbedding) -> torch.Tensor:
     """Return the pending gradient as one row per IDS."""
-    ids, gradient = sum_per_id(module.pending.take())
+    entry = merged([module.pending])
+    assert entry is not None
+    ids, gradient = entry.ids, entry.leaf.grad
+    assert gradient is not None
+    module.pending.drop()
     dense = torch.zeros(len(IDS), DIM)
     for id, row in zip(ids.tolist(), gradient, strict=True):
         dense[IDS.tolist().index(id)] = row
@@ -97,7 +101,9 @@ def test_duplicates_are_summed_in_batch_order() -> None:
         for module in (HashEmbedding(1), HashEmbeddingBag(1, mode="sum")):
             ids = torch.tensor([9, 9, 9]) if type(module) is HashEmbedding else torch.tensor([[9], [9], [9]])
             (module(ids).flatten() * order).sum().backward()
-            ((_, gradient),) = module.pending.take()
+            (entry,) = module.pending.entries()
+            gradient = entry.leaf.grad
+            assert gradient is not None
             assert gradient.tolist() == [[expected.item()]]
 
 
@@ -154,7 +160,7 @@ def test_step_column_may_have_another_name() -> None:
     assert column.role is Role.METADATA
     module.step = 5
     module(torch.tensor([1]))
-    assert module.table.slot("step_filter")[module.table.rows()].tolist() == [5]
+    assert module.table.slot("step_filter")[module.table.used_rows()].tolist() == [5]
 
 
 @pytest.mark.parametrize("spec", [torch.int32, (torch.int64, (1,)), None])

@@ -101,7 +101,7 @@ class DictModel(RuleBasedStateMachine):
 
     @invariant()
     def same_rows(self) -> None:
-        ids, rows = self.table.ids(), self.table.rows()
+        ids, rows = self.table.ids(), self.table.used_rows()
         assert len(self.table) == len(self.model)
         assert rows.tolist() == sorted(set(rows.tolist()))
         assert torch.equal(self.table.lookup(ids, insert=False), rows)
@@ -290,5 +290,5 @@ def test_threads_share_a_table() -> None:
         list(pool.map(work, range(4)))
     ids = table.ids()
     assert len(set(ids.tolist())) == len(table) == len(ids)
-    assert torch.equal(table.lookup(ids, insert=False), table.rows())
-    assert table.embedding[table.rows()].tolist() == [first_row(id) for id in ids.tolist()]
+    assert torch.equal(table.lookup(ids, insert=False), table.used_rows())
+    assert table.embedding[table.used_rows()].tolist() == [first_row(id) for id in ids.tolist()]

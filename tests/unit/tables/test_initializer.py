@@ -101,7 +101,7 @@ def test_function_sees_each_new_id_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [[7, 8], [9, 1, 2, 3], [4]]
     ids = table.ids()
     assert ids.tolist() == [7, 8, 9, 1, 2, 3, 4]
-    assert table.embedding[table.rows()].tolist() == [[float(id)] * 2 for id in ids.tolist()]
+    assert table.embedding[table.used_rows()].tolist() == [[float(id)] * 2 for id in ids.tolist()]
 
 
 def test_function_that_needs_grad_is_cut_off() -> None:

@@ -175,7 +175,7 @@ def test_a_hash_table_on_a_device_trains_as_on_the_host(monkeypatch: pytest.Monk
             table.remove(random.integers(0, 40, size=2))
             table.insert(batch([step, 50]), torch.full((2, 3), float(step)))
         values = places[0].runtime.read(table.embedding) if places else table.embedding
-        return dict(zip(table.ids().tolist(), values[table.rows()].tolist(), strict=True))
+        return dict(zip(table.ids().tolist(), values[table.used_rows()].tolist(), strict=True))
 
     places: list[SimulatedRows] = []
     expected = trained()

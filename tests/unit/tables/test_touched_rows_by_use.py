@@ -236,7 +236,7 @@ def test_moves_between_levels_mark_nothing() -> None:
     table = new_multi_level()
     for begin in range(0, 12, 4):
         table.lookup(batch(*range(begin, begin + 4)))
-    table.embedding[table.lookup(batch(0, 1))] = 7.0
+    table.update(table.lookup(batch(0, 1)), lambda rows: rows.embedding.fill_(7.0))
     version = version_of(table)
     table.prefetch(batch(2, 3, 4))
     table.lookup(batch(5, 6, 7, 8), insert=False)
@@ -249,7 +249,7 @@ def test_a_row_that_was_changed_in_the_cache_stays_marked_when_it_leaves() -> No
     table = new_multi_level()
     table.lookup(batch(0, 1, 2, 3))
     version = version_of(table)
-    table.embedding[table.lookup(batch(1))] = 7.0
+    table.update(table.lookup(batch(1)), lambda rows: rows.embedding.fill_(7.0))
     newer = version_of(table)
     table.lookup(batch(10, 11, 12, 13))
     assert touched(table, version) == [1, 10, 11, 12, 13]

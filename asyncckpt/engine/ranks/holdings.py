@@ -1,0 +1,219 @@
+"""What each rank holds of a table: what the table says of it, and whether what all ranks say fits together.
+
+a table says                      and is here
+shard=(index, count), count > 1   the ids whose unsigned value modulo count is index
+a range of rows (HoldsRange)      these rows; a replica where they are all
+a rule of its own (OwnsIds)       the ids that the rule owns, which no other rank can check
+replicated (Replicated)           a replica: all ids, the same rows on every rank that has the table
+nothing                           refused where several ranks save together
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import numpy as np
+
+from asyncckpt.errors import ConflictError, CorruptError, UsageError
+from asyncckpt.format.strict_json import Json
+from asyncckpt.model.row_runs import rows_of
+from asyncckpt.model.table import ID_COLUMN, CountsIds, HoldsRange, IdsHeld, OwnsIds, Table, TableCut
+from asyncckpt.tables.ids import ids_held
+
+REPLICA_HINT = "a table of which every rank has rows of its own is a shard: shard=(rank, ranks_count)"
+
+
+@dataclass(frozen=True, order=True)
+class TableSlice:
+    """The ids of a table that a rank holds: those in [first, end) after division by `modulus`, unsigned.
+
+    modulus 0: the ids in [first, end) themselves. end 0: nothing is known of them.
+    """
+
+    modulus: int
+    first: int
+    end: int
+
+    @property
+    def is_known(self) -> bool:
+        return self.end > 0
+
+    def __str__(self) -> str:
+        if not self.is_known:
+            return "ids by a rule of its own"
+        if not self.modulus:
+            return f"rows {self.first} to {self.end}"
+        return f"shard {self.first} of {self.modulus}"
+
+    def encoded(self) -> Json:
+        return [self.modulus, self.first, self.end]
+
+
+def is_replicated(table: Table) -> bool:
+    """Return whether a table is a Replicated that says so; asked at every save, so not by isinstance."""
+    return getattr(table, "replicated", False) is True
+
+
+def is_whole(table: Table) -> bool:
+    """Return whether a table holds all ids there are of it: one of the same name on another rank is its replica."""
+    if is_replicated(table):
+        return True
+    if table.shard != (0, 1):
+        return False
+    if isinstance(table, HoldsRange):
+        first, end, whole = table.id_range()
+        return first == 0 and end == whole
+    return not isinstance(table, OwnsIds)
+
+
+def slice_of(table: Table) -> TableSlice:
+    """Return what this rank holds of a table that is not whole."""
+    if isinstance(table, HoldsRange):
+        first, end, _ = table.id_range()
+        return TableSlice(0, first, end)
+    index, count = table.shard
+    if count == 1 and isinstance(table, OwnsIds):
+        return TableSlice(0, 0, 0)
+    return TableSlice(count, index, index + 1)
+
+
+def held_by(table: Table, cut: TableCut | None) -> IdsHeld:
+    """Return what a replicated table holds. cut: the table is frozen by it; None: it need not be, for a CountsIds."""
+    if isinstance(table, CountsIds):
+        return table.ids_held()
+    if cut is not None:
+        return ids_held(np.ascontiguousarray(cut.column(ID_COLUMN).cpu().numpy()[rows_of(cut.runs)]))
+    cut = table.begin_cut()
+    try:
+        return held_by(table, cut)
+    finally:
+        cut.fence()
+        cut.end(False)
+
+
+def check_said(tables: Mapping[str, Table], *, index: int, count: int) -> None:
+    """Raise UsageError, where `count` ranks save together, for tables that do not say what this one holds of them."""
+    if count == 1:
+        return
+    silent = [name for name, table in tables.items() if not _says_what_it_is(table)]
+    if silent:
+        names = ", ".join(map(repr, silent))
+        raise UsageError(
+            f"{f'tables {names} do' if len(silent) > 1 else f'table {names} does'} not say what this rank holds, "
+            f"and {count} ranks save together",
+            found=tables[silent[0]].shard,
+            expected=f"shard=({index}, {count}), replicated=True, or a table with OwnsIds",
+            hint=f"with shard=({index}, {count}) it holds the ids whose unsigned value modulo {count} is {index}; with "
+            "replicated=True the same rows as on every other rank that has it; with OwnsIds those of a rule of its own",
+        )
+    for name, table in tables.items():
+        if table.shard[1] == count and table.shard[0] != index:
+            raise UsageError(
+                f"table {name!r} has the shard of another rank", found=table.shard, expected=(index, count)
+            )
+
+
+def _says_what_it_is(table: Table) -> bool:
+    return table.shard != (0, 1) or is_replicated(table) or isinstance(table, (HoldsRange, OwnsIds))
+
+
+def check_slices(by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[set[str]]) -> None:
+    """Raise ConflictError when two ranks may hold the same id of a table, or one of them a replica, the other a slice.
+
+    by_rank, whole: of every rank, the slices of tables that are spread, and the names of those that it holds in full.
+    """
+    holders: dict[str, list[tuple[TableSlice, int]]] = {}
+    for rank, slices in enumerate(by_rank):
+        for name, own in slices.items():
+            replica_on = next((other for other, names in enumerate(whole) if name in names), None)
+            if replica_on is not None:
+                what = f"table {name!r} is a replica on rank {replica_on}, and a part of it on rank {rank}"
+                raise ConflictError(what, found=str(own), hint="say the same of it on all ranks")
+            holders.setdefault(name, []).append((own, rank))
+    for name, held in holders.items():
+        twice = _overlap(held)
+        if twice is not None:
+            (one, first), (other, second) = sorted(twice, key=lambda item: item[1])
+            raise ConflictError(
+                f"table {name!r}: ranks {first} and {second} hold the same ids",
+                found=sorted({str(one), str(other)}),
+                hint="give every rank a shard of its own, or save from ranks that hold each slice once",
+            )
+
+
+def _overlap(held: list[tuple[TableSlice, int]]) -> tuple[tuple[TableSlice, int], tuple[TableSlice, int]] | None:
+    """Return two of the ranks' slices that have an id in common; None if there are none."""
+    by_modulus: dict[int, list[tuple[TableSlice, int]]] = {}
+    for own, rank in sorted(held):
+        if own.first < own.end:
+            by_modulus.setdefault(own.modulus, []).append((own, rank))
+    for same in by_modulus.values():
+        for one, other in pairwise(same):
+            if other[0].first < one[0].end:
+                return one, other
+    for some, others in combinations(by_modulus.values(), 2):
+        for one in some:
+            for other in others:
+                if _have_common_id(one[0], other[0]):
+                    return one, other
+    return None
+
+
+def _have_common_id(one: TableSlice, other: TableSlice) -> bool:
+    """Whether some id is in both slices, whose moduli differ: by the remainders modulo what the two have in common."""
+    if not one.modulus or not other.modulus:
+        return True  # A range of rows beside a shard: no rule says that they are apart.
+    common = math.gcd(one.modulus, other.modulus)
+    ahead, behind = (other.first - one.first) % common, (one.first - other.first) % common
+    return ahead < one.end - one.first or behind < other.end - other.first
+
+
+def check_ids_held(by_rank: Mapping[int, Mapping[str, IdsHeld]]) -> None:
+    """Raise ConflictError when a replicated table does not hold the same ids on all ranks that have it."""
+    first: dict[str, tuple[int, IdsHeld]] = {}
+    for rank, tables in by_rank.items():
+        for name, held in tables.items():
+            other, expected = first.setdefault(name, (rank, held))
+            if held != expected:
+                others = "" if held.count != expected.count else ", other ones"
+                raise ConflictError(
+                    f"table {name!r} is said to be replicated, and is not the same on ranks {other} and {rank}",
+                    found=f"{held.count} ids{others}",
+                    expected=f"{expected.count} ids",
+                    hint=REPLICA_HINT,
+                )
+
+
+def encode_ids_held(tables: Mapping[str, IdsHeld]) -> Json:
+    return {name: [held.count, f"{held.fingerprint:x}"] for name, held in tables.items()}
+
+
+def decode_ids_held(value: Json, *, owner: str) -> dict[str, IdsHeld]:
+    """Return what another rank has sent; CorruptError for anything else."""
+    if type(value) is not dict:
+        raise CorruptError(f"{owner} sent counts of replicated tables that are none")
+    found = {}
+    for name, item in value.items():
+        match item:
+            case [int() as count, str() as fingerprint] if re.fullmatch("[0-9a-f]{1,16}", fingerprint):
+                found[name] = IdsHeld(count, int(fingerprint, 16))
+            case _:
+                raise CorruptError(f"{owner} sent a count of table {name!r} that is none")
+    return found
+
+
+def decode_slices(value: Json, *, owner: str) -> dict[str, TableSlice]:
+    """Return the slices of tables that another rank has sent; CorruptError for anything else."""
+    if type(value) is not dict:
+        raise CorruptError(f"{owner} sent slices of tables that are none")
+    slices = {}
+    for name, item in value.items():
+        numbers = [number for number in item if type(number) is int and number >= 0] if type(item) is list else []
+        if type(item) is not list or not len(item) == len(numbers) == 3:
+            raise CorruptError(f"{owner} sent a slice of table {name!r} that is none")
+        slices[name] = TableSlice(*numbers)
+    return slices

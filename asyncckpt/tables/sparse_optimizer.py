@@ -1,0 +1,265 @@
+"""What the optimizers of tables share: torch.optim.Optimizer over tables instead of tensors.
+
+A group lists modules; the optimizer puts one TableParameter for each of their tables in their place, so that modules
+that share a table count as one. Gradients are summed per id, in the order of the modules and of the forwards of each
+module, before a single update of the row: the result depends on ids and batch order, never on row numbers, and a run
+that was resumed from a checkpoint is bit-equal to one that was not.
+
+Rows without a gradient stay as they are: momentum, moments and weight decay of a row advance in the steps that touch
+it (docs/decisions/0023-rows-update-when-touched.md).
+
+What belongs to a row is a slot of the table and saved with it. `state_dict()` has the rest in torch's shape: per table
+the number of its steps, per group the hyper-parameters and the names of tables and slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import nn
+
+from asyncckpt.errors import UsageError
+from asyncckpt.model.table import Role
+from asyncckpt.signals import uninterrupted
+from asyncckpt.tables.embedding import HashEmbedding, TrainableTable
+from asyncckpt.tables.row_update import RuleStep, update_rows
+from asyncckpt.tables.slots import WEIGHT_DTYPES, SlotSpec
+from asyncckpt.tables.table_parameter import TableParameter
+
+Modules: TypeAlias = nn.Module | Iterable[nn.Module] | Iterable[Mapping[str, Any]]
+"""Modules that hold HashEmbedding or HashEmbeddingBag somewhere, or groups of them: `{"params": modules, "lr": 1}`."""
+
+
+class SparseOptimizer(torch.optim.Optimizer):
+    """An optimizer of the rows under HashEmbedding modules that got a gradient. Raises UsageError for wrong arguments.
+
+    Use it like any other of torch's: param_groups, schedulers, GradScaler and hooks see nothing special. Its parameters
+    are not in `model.parameters()`; to clip gradients, add `optimizer.parameters()` to these.
+    """
+
+    # Slots, in the order of the rule; by default a slot of the table has the name of its part.
+    _slot_parts: ClassVar[tuple[str, ...]] = ()
+    # Whether the last slot may have one number a row.
+    _may_be_rowwise: ClassVar[bool] = False
+    # Names of hyper-parameters that are more than a finite number of at least 0, and their checks.
+    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
+
+    def __init__(self, modules: Modules, defaults: dict[str, Any], slots: Mapping[str, str] | None) -> None:
+        defaults = {**defaults, "slots": self._named_slots(slots)}
+        self._check_numbers(defaults, defaults)
+        super().__init__(_groups(modules), defaults)
+
+    @classmethod
+    def optimizer_slots(cls, *, rowwise: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, SlotSpec]:
+        """Return the slots that a new table needs, by name; rowwise: the last one has row shape ()."""
+        if dtype not in WEIGHT_DTYPES:
+            raise UsageError(f"dtype of slots of {cls.__name__} is wrong", found=dtype, expected=WEIGHT_DTYPES)
+        if rowwise and not cls._may_be_rowwise:
+            raise UsageError(f"{cls.__name__} has no row-wise form", found=rowwise)
+        specs: dict[str, SlotSpec] = dict.fromkeys(cls._slot_parts, dtype)
+        if rowwise:
+            specs[cls._slot_parts[-1]] = (dtype, ())
+        return specs
+
+    def parameters(self) -> list[TableParameter]:
+        """Return the parameters of all groups, for torch.nn.utils.clip_grad_norm_ and the like."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add `{"params": modules, ...}` with hyper-parameters of its own. Raises UsageError, and adds nothing.
+
+        All modules of a table that the optimizer shall update are in one group.
+        """
+        if not isinstance(param_group, Mapping) or "params" not in param_group:
+            raise UsageError("group of a sparse optimizer is wrong", found=param_group, expected='{"params": modules}')
+        group = {**self.defaults, **param_group}
+        if isinstance(group["slots"], Mapping):
+            group["slots"] = self._named_slots(group["slots"])
+        parameters = [TableParameter(table, modules) for table, modules in _by_table(group["params"])]
+        known = {id(parameter.table) for parameter in self.parameters()}
+        for parameter in parameters:
+            if id(parameter.table) in known:
+                what = f"table {parameter.table.name!r} is in two groups of a sparse optimizer"
+                raise UsageError(what, hint="give all modules of a table to one group")
+        tables = [parameter.table.name for parameter in parameters]
+        group.update(params=parameters, tables=tables)
+        self._check_group(group)
+        super().add_param_group(group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
+
+        closure: called first, with gradients enabled; what it returns is returned. A table that is in a cut is waited
+        for. Raises UsageError for wrong hyper-parameters; then nothing is updated, and the gradients stay.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_tables()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set steps and hyper-parameters to those of a `state_dict()`, all or none. Raises UsageError."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+            found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict)
+            raise UsageError("state of a sparse optimizer is wrong", found=found, expected=["param_groups", "state"])
+        groups = state_dict["param_groups"]
+        if not isinstance(groups, list) or len(groups) != len(self.param_groups):
+            expected = f"{len(self.param_groups)} groups"
+            raise UsageError("groups of the state of a sparse optimizer are wrong", found=groups, expected=expected)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            self._check_stored(own, group)
+        steps = state_dict["state"]
+        if not isinstance(steps, Mapping) or not all(_is_state(state) for state in steps.values()):
+            raise UsageError("steps of the state of a sparse optimizer are wrong", found=steps)
+        super().load_state_dict(copy(dict(state_dict)))
+
+    # -- for each of the optimizers ------------------------------------------------------------------------------------
+
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
+        """Return what to do in the steps_count-th step, counted from 1, of a table of a group."""
+        raise NotImplementedError
+
+    def _slots_used(self, group: dict[str, Any]) -> Sequence[str]:
+        """Return the slots that tables of a group need."""
+        slots: Sequence[str] = group["slots"]
+        return slots
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def _update_tables(self) -> None:
+        for group in self.param_groups:
+            self._check_group(group)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = parameter.pending()
+                if entry is None or entry.leaf.grad is None:
+                    continue
+                state = self.state[parameter]
+                steps_count = state.get("step", 0) + 1
+                update_rows(parameter.table, entry.ids, entry.leaf.grad, self._rule_step(group, steps_count))
+                state["step"] = steps_count
+                parameter.drop()
+
+    def _named_slots(self, slots: object) -> list[str]:
+        if slots is None:
+            return list(self._slot_parts)
+        named = slots if isinstance(slots, Mapping) else None
+        if named is None or not set(named) <= set(self._slot_parts):
+            expected = f"a mapping of {list(self._slot_parts)} to names of slots"
+            raise UsageError("slots of a sparse optimizer are wrong", found=slots, expected=expected)
+        return [named.get(part, part) for part in self._slot_parts]
+
+    def _names(self) -> list[str]:
+        """Return the names of the hyper-parameters."""
+        return [name for name in self.defaults if name != "differentiable"]  # That one torch adds in a load.
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        self._check_numbers(group, self._names())
+        for parameter in group["params"]:
+            used = self._slots_used(group)
+            for name in used:
+                _check_slot(parameter.table, name, may_be_rowwise=self._may_be_rowwise and name == used[-1])
+
+    def _check_numbers(self, group: Mapping[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            if name == "slots":
+                slots = group[name]
+                if not isinstance(slots, (list, tuple)) or len(slots) != len(self._slot_parts):
+                    raise UsageError("slots of a sparse optimizer are wrong", found=slots, expected=self._slot_parts)
+            else:
+                self._checks.get(name, check_number)(name, group[name])
+
+    def _check_stored(self, own: dict[str, Any], stored: object) -> None:
+        expected = sorted(self._names())
+        if not isinstance(stored, Mapping) or not set(expected) <= set(stored):
+            found = sorted(map(str, stored)) if isinstance(stored, Mapping) else type(stored)
+            raise UsageError("group of the state of a sparse optimizer is wrong", found=found, expected=expected)
+        if stored.get("tables") != own["tables"]:
+            what = "state of a sparse optimizer is that of other tables"
+            raise UsageError(what, found=stored.get("tables"), expected=own["tables"])
+        params = stored.get("params")
+        if not isinstance(params, list) or len(params) != len(own["params"]):
+            raise UsageError("params of the state of a sparse optimizer are wrong", found=params)
+        self._check_group({**own, **{name: stored[name] for name in expected}})
+
+
+def check_number(name: str, value: object) -> None:
+    """Check for a finite number of at least 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
+        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a finite number >= 0")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Check for a finite number above 0."""
+    check_number(name, value)
+    if value == 0:
+        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a finite number > 0")
+
+
+def check_betas(name: str, value: object) -> None:
+    """Check for two numbers of [0, 1)."""
+    pair = value if isinstance(value, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in pair):
+        raise UsageError(f"{name} of a sparse optimizer are wrong", found=value, expected="two numbers in [0, 1)")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check for a bool."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a bool")
+
+
+def _groups(modules: object) -> list[dict[str, Any]]:
+    roots = _listed(modules)
+    if roots and all(isinstance(root, Mapping) for root in roots):
+        return [dict(root) for root in roots]
+    return [{"params": roots}]
+
+
+def _listed(modules: object) -> list[Any]:
+    if isinstance(modules, nn.Module):
+        return [modules]
+    if not isinstance(modules, Iterable):
+        expected = "nn.Module or several"
+        raise UsageError("modules of a sparse optimizer are wrong", found=type(modules), expected=expected)
+    return list(modules)
+
+
+def _by_table(modules: object) -> list[tuple[TrainableTable, list[HashEmbedding]]]:
+    groups: dict[int, tuple[TrainableTable, list[HashEmbedding]]] = {}
+    for module in _hash_modules(modules):
+        groups.setdefault(id(module.table), (module.table, []))[1].append(module)
+    return list(groups.values())
+
+
+def _hash_modules(modules: object) -> list[HashEmbedding]:
+    found: dict[int, HashEmbedding] = {}
+    for root in _listed(modules):
+        if not isinstance(root, nn.Module):
+            raise UsageError("module of a sparse optimizer is wrong", found=type(root), expected=nn.Module)
+        found.update((id(module), module) for module in root.modules() if isinstance(module, HashEmbedding))
+    if not found:
+        raise UsageError("modules of a sparse optimizer hold no HashEmbedding or HashEmbeddingBag", found=modules)
+    return list(found.values())
+
+
+def _check_slot(table: TrainableTable, name: object, *, may_be_rowwise: bool) -> None:
+    column = table.schema().column(name) if isinstance(name, str) else None
+    is_slot = column is not None and column.role is Role.OPTIMIZER and column.dtype.is_floating_point
+    shapes = ((table.dim,), ()) if may_be_rowwise else ((table.dim,),)
+    if column is None or not is_slot or column.row_shape not in shapes:
+        expected = f"a floating-point optimizer slot of row shape {' or '.join(map(str, shapes))}"
+        raise UsageError(f"slot {name!r} of table {table.name!r} is wrong", found=column, expected=expected)
+
+
+def _is_state(state: object) -> bool:
+    step = state.get("step", 0) if isinstance(state, Mapping) else None
+    return type(step) is int and step >= 0
