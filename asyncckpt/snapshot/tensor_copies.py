@@ -55,16 +55,15 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
         copies.on(device).add(found[stepped], live.tensors, stepped=True)
     for number in np.flatnonzero(ways == BY_TORCH).tolist():
         rows = pieces.rows(number, live.tensors)
-        copies.put(place_of(memory, int(pieces.place[number]), rows), rows)
+        copies.put(place_of(memory, int(pieces.place[number]), int(pieces.bytes[number]), rows), rows)
     return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0)])
 
 
-def place_of(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
-    if not like.numel():
+def place_of(memory: torch.Tensor, begin: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return `size` bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
+    if not size:
         return torch.empty(like.shape, dtype=like.dtype)
-    end = begin + like.numel() * like.element_size()
-    return memory[begin:end].view(like.dtype).view(like.shape)
+    return memory[begin : begin + size].view(like.dtype).view(like.shape)
 
 
 def lay_rows(

@@ -91,7 +91,8 @@ class StagedTensors:
         if arena is not None:
             memory = self._lend(LentArena(arena, places))
         self.tensors = [
-            place_of(memory, begin, tensor) for tensor, begin in zip(tensors, places.begins.tolist(), strict=True)
+            place_of(memory, begin, size, tensor)
+            for tensor, begin, size in zip(tensors, places.begins.tolist(), sizes.tolist(), strict=True)
         ]
         numbers = np.arange(len(tensors), dtype=np.int64)
         pieces = TensorPieces(tensor=numbers, source_offset=numbers * 0, place=places.begins, bytes=sizes)
