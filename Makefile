@@ -67,7 +67,7 @@ test-faults: $(READY) ## what fails, is killed, loses power, is forked or collec
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
 
-test-interrupts: $(READY) ## Ctrl-C at every place of every call that takes something, and with one protection removed
+test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of tables, at many of other calls; and with one protection removed
 	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts/test_controls.py $(PARALLEL) $(ARGS)
 

@@ -26,11 +26,11 @@ _LOOP_ENDS = {code for name, code in dis.opmap.items() if name.startswith("POP_J
 # RESUME: at the beginning of a function, and behind a yield; behind these it does not look.
 _BEHIND_AWAIT = 2
 _TURNS = 2
-_WHOLE = 16
+_WHOLE_EVERY = 16
 # How many places of a call are tried, at most.
 ALL = 1_000_000
 SOME = int(os.environ.get("ASYNCCKPT_INTERRUPT_PLACES", "150"))
-FEW = min(SOME // 7, 300)
+FEW = min(SOME // 7, 300)  # Of calls around these.
 # Here Python itself drops what is raised, or leaves descriptors behind: beginnings of destructors, asyncio.run.
 _OF_PYTHON = ("finalize.__call__", "WeakValueDictionary.__init__.<locals>.remove", "Runner._lazy_init", "Runner.close")
 
@@ -114,7 +114,7 @@ def interrupt_at(
                 reached += 1
                 since_whole[-1] = f"{found}, time {place.turn}"
             check()
-            if number % _WHOLE == 0 or number == len(chosen):
+            if number % _WHOLE_EVERY == 0 or number == len(chosen):
                 check_whole()
                 since_whole.clear()
     except BaseException as error:  # What is held now would be in the way of the next ones.
