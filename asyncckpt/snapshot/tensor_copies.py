@@ -53,17 +53,32 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
         found, stepped = segments[own], copies.is_stepped(begins[own], live.ways.bytes[pieces.tensor[own]])
         copies.on(device).add(found[~stepped], live.tensors)
         copies.on(device).add(found[stepped], live.tensors, stepped=True)
-    for number in np.flatnonzero(ways == BY_TORCH).tolist():
-        rows = pieces.rows(number, live.tensors)
-        copies.put(place_of(memory, int(pieces.place[number]), int(pieces.bytes[number]), rows), rows)
+    by_torch = np.flatnonzero(ways == BY_TORCH)
+    rows = [pieces.rows(number, live.tensors) for number in by_torch.tolist()]
+    for place, tensor in zip(tensors_over(memory, pieces.place[by_torch], rows), rows, strict=True):
+        copies.put(place, tensor)
     return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0)])
 
 
-def place_of(memory: torch.Tensor, begin: int, size: int, like: torch.Tensor) -> torch.Tensor:
-    """Return `size` bytes from `begin` on as a contiguous tensor of the dtype and shape of another one; no copy."""
-    if not size:
-        return torch.empty(like.shape, dtype=like.dtype)
-    return memory[begin : begin + size].view(like.dtype).view(like.shape)
+def tensors_over(memory: torch.Tensor, begins: I64, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous tensors of the dtypes and shapes of others over `memory`, uint8, from byte `begins` on.
+
+    A begin is a multiple of the dtype's size. Nothing is copied.
+    """
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    made: list[torch.Tensor] = []
+    for tensor, begin in zip(like, begins.tolist(), strict=True):
+        if not tensor.numel():
+            made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            continue
+        whole = typed.get(tensor.dtype)
+        if whole is None:
+            size = tensor.dtype.itemsize
+            whole = typed[tensor.dtype] = memory[: len(memory) // size * size].view(tensor.dtype)
+        like_it = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, device="meta")
+        offset = whole.storage_offset() + begin // tensor.dtype.itemsize
+        made.append(whole.as_strided(tensor.shape, like_it.stride(), offset))
+    return made
 
 
 def lay_rows(

@@ -34,7 +34,7 @@ from asyncckpt.options import SaveOptions
 from asyncckpt.plan.dense_blocks import CopyWays, TensorPieces
 from asyncckpt.plan.image import ImagePlan
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, place_of
+from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, tensors_over
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
 
@@ -90,10 +90,7 @@ class StagedTensors:
         memory = torch.empty(places.bytes if arena is None else 0, dtype=torch.uint8)
         if arena is not None:
             memory = self._lend(LentArena(arena, places))
-        self.tensors = [
-            place_of(memory, begin, size, tensor)
-            for tensor, begin, size in zip(tensors, places.begins.tolist(), sizes.tolist(), strict=True)
-        ]
+        self.tensors = tensors_over(memory, places.begins, tensors)
         numbers = np.arange(len(tensors), dtype=np.int64)
         pieces = TensorPieces(tensor=numbers, source_offset=numbers * 0, place=places.begins, bytes=sizes)
         self._pending = Pending()
