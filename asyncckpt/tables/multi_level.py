@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import Table
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.cache_level import CacheLevel
@@ -91,7 +92,7 @@ class MultiLevelTable(TrainedTable):
         dtype: torch.dtype = torch.float32,
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
-        shard: tuple[int, int] = (0, 1),
+        shard: Shard = (0, 1),
         replicated: bool = False,
         capacity: int = 1024,
         initializer: Initializer = None,

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from asyncckpt.arguments import check_int, check_type
 from asyncckpt.errors import warn
 from asyncckpt.model.table import IdsHeld, TableSchema
+from asyncckpt.model.table_shard import Shard, owned_mask
 from asyncckpt.native import I64, U8
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent
 from asyncckpt.tables.row_store import Level, RowStore
@@ -32,9 +33,7 @@ from asyncckpt.tables.table_lock import LockedTable
 class StoredTable(LockedTable):
     """A table whose ids have rows in a RowStore."""
 
-    def __init__(
-        self, name: str, schema: TableSchema, *, shard: tuple[int, int], replicated: bool, store: RowStore
-    ) -> None:
+    def __init__(self, name: str, schema: TableSchema, *, shard: Shard, replicated: bool, store: RowStore) -> None:
         super().__init__(name, schema, shard=shard, replicated=replicated)
         self._store = store
         self._written_by_others: list[str] = []
@@ -164,7 +163,7 @@ class TrainedTable(StoredTable):
         name: str,
         layout: Layout,
         *,
-        shard: tuple[int, int],
+        shard: Shard,
         replicated: bool,
         capacity: int,
         initializer: Initializer,
