@@ -124,8 +124,9 @@ def _checked(base: ChainLink | None, step: int) -> ChainLink:
     """Return what a delta of this step builds upon; UsageError when it cannot."""
     if base is None:
         raise UsageError(
-            "a delta has nothing to build upon: this Saver has not committed a checkpoint yet",
-            hint="the first save of a Saver is a full one; kind='auto' sees to that",
+            "a delta has nothing to build upon: this Saver knows of no checkpoint of its own that has committed",
+            hint="the first save of a Saver is a full one, as is that after one whose end it did not hear from rank 0; "
+            "kind='auto' sees to that",
         )
     if step <= base.parent.step:
         raise UsageError(
