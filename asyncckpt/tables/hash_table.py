@@ -28,7 +28,7 @@ from asyncckpt.native import I64, U8
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.stored_table import TrainedTable, UseRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 
@@ -78,10 +78,18 @@ class HashTable(TrainedTable):
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
 
-    def _lookup(self, ids: I64, *, insert: bool) -> I64:
+    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
         with self._lock.hold("lookup"):
             self._begin()
-            return self._store.insert(ids, touch=True) if insert else self._store.find(ids)
+            rows = self._store.insert(ids, touch=True) if insert else self._store.find(ids)
+            if use is not None:
+                use(rows)
+            return rows
+
+    def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
+        rows = self._store.find(ids)
+        positions = np.flatnonzero(rows >= 0)
+        return self._store.read(rows[positions], only=only), positions
 
     def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
         with self._lock.hold("insert"):
