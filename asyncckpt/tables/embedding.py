@@ -2,8 +2,9 @@
 
 In training mode, a forward gives unseen ids a row, and records the step and adds the number of mentions in every row it
 reads; ids that the table does not admit yet read as zero rows without a gradient. In eval mode, no id gets a row,
-unseen ids read as zero rows and nothing gets a gradient. The table is not a parameter: `state_dict()` does not hold it
-(a checkpoint has it as a table), `.to()` does not move it, and sparse optimizers (optim.py) update it.
+unseen ids read as zero rows, nothing gets a gradient, and caches stay as they are. The table is not a parameter:
+`state_dict()` does not hold it (a checkpoint has it as a table), `.to()` does not move it, and sparse optimizers
+(optim.py) update it.
 """
 
 from __future__ import annotations
