@@ -36,6 +36,7 @@ from asyncckpt.adapters.walk import joined
 from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import ID_COLUMN, Column, Role, TableSchema
+from asyncckpt.model.table_shard import buckets_of
 from asyncckpt.native import I64, core
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, ID
 
@@ -78,8 +79,9 @@ class DynamicEmbTable(ExportOnlyTable):
 
     def owned(self, ids: I64) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) this rank holds: by the signed remainder, dynamicemb's own rule."""
-        index, count = self.shard
-        return np.asarray(ids % count == index)
+        begin, end, size = buckets_of(self.shard)
+        rest = ids % size
+        return np.asarray((rest >= begin) & (rest < end))
 
     def _make_schema(self, state: Any) -> TableSchema:
         dtype = state.emb_dtype

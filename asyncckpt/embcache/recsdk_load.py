@@ -30,8 +30,8 @@ from asyncckpt.embcache.recsdk_files import (
 )
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.model.table import Column, Role, Table, TableLoad, TableSchema
+from asyncckpt.model.table_shard import owned_mask
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
-from asyncckpt.tables.ids import owned_mask
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
 WINDOW_BYTES = 64 << 20

@@ -14,6 +14,7 @@ from typing import Any
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.dtypes import StoredDtype, known_dtype
 from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.table_shard import is_shard
 
 I64_MAX = 2**63 - 1
 
@@ -101,9 +102,9 @@ def check_tables(tables: Sequence[TableFacts]) -> None:
     if len(names) != len(tables):
         raise UsageError("a table is there twice", found=sorted(table.name for table in tables)[:20])
     for table in tables:
-        index, count = table.shard
-        if not 0 <= index < count <= I64_MAX:
-            raise UsageError(f"table {table.name!r} has a shard that is none", found=table.shard, expected="[0, count)")
+        if not is_shard(table.shard):
+            expected = "(index, count) or (begin, end, size)"
+            raise UsageError(f"table {table.name!r} has a shard that is none", found=table.shard, expected=expected)
         _check_count(f"filters of table {table.name!r}", len(table.filters), TABLE_FILTERS_MAX)
 
 

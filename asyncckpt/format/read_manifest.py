@@ -22,6 +22,7 @@ from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, tensor_paths
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
+from asyncckpt.model.table_shard import is_shard
 
 _PAD_NAME = re.compile(r"#pad\.[0-9]+")
 
@@ -63,9 +64,9 @@ def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFac
 
 
 def _table(fields: Fields, *, kind: str) -> TableFacts:
-    shard = fields.integers("shard", count_max=2)
-    if len(shard) != 2 or shard[0] >= shard[1]:
-        raise fields.wrong("shard", "[index, count]")
+    shard = fields.integers("shard", count_max=3)
+    if not is_shard(shard):
+        raise fields.wrong("shard", "[index, count] or [begin, end, size]")
     whole = fields.flag("whole", default=True)
     removed_count = fields.optional_integer("removed") or 0
     if (not whole and kind != "delta") or (whole and removed_count):
@@ -77,7 +78,7 @@ def _table(fields: Fields, *, kind: str) -> TableFacts:
     return TableFacts(
         name=fields.text("name"),
         rows_count=fields.integer("rows"),
-        shard=(shard[0], shard[1]),
+        shard=shard,
         whole=whole,
         removed_count=removed_count,
         filters=tuple(item.members for item in filters),  # What they say is for people.

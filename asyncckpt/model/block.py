@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.model.table import Role
+from asyncckpt.model.table_shard import Shard
 
 REMOVED_COLUMN = "#removed"
 
@@ -110,7 +111,7 @@ class TableFacts:
 
     name: str
     rows_count: int
-    shard: tuple[int, int]
+    shard: Shard
     whole: bool = True
     removed_count: int = 0
     filters: tuple[Mapping[str, Any], ...] = ()

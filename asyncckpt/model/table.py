@@ -35,6 +35,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.model.table_shard import Shard
+
 ID_COLUMN = "id"
 
 
@@ -281,8 +283,9 @@ class Table(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def shard(self) -> tuple[int, int]:
-        """(index, count): this table holds the ids whose unsigned value modulo count is index.
+    def shard(self) -> Shard:
+        """(index, count): this table holds the ids whose unsigned value modulo count is index; (begin, end, size):
+        those whose unsigned value modulo size is in [begin, end).
 
         (0, 1) holds all ids. Where several ranks save together it says nothing: see Replicated, OwnsIds, HoldsRange.
         """

@@ -10,7 +10,6 @@ sources.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, path_name, unique_names
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, OwnsIds, Table
+from asyncckpt.model.table_shard import Shard, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
@@ -303,13 +303,9 @@ def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
         ) from error
 
 
-def _may_share_ids(stored: tuple[int, int], table: Table) -> bool:
-    """Return whether a stored shard may hold ids of a table.
-
-    Ids i modulo n, and j modulo m, are the same only where i = j modulo what divides both.
-    """
-    index, count = table.shard
-    return isinstance(table, OwnsIds) or (stored[0] - index) % math.gcd(stored[1], count) == 0
+def _may_share_ids(stored: Shard, table: Table) -> bool:
+    """Return whether a stored shard may hold ids of a table."""
+    return isinstance(table, OwnsIds) or may_share_ids(stored, table.shard)
 
 
 def _raise_problems(problems: list[str], step: int) -> None:

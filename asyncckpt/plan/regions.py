@@ -21,6 +21,7 @@ from asyncckpt.format.tree import check_name
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, TableFacts
 from asyncckpt.model.row_places import RowPlaces
 from asyncckpt.model.table import CutVersion, Role, TableSchema
+from asyncckpt.model.table_shard import Shard, slice_info
 from asyncckpt.native import I64, paged
 from asyncckpt.options import HEADROOM_BYTES_MAX
 from asyncckpt.plan.image import ImagePlan, array_spec, plan_apart, rows_on_pages, split_rows
@@ -230,7 +231,7 @@ def removed_spec(ids: BlockSpec, count: int) -> BlockSpec:
     return replace(ids.with_rows(count), name=name, column=REMOVED_COLUMN, role=Role.REMOVED)
 
 
-def column_specs(name: str, schema: TableSchema, shard: tuple[int, int], *, rows_count: int) -> list[BlockSpec]:
+def column_specs(name: str, schema: TableSchema, shard: Shard, *, rows_count: int) -> list[BlockSpec]:
     """Return one block per column of a table, whole. UsageError for names that cannot be stored."""
     check_name(name)
     if "@" in name:
@@ -240,12 +241,5 @@ def column_specs(name: str, schema: TableSchema, shard: tuple[int, int], *, rows
         if column.name.startswith("#"):
             raise UsageError(f"column name of table {name!r} begins with '#', which is reserved", found=column.name)
         spec = array_spec(f"{name}@{column.name}", column.dtype, (rows_count, *column.row_shape), column.role)
-        specs.append(replace(spec, table=name, column=column.name, slice_info=_slice_info(shard)))
+        specs.append(replace(spec, table=name, column=column.name, slice_info=slice_info(shard)))
     return specs
-
-
-def _slice_info(shard: tuple[int, int]) -> str:
-    """Return RecIS' `begin@end@size` of a shard (index, count)."""
-    index, count = shard
-    width = len(str(count))
-    return f"{index:0{width}d}@{index + 1:0{width}d}@{count}"

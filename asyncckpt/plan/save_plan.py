@@ -28,6 +28,7 @@ from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name, tensor_names
 from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema, can_be_deferred
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
@@ -49,7 +50,7 @@ class CutTable:
     cut: TableCut
 
     @property
-    def shard(self) -> tuple[int, int]:
+    def shard(self) -> Shard:
         """As the manifest records it: of a table that owns its ids by another rule than their modulo, nothing."""
         return (0, 1) if isinstance(self.table, OwnsIds) else self.table.shard
 

@@ -15,6 +15,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import Role
+from asyncckpt.model.table_shard import Shard, buckets_of
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class StoredShard:
     became of it. Within a layer its row counts: the id was removed, and came back.
 
     name   of the table
-    shard  (index, count): ids whose unsigned value modulo count is index
+    shard  which ids it holds; (0, 1): all, or some that the table chooses by another rule
     """
 
     name: str
     rank: int
-    shard: tuple[int, int]
+    shard: Shard
     layers: tuple[StoredLayer, ...]
 
     def blocks(self) -> Iterator[int]:
@@ -157,11 +158,11 @@ def _stack(chain: Chain, rank: int, newest: TableFacts, found: Sequence[_Layers]
 
 def _check_shards(name: str, shards: Sequence[StoredShard], chain: Chain) -> None:
     """Check that all layers of all shards have the same columns, dtypes and row shapes, and no shard is there twice."""
-    held: dict[tuple[int, int], int] = {}
+    held: dict[tuple[int, int, int], int] = {}
     for shard in shards:
-        other = held.setdefault(shard.shard, shard.rank)
+        other = held.setdefault(buckets_of(shard.shard), shard.rank)
         # (0, 1) says nothing: such tables may own ranges of ids.
-        if other != shard.rank and shard.shard[1] > 1:
+        if other != shard.rank and shard.shard != (0, 1):
             raise CorruptError(
                 f"checkpoint of step {chain.step}: ranks {other} and {shard.rank} hold the same shard of table "
                 f"{name!r}",

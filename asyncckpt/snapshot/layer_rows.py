@@ -17,6 +17,7 @@ import torch
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.encodings import decode
 from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
+from asyncckpt.model.table_shard import owned_mask
 from asyncckpt.native import core
 from asyncckpt.native.contract import I64, U8
 from asyncckpt.plan.load_plan import TableLoadPlan
@@ -122,14 +123,13 @@ def _newest(stack: tuple[TableLoadPlan, list[LayerRows]]) -> list[I64 | None]:
 
 
 def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
-    """Return the rows that count and whose ids the table owns: unsigned id modulo shard count, unless it says else."""
-    index, count = table.shard
+    """Return the rows that count and whose ids the table owns: those of its shard, unless it says else."""
     if isinstance(table, OwnsIds):
         owned = table.owned(ids)
-    elif count > 1:
-        owned = ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
-    else:
+    elif table.shard == (0, 1):
         return counted
+    else:
+        owned = owned_mask(ids, shard=table.shard)
     if owned.all():
         return counted
     return np.flatnonzero(owned) if counted is None else counted[owned]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from asyncckpt.model.table import Column, Role, TableSchema
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import ID, Layout
@@ -31,7 +32,7 @@ class CandidateTable(StoredTable):
     grows by every new id that is looked up; call `evict("count", below=2)` now and then to remove the rare ones.
     """
 
-    def __init__(self, name: str, *, shard: tuple[int, int], replicated: bool = False) -> None:
+    def __init__(self, name: str, *, shard: Shard, replicated: bool = False) -> None:
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
         store = RowStore(layout, capacity=FIRST_ROWS, initializer=None, fingerprints_ids=replicated)
         super().__init__(name, _SCHEMA, shard=shard, replicated=replicated, store=store)

@@ -18,6 +18,7 @@ import torch
 from asyncckpt.errors import UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.table import ID_COLUMN, CutVersion
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.ids import check_owned, flat_ids
@@ -121,9 +122,7 @@ class HashTableLoad(HeldTable):
 
     use, released_by = "load", "end"
 
-    def __init__(
-        self, table: str, *, store: RowStore, lock: TableLock, shard: tuple[int, int], filled: Collection[str]
-    ) -> None:
+    def __init__(self, table: str, *, store: RowStore, lock: TableLock, shard: Shard, filled: Collection[str]) -> None:
         super().__init__(table, lock, columns=store.columns(), ids=lambda: torch.from_numpy(store.ids_by_row()))
         self._store = store
         self._shard = shard

@@ -2,8 +2,9 @@
 
 In training mode, a forward gives unseen ids a row, and records the step and adds the number of mentions in every row it
 reads; ids that the table does not admit yet read as zero rows without a gradient. In eval mode, no id gets a row,
-unseen ids read as zero rows and nothing gets a gradient. The table is not a parameter: `state_dict()` does not hold it
-(a checkpoint has it as a table), `.to()` does not move it, and sparse optimizers (optim.py) update it.
+unseen ids read as zero rows, nothing gets a gradient, and caches stay as they are. The table is not a parameter:
+`state_dict()` does not hold it (a checkpoint has it as a table), `.to()` does not move it, and sparse optimizers
+(optim.py) update it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -24,9 +26,10 @@ from asyncckpt.tables.gradients import PendingGradients
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.ids import IdsLike, RowsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
-from asyncckpt.tables.row_device import sent
+from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
+from asyncckpt.tables.stored_table import RecordRows, TrainedTable
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"
@@ -118,39 +121,34 @@ class HashEmbedding(nn.Module):
             raise UsageError(f"ids for table {self.table.name!r} are wrong", found=type(ids), expected=torch.Tensor)
         flat = flat_ids(ids, table=self.table.name)
         distinct, inverse, mentions = np.unique(flat, return_inverse=True, return_counts=True)
-        rows = rows_on_host(self.table, distinct, insert=self.training)
-        device = self.table.device
-        index = sent(torch.from_numpy(rows), device)
-        places = sent(torch.from_numpy(inverse).view(ids.shape), device)
+        places = sent(torch.from_numpy(inverse).view(ids.shape), self.table.device)
         if not self.training:
-            with torch.no_grad():
-                return places, _rows_or_zeros(self.table.embedding, index)
-        found = rows >= 0
+            return places, _read(self.table, distinct)
+        values, found = _train(self.table, distinct, self._record_of(mentions))
+        if not torch.is_grad_enabled():
+            return places, values
         if found.all():
-            return places, self._trained_rows(rows, index, distinct, mentions)
+            self.pending.watch(values, distinct)
+            return places, values
         # Ids that the table does not admit yet get zeros, and no gradient.
-        kept = sent(torch.from_numpy(np.flatnonzero(found)), device)
-        trained = self._trained_rows(rows[found], index[kept], distinct[found], mentions[found])
-        zeros = torch.zeros((distinct.size, *trained.shape[1:]), dtype=trained.dtype, device=device)
-        return places, zeros.index_copy(0, kept, trained)
+        kept = sent(torch.from_numpy(np.flatnonzero(found)), values.device)
+        trained = values[kept]
+        self.pending.watch(trained, distinct[found])
+        return places, values.index_copy(0, kept, trained)
 
-    def _trained_rows(self, rows: I64, index: torch.Tensor, ids: I64, mentions: I64) -> torch.Tensor:
-        """Return rows `[n, dim]` of distinct ids; record their step and mentions, watch their gradient."""
+    def _record_of(self, mentions: I64) -> RecordRows | None:
+        """Return what records the step and the mentions of the ids of a batch."""
         step_column, count_column = self._step_column, self._count_column
+        if step_column is None and count_column is None:
+            return None
 
         def record(values: RowValues) -> None:
             if step_column is not None:
                 values[step_column] = self.step
             if count_column is not None:
-                values[count_column] += sent(torch.from_numpy(mentions), index.device)
+                values[count_column] += sent(torch.from_numpy(mentions), self.table.device)
 
-        if step_column is not None or count_column is not None:
-            self.table.update(rows, record)
-        with torch.no_grad():
-            values = self.table.embedding.index_select(0, index)
-        if torch.is_grad_enabled():
-            self.pending.watch(values, ids)
-        return values
+        return record
 
 
 class HashEmbeddingBag(HashEmbedding):
@@ -218,13 +216,6 @@ class HashEmbeddingBag(HashEmbedding):
             raise UsageError(f"per_sample_weights {what} are wrong", found=shape, expected=tuple(ids.shape))
 
 
-def _rows_or_zeros(embedding: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows at index, zeros where index is -1; free rows hold anything, even NaN."""
-    rows = embedding.index_select(0, index.clamp_min(0))
-    rows[index < 0] = 0
-    return rows
-
-
 def _checked_step_column(table: TrainableTable, name: str | None) -> str | None:
     found = _scalar_column(table, LAST_SEEN_COLUMN if name is None else name)
     if found is not None or name is None:
@@ -241,10 +232,29 @@ def _scalar_column(table: TrainableTable, name: str) -> str | None:
     return name if column.row_shape == () else None
 
 
-def rows_on_host(table: TrainableTable, ids: IdsLike, *, insert: bool) -> I64:
-    """Look ids up and return the rows on the host, int64 [n]: by `lookup_rows`, or else after a wait for the device."""
-    find: Callable[[IdsLike, bool], I64] | None = getattr(table, "lookup_rows", None)
-    if find is not None:
-        return find(ids, insert)
-    found: I64 = table.lookup(ids, insert=insert).cpu().numpy()
-    return found
+def _read(table: TrainableTable, ids: I64) -> torch.Tensor:
+    """Return the rows `[n, dim]` of ids, zeros for those without one."""
+    if isinstance(table, TrainedTable):
+        return table.read_embedding(ids)
+    return _rows_of(table, table.lookup(ids, insert=False).cpu().numpy())
+
+
+def _train(table: TrainableTable, ids: I64, record: RecordRows | None) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    """Give distinct ids rows, have them recorded, and return them, `[n, dim]`, and which ids have one.
+
+    A table of another kind must keep other threads from moving its rows meanwhile.
+    """
+    if isinstance(table, TrainedTable):
+        return table.train_rows(ids, record)
+    rows = table.lookup(ids).cpu().numpy()
+    if record is not None:
+        table.update(rows, record)
+    return _rows_of(table, rows), rows >= 0
+
+
+def _rows_of(table: TrainableTable, rows: I64) -> torch.Tensor:
+    """Return copies of rows, zeros for -1."""
+    positions = np.flatnonzero(rows >= 0)
+    with torch.no_grad():
+        values = table.embedding.index_select(0, sent(torch.from_numpy(rows[positions]), table.device))
+    return spread(values, positions, count=rows.size)

@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.stored_table import TrainedTable, UseRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 
@@ -35,9 +36,10 @@ class HashTable(TrainedTable):
     """A sparse table that a Saver can save. Implements `asyncckpt.model.table.Table`.
 
     optimizer_slots and metadata name further columns (see slots.py for the ways to describe one). shard is (index,
-    count): the table holds the ids whose bit pattern, as an unsigned number, modulo count is index. replicated: every
-    rank that has the table has all of its ids, with the same rows. Where several ranks save together, a table is one or
-    the other. A new row starts from the initializer and the fills, also where its row belonged to a removed id. Raises
+    count): the table holds the ids whose bit pattern, as an unsigned number, modulo count is index; or (begin, end,
+    size): those for which it is in [begin, end) modulo size, as RecIS' slices with size 65,536. replicated: every rank
+    that has the table has all of its ids, with the same rows. Where several ranks save together, a table is one or the
+    other. A new row starts from the initializer and the fills, also where its row belonged to a removed id. Raises
     UsageError for wrong arguments and UnsupportedError for a dtype that tables cannot hold.
     """
 
@@ -49,7 +51,7 @@ class HashTable(TrainedTable):
         dtype: torch.dtype = torch.float32,
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
-        shard: tuple[int, int] = (0, 1),
+        shard: Shard = (0, 1),
         replicated: bool = False,
         device: torch.device | str = "cpu",
         capacity: int = 1024,
@@ -76,10 +78,18 @@ class HashTable(TrainedTable):
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
 
-    def _lookup(self, ids: I64, *, insert: bool) -> I64:
+    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
         with self._lock.hold("lookup"):
             self._begin()
-            return self._store.insert(ids, touch=True) if insert else self._store.find(ids)
+            rows = self._store.insert(ids, touch=True) if insert else self._store.find(ids)
+            if use is not None:
+                use(rows)
+            return rows
+
+    def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
+        rows = self._store.find(ids)
+        positions = np.flatnonzero(rows >= 0)
+        return self._store.read(rows[positions], only=only), positions
 
     def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
         with self._lock.hold("insert"):

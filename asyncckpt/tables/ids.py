@@ -1,4 +1,4 @@
-"""Checks of the ids and rows that callers pass, and which shard owns an id.
+"""Checks of the ids and rows that callers pass.
 
 An id is an int64 bit pattern. Other dtypes are refused, not converted: a float id above 2**53 has already lost bits,
 and an int32 id is usually a mistake of the caller's.
@@ -10,10 +10,10 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import IdsHeld
+from asyncckpt.model.table_shard import Shard, buckets_of, described, owned_mask, remainders
 from asyncckpt.native import I64, core
 
 IdsLike: TypeAlias = torch.Tensor | I64
@@ -64,27 +64,19 @@ def ids_held(ids: I64) -> IdsHeld:
     return IdsHeld(len(ids), int(core.fingerprints(column, len(ids)).sum(dtype=np.uint64)))
 
 
-def owned_mask(ids: I64, *, shard: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return which of ids (int64 [n]) the shard (index, count) owns: unsigned bit pattern modulo count is index."""
-    index, count = shard
-    bits = ids.view(np.uint64)
-    # For powers of two, a mask gives the same and is several times faster than the division.
-    rest = bits & np.uint64(count - 1) if count & (count - 1) == 0 else bits % np.uint64(count)
-    mask: NDArray[np.bool_] = rest == np.uint64(index)
-    return mask
-
-
-def check_owned(ids: I64, *, shard: tuple[int, int], table: str) -> None:
+def check_owned(ids: I64, *, shard: Shard, table: str) -> None:
     """Raise UsageError, naming the first one, if an id of ids (int64 [n]) belongs to another shard."""
-    if shard[1] == 1:
+    if shard == (0, 1):
         return
     owned = owned_mask(ids, shard=shard)
     if owned.all():
         return
-    first = int(ids[int(np.argmin(owned))])
-    what = f"id {first} does not belong to shard {shard[0]} of {shard[1]} of table {table!r}"
-    owner = first % 2**64 % shard[1]
-    raise UsageError(what, expected=shard[0], found=owner, hint="select ids with table.owns(ids) first")
+    begin, end, size = buckets_of(shard)
+    first = ids[[int(np.argmin(owned))]]
+    what = f"id {int(first[0])} does not belong to {described(shard)} of table {table!r}"
+    expected = begin if end == begin + 1 else f"from {begin} to {end - 1}"
+    found = int(remainders(first, size=size)[0])
+    raise UsageError(what, expected=expected, found=found, hint="select ids with table.owns(ids) first")
 
 
 def _flat(values: object) -> I64 | None:

@@ -126,15 +126,22 @@ class Levels:
         self.cache.drop(np.unique(rows[rows >= 0]))
         return removed_count
 
-    def read(self, ids: I64) -> dict[str, torch.Tensor]:
-        """Return the newest rows, on the CPU, of known ids; nothing moves."""
-        values = self.store.read(self.store.find(ids))
+    def read(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
+        """Return the newest rows of those ids that have one, and for which positions in ids; nothing moves.
+
+        At the place of the cache. First those of cached rows.
+        """
         rows = self.cache.find(ids)
-        inside = np.flatnonzero(rows >= 0)
-        if inside.size:
-            for name, cached in self.cache.begin_to_host(rows[inside]).wait().items():
-                values[name].index_copy_(0, torch.from_numpy(inside), cached)
-        return values
+        inside, outside = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
+        host_rows = self.store.find(ids[outside])
+        outside, host_rows = outside[host_rows >= 0], host_rows[host_rows >= 0]
+        values = self.cache.read(rows[inside], only=only)
+        if outside.size:
+            stored = self.store.read(host_rows, only=only)
+            values = {
+                name: torch.cat([value, self.cache.place.to_device(stored[name])]) for name, value in values.items()
+            }
+        return values, np.concatenate([inside, outside])
 
     def known(self, ids: I64) -> Mask:
         """Return which of ids have a row."""

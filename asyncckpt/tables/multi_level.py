@@ -3,7 +3,8 @@
 Training sees the cache: `lookup` brings the rows of a batch into it and returns cache rows, which index `embedding`
 and `slot(name)`. Evicted rows are written back to the host level, all columns. What a lookup returned is valid until
 the next lookup, insert, remove, evict, clear or load on the table; a prefetch never moves the rows of the latest
-lookup. So modules and optimizers look their ids up again whenever they need rows.
+lookup. So modules and optimizers find their ids again whenever they need rows, in the hold of the lock in which they
+use them. `read` and evaluation move nothing.
 
 Threads: see stored_table.py. The cache map and the cache rows change together under the lock, so a cut reads the map of
 the same step as its weights, even if prefetches for later steps have moved rows. No history of maps is needed (compare
@@ -30,8 +31,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.errors import UsageError, warn
+from asyncckpt.errors import warn
 from asyncckpt.model.table import Table
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.cache_level import CacheLevel
@@ -45,7 +47,7 @@ from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
 from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.stored_table import TrainedTable, UseRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
 
 CANDIDATES = "candidates"
@@ -91,7 +93,7 @@ class MultiLevelTable(TrainedTable):
         dtype: torch.dtype = torch.float32,
         optimizer_slots: Mapping[str, SlotSpec] | None = None,
         metadata: Mapping[str, SlotSpec] | None = None,
-        shard: tuple[int, int] = (0, 1),
+        shard: Shard = (0, 1),
         replicated: bool = False,
         capacity: int = 1024,
         initializer: Initializer = None,
@@ -173,22 +175,6 @@ class MultiLevelTable(TrainedTable):
             self._begin()
             self._store.reserve(rows)
 
-    def read(self, ids: IdsLike) -> dict[str, torch.Tensor]:
-        """Return the newest values of ids (int64, any shape) in every column but `id`; nothing moves.
-
-        Each is a new CPU tensor `[*ids.shape, *row_shape]`. Raises UsageError for an id without a row.
-        """
-        flat = flat_ids(ids, table=self._name)
-        with self._lock.hold("reading"):
-            known = self._levels.known(flat)
-            if not known.all():
-                first = int(flat[int(np.argmin(known))])
-                what = f"id to read from table {self._name!r} has no row"
-                raise UsageError(what, found=first, hint="lookup(ids, insert=False) gives -1 for such ids")
-            self._begin()
-            values = self._levels.read(flat)
-        return {name: value.reshape((*ids.shape, *value.shape[1:])) for name, value in values.items()}
-
     def statistics(self) -> CacheStatistics:
         """Return the counts so far."""
         with self._lock.hold("listing"):
@@ -199,12 +185,14 @@ class MultiLevelTable(TrainedTable):
     def _begin(self) -> None:
         self._levels.begin()
 
-    def _lookup(self, ids: I64, *, insert: bool) -> I64:
+    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
         with uninterrupted:
             admitted = self._admitted(ids) if insert and self._candidates is not None else None
             with self._lock.hold("lookup"):
                 self._begin()
                 rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+                if use is not None:
+                    use(rows)
             if self._candidates is not None and admitted is not None and admitted.size:
                 self._candidates.remove(admitted)  # Now that they have rows: the wait for the lock may have been ended.
         self._warn_of_growth()
@@ -219,6 +207,9 @@ class MultiLevelTable(TrainedTable):
             self._levels.insert(ids[order], distinct)
         if self._candidates is not None:
             self._candidates.remove(ids[order])
+
+    def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
+        return self._levels.read(ids, only=only)
 
     def _touch(self, rows: I64) -> None:
         self._levels.touch(rows)

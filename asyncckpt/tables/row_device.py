@@ -165,6 +165,15 @@ def selected(values: Values, positions: I64) -> dict[str, torch.Tensor]:
     return {name: value.index_select(0, sent(index, value.device)) for name, value in values.items()}
 
 
+def spread(values: torch.Tensor, positions: I64, *, count: int) -> torch.Tensor:
+    """Return `count` rows on the device of values: these at their positions, int64 [n], distinct, and zeros."""
+    if np.array_equal(positions, np.arange(count)):
+        return values
+    with torch.no_grad():
+        zeros = values.new_zeros((count, *values.shape[1:]))
+        return zeros.index_copy_(0, sent(torch.from_numpy(positions), values.device), values)
+
+
 def gathered(source: torch.Tensor, rows: I64, target: torch.Tensor) -> torch.Tensor:
     """Gather rows of a column of the host into target, `[n, *row_shape]` on the host, and return it."""
     in_order = np.arange(rows.size, dtype=np.int64)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import TableSchema
 from asyncckpt.native import I64
-from asyncckpt.tables.row_device import sent
+from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
@@ -68,9 +68,8 @@ class RowValues:
             row_shape, _ = self._column(name)
             values = self._level.read(self._rows, only=name)[name]
             if self._positions is not None:
-                zeros = values.new_zeros((self._used.size, *row_shape))
-                values = zeros.index_copy_(0, self._positions, values)
-            self._values[name] = values.view(*self._shape, *row_shape)
+                values = spread(values, np.flatnonzero(self._used), count=self._used.size)
+            self._values[name] = values.view((*self._shape, *row_shape))
         return self._values[name]
 
     def __setitem__(self, name: str, values: torch.Tensor | float) -> None:

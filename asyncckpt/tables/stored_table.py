@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_int, check_type
-from asyncckpt.errors import warn
+from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import IdsHeld, TableSchema
+from asyncckpt.model.table_shard import Shard, owned_mask
 from asyncckpt.native import I64, U8
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id, owned_mask
+from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
 from asyncckpt.tables.initializer import Initializer, check_initializer
-from asyncckpt.tables.row_device import RowDevice, sent
+from asyncckpt.tables.row_device import RowDevice, sent, spread
 from asyncckpt.tables.row_store import Level, RowStore
 from asyncckpt.tables.row_values import RowValues, check_distinct
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
@@ -32,9 +33,7 @@ from asyncckpt.tables.table_lock import LockedTable
 class StoredTable(LockedTable):
     """A table whose ids have rows in a RowStore."""
 
-    def __init__(
-        self, name: str, schema: TableSchema, *, shard: tuple[int, int], replicated: bool, store: RowStore
-    ) -> None:
+    def __init__(self, name: str, schema: TableSchema, *, shard: Shard, replicated: bool, store: RowStore) -> None:
         super().__init__(name, schema, shard=shard, replicated=replicated)
         self._store = store
         self._written_by_others: list[str] = []
@@ -153,6 +152,9 @@ class StoredTable(LockedTable):
 # for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
 WriteMemory: TypeAlias = Callable[[Mapping[str, torch.Tensor], I64, tuple[U8, int] | None], None]
 
+RecordRows: TypeAlias = Callable[[RowValues], object]
+UseRows: TypeAlias = Callable[[I64], None]
+
 
 class TrainedTable(StoredTable):
     """A table with an embedding, whose rows training reads and updates in place, in `_level`."""
@@ -164,7 +166,7 @@ class TrainedTable(StoredTable):
         name: str,
         layout: Layout,
         *,
-        shard: tuple[int, int],
+        shard: Shard,
         replicated: bool,
         capacity: int,
         initializer: Initializer,
@@ -227,6 +229,56 @@ class TrainedTable(StoredTable):
             check_owned(flat, shard=self._shard, table=self._name)
         return self._lookup(flat, insert=insert)
 
+    def train_rows(self, ids: I64, record: RecordRows | None = None) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Look up ids, int64 [n], distinct, with insert; return copies of their embedding rows, `[n, dim]`, and which
+        ids have a row: the others read as zeros. `record` changes other columns of the rows in the same hold of the
+        lock, in which no thread moves them."""
+        check_owned(ids, shard=self._shard, table=self._name)
+        copies: list[tuple[I64, torch.Tensor]] = []
+
+        def use(rows: I64) -> None:
+            if record is not None:
+                with self._values_of(rows, (ids.size,), of=ids, what="ids") as values:
+                    record(values)
+            positions = np.flatnonzero(rows >= 0)
+            copies.append((positions, self._level.read(rows[positions], only=EMBEDDING_COLUMN)[EMBEDDING_COLUMN]))
+
+        rows = self._lookup(ids, insert=True, use=use)
+        return spread(copies[0][1], copies[0][0], count=ids.size), rows >= 0
+
+    def read(self, ids: IdsLike, *, only: str | None = None, absent_as_zeros: bool = False) -> dict[str, torch.Tensor]:
+        """Return the newest values of ids (int64, any shape) in every column but `id`, or in one only.
+
+        For evaluation and serving, beside training too: nothing moves, and no cache, policy, statistics or mark sees
+        it. Each is a new tensor `[*ids.shape, *row_shape]` on the CPU. Raises UsageError for an id without a row,
+        unless absent_as_zeros.
+        """
+        flat = flat_ids(ids, table=self._name)
+        names = [column.name for column in self._schema.columns if column.name in self._level.columns()]
+        if only is not None and only not in names:
+            raise UsageError(f"table {self._name!r} has no such column", found=only, expected=names)
+        check_type("absent_as_zeros", absent_as_zeros, bool)
+        with self._lock.hold("reading"):
+            self._begin()
+            newest, positions = self._newest(flat, only=only)
+            values = self._level.place.begin_to_host(newest).wait()
+        if positions.size < flat.size and not absent_as_zeros:
+            first = int(flat[np.setdiff1d(np.arange(flat.size), positions)[0]])
+            what = f"id to read from table {self._name!r} has no row"
+            raise UsageError(what, found=first, hint="absent_as_zeros=True reads zeros for such ids")
+        shape = tuple(ids.shape)
+        return {
+            name: spread(value, positions, count=flat.size).view((*shape, *value.shape[1:]))
+            for name, value in values.items()
+        }
+
+    def read_embedding(self, ids: I64) -> torch.Tensor:
+        """Like `read`, return the embedding rows of ids, `[n, dim]`, on the table's device; zeros for absent ones."""
+        with self._lock.hold("reading"):
+            self._begin()
+            newest, positions = self._newest(ids, only=EMBEDDING_COLUMN)
+        return spread(newest[EMBEDDING_COLUMN], positions, count=ids.size)
+
     def touch(self, rows: RowsLike) -> None:
         """Mark rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they are.
 
@@ -243,7 +295,8 @@ class TrainedTable(StoredTable):
 
         It gets a RowValues, copies of the rows, and changes them; they are written back, and marked, when it returns,
         and not if it raises. The lock is held meanwhile, so it must not use the table. Skips -1 and rows whose id is
-        gone. Raises UsageError.
+        gone. Between lookup and update, no other thread may remove ids or look up in a MultiLevelTable: that gives rows
+        to other ids. `rows` goes by ids. Raises UsageError.
         """
         flat = flat_rows(rows, end=self._level.capacity, table=self._name)
         with self._lock.hold("update"):
@@ -301,6 +354,11 @@ class TrainedTable(StoredTable):
         if written:
             self._write(used, written)
 
+    def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
+        """Return the newest rows of those ids that have one, and which positions in ids they are for. Nothing moves.
+        The lock is held."""
+        raise NotImplementedError
+
     def _find(self, ids: I64) -> I64:
         """Return the rows of ids in `_level`, -1 for absent ones. The lock is held."""
         raise NotImplementedError
@@ -322,7 +380,8 @@ class TrainedTable(StoredTable):
 
     # These acquire the lock themselves. ------------------------------------------------------------------------------
 
-    def _lookup(self, ids: I64, *, insert: bool) -> I64:
+    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
+        """Find rows, and have them used before the lock is released."""
         raise NotImplementedError
 
     def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:

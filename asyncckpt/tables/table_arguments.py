@@ -11,6 +11,7 @@ import torch
 from asyncckpt.arguments import check_type
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.model.table import Role, TableSchema
+from asyncckpt.model.table_shard import is_shard
 from asyncckpt.native import I64
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
@@ -22,12 +23,10 @@ def check_name(name: object) -> None:
 
 
 def check_shard(name: str, shard: object, *, replicated: object) -> None:
-    """Check the (index, count) of a table, and that it is not a replica and a shard."""
-    is_pair = isinstance(shard, tuple) and len(shard) == 2 and all(type(part) is int for part in shard)
-    if not is_pair or not 0 <= shard[0] < shard[1]:  # type: ignore[index]
-        raise UsageError(
-            f"shard of table {name!r} is wrong", found=shard, expected="(index, count), 0 <= index < count"
-        )
+    """Check the shard of a table, and that it is not a replica and a shard."""
+    if not is_shard(shard):
+        expected = "(index, count), 0 <= index < count, or (begin, end, size), 0 <= begin < end <= size"
+        raise UsageError(f"shard of table {name!r} is wrong", found=shard, expected=expected)
     check_type(f"replicated of table {name!r}", replicated, bool)
     if replicated and shard != (0, 1):
         hint = "a replica holds all ids, a shard those of its rank"

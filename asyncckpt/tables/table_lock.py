@@ -16,6 +16,7 @@ import weakref
 
 from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.table import TableSchema
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.signals import uninterrupted, wait_in_steps
 
 TABLE_WAIT_S_MAX = 600.0
@@ -111,7 +112,7 @@ class _Hold:
 class LockedTable:
     """A table with a name, a shard, a schema and a lock: what tables of all kinds have. Arguments have been checked."""
 
-    def __init__(self, name: str, schema: TableSchema, *, shard: tuple[int, int], replicated: bool = False) -> None:
+    def __init__(self, name: str, schema: TableSchema, *, shard: Shard, replicated: bool = False) -> None:
         self._name = name
         self._schema = schema
         self._shard = shard
@@ -123,7 +124,7 @@ class LockedTable:
         return self._name
 
     @property
-    def shard(self) -> tuple[int, int]:
+    def shard(self) -> Shard:
         return self._shard
 
     @property

@@ -8,6 +8,7 @@ import torch
 
 from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.model.table import ID_COLUMN, HasCompanions, OwnsIds, Role, Table
+from asyncckpt.model.table_shard import is_shard, owned_mask
 from asyncckpt.testing.case import TableCase, ends_soon, finish, in_thread, start
 from asyncckpt.testing.cuts import cut_image, ended
 
@@ -20,8 +21,7 @@ class SchemaTests(TableCase):
         assert isinstance(table, Table), f"{type(table).__name__} lacks a member of asyncckpt.table.Table"
         assert isinstance(table.name, str)
         assert table.name
-        index, count = table.shard
-        assert 0 <= index < count
+        assert is_shard(table.shard), f"shard {table.shard} is none"
 
     def test_schema_is_sound(self) -> None:
         columns = self.make_table().schema().columns
@@ -47,7 +47,7 @@ class SchemaTests(TableCase):
         assert self.make_table().schema() == before
 
     def test_ids_belong_to_the_table(self) -> None:
-        """By its own rule, if it has one, else by their unsigned value modulo the number of shards."""
+        """By its own rule, if it has one, else by its shard."""
         table = self.trained()
         ids = self.image(table).ids
         if isinstance(table, OwnsIds):
@@ -55,8 +55,7 @@ class SchemaTests(TableCase):
             assert owned.dtype == np.bool_
             assert owned.shape == ids.shape
         else:
-            index, count = table.shard
-            owned = ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
+            owned = owned_mask(ids, shard=table.shard)
         assert bool(owned.all()), f"the table holds ids of others: {ids[~owned].tolist()}"
 
     def test_companions_are_tables(self) -> None:

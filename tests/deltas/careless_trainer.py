@@ -1,14 +1,19 @@
 """A trainer that does with a table all that people do, beside a dict that does the same: random programs.
 
 It writes to whole columns, to rows that it has kept over saves, through views that it has kept over growth, by torch's
-optimizers; and by the table's own methods, as it should. What it saved must load as the dict was at the call.
+optimizers; and by the table's own methods, as it should. It trains on two threads, copies its model, and in half of the
+programs a third thread evaluates from the first step to the last. What it saved must load as the dict was at the call.
 """
 
 from __future__ import annotations
 
+import copy
 import random
+import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,9 @@ IDS_COUNT = 40
 STEPS_COUNT = 12
 CACHE_ROWS = 12
 KEPT_MAX = 4
+BATCHES_OF_A_THREAD = 4
+EVALUATION_PAUSE_S = 0.0002
+SWITCH_SECONDS = 1e-5  # So that threads change places within a call.
 RESULT_SECONDS_MAX = 60.0
 SLOTS: dict[str, Any] = {"sum": (torch.float64, ())}
 
@@ -51,6 +59,7 @@ class CarelessTrainer:
     def __init__(self, root: Path, seed: int) -> None:
         self.root, self.random, self.levels = root, random.Random(seed), seed % 2 == 1
         self.table = new_table(self.levels)
+        self.evaluates = seed % 4 >= 2
         self.model: Model = {}
         self.number = 0
         self.step = 0
@@ -69,11 +78,12 @@ class CarelessTrainer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
-                for _ in range(STEPS_COUNT):
-                    self.any_of(self.trainings)
-                    if self.random.random() < 0.4:
-                        self.save()
-                self.save()
+                with self.evaluating():
+                    for _ in range(STEPS_COUNT):
+                        self.any_of(self.trainings)
+                        if self.random.random() < 0.4:
+                            self.save()
+                    self.save()
                 assert rows_of(self.table) == self.model, "the dict is no twin of the table"
         finally:
             for saver in self.savers.values():
@@ -88,7 +98,7 @@ class CarelessTrainer:
             self.look_up, self.look_up, self.write_kept_rows, self.write_kept_rows, self.write_column, self.write_slot,
             self.keep_view, self.write_view, self.keep_weight, self.step_of_torch, self.forward, self.backward_and_step,
             self.update, self.update_by_ids, self.insert, self.remove, self.grow, self.clear, self.find,
-            self.write_past_torch, self.load_back,
+            self.write_past_torch, self.load_back, self.train_on_two_threads, self.copy_model,
         ]  # fmt: skip
 
     def any_of(self, works: list[Callable[[], object]]) -> None:
@@ -142,8 +152,8 @@ class CarelessTrainer:
             if self.is_live(weight):
                 self.change(rows, lambda row: (row[0] + number, row[1] + number, row[2]))
 
-    def forward(self) -> None:
-        ids = self.ids(known=False)
+    def forward(self, ids: list[int] | None = None) -> None:
+        ids = self.ids(known=False) if ids is None else ids
         self.module(torch.tensor(ids)).sum().backward()
         self.pending += ids
         self.begin(ids)
@@ -207,11 +217,66 @@ class CarelessTrainer:
             self.table.touch(rows)
             self.change(rows, lambda row: (*row[:2], number))
 
+    def train_on_two_threads(self) -> None:
+        """Each with ids of its own; the other one as an input pipeline that inserts, and updates a table of its own."""
+        mine, others = self.ids(known=False), [-1 - id for id in self.ids(known=False)]
+        number = self.next_number()
+
+        def train_others() -> None:
+            for _ in range(BATCHES_OF_A_THREAD):
+                self.table.lookup(torch.tensor(others))
+                with self.table.rows(torch.tensor(others)) as rows:
+                    rows.embedding += number
+
+        self.backward_and_step()
+        other = _Thread(train_others)
+        for _ in range(BATCHES_OF_A_THREAD):
+            self.forward(mine)
+            self.backward_and_step()
+        other.end()
+        self.begin(others)
+        for id in others:
+            first, second, total = self.model[id]
+            added = number * BATCHES_OF_A_THREAD
+            self.model[id] = (first + added, second + added, total)
+
+    def copy_model(self) -> None:
+        """The copy is as the model is, and is no part of it afterwards."""
+        try:
+            copied: Any = copy.deepcopy(self.module)
+        except TypeError:  # A model that cannot be copied has no wrong copy.
+            return
+        assert rows_of(copied.table) == self.model
+        copied.table.embedding.add_(1000.0)
+        copied.table.lookup(torch.tensor([-1000]))
+
     def load_back(self) -> None:
         if self.expected and self.random.random() < 0.3:
             path, step = self.random.choice(list(self.expected))
             Loader(self.root / path, {"t": self.table}, step=step).load()
             self.model = dict(self.expected[path, step])
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate meanwhile, in every second program of each kind of table."""
+        if not self.evaluates:
+            yield
+            return
+        module = asyncckpt.HashEmbedding(self.table).eval()
+        ids = torch.arange(-5, IDS_COUNT + 5)
+        may_end = threading.Event()
+
+        def evaluate() -> None:
+            while not may_end.wait(EVALUATION_PAUSE_S):
+                assert bool(module(ids).isfinite().all())
+                self.table.read(ids, absent_as_zeros=True)
+
+        evaluation = _Thread(evaluate)
+        try:
+            yield
+        finally:
+            may_end.set()
+            evaluation.end()
 
     # -- saves ---------------------------------------------------------------------------------------------------
 
@@ -286,11 +351,35 @@ class CarelessTrainer:
             self.model[id] = change(self.model[id])
 
 
+class _Thread:
+    """A function on another thread; `end` waits for it and raises what it has raised."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> None:
+        self._thread.join(RESULT_SECONDS_MAX)
+        assert not self._thread.is_alive(), "a thread hangs"
+        if self._error is not None:
+            raise self._error
+
+
 def wrong_steps(root: Path, seed: int) -> list[str]:
     """Run a program; return the steps that load as something else than was saved."""
-    threads_count = torch.get_num_threads()
+    threads_count, seconds = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         return CarelessTrainer(root, seed).run()
     finally:
         torch.set_num_threads(threads_count)
+        sys.setswitchinterval(seconds)

@@ -11,7 +11,7 @@ from asyncckpt.tables.row_store import Level
 
 from .careless_trainer import wrong_steps
 
-PROGRAMS_COUNT = 100
+PROGRAMS_COUNT = 40
 PROGRAMS_SLOW_COUNT = 2000
 CONTROL_COUNT = 20
 LANES = 4

@@ -131,7 +131,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "HashTable.insert": lambda: world.table.insert(ids, torch.ones(3, 2)),
         "HashTable.update": lambda: world.table.update(world.table.lookup(ids), lambda rows: rows.embedding.add_(1.0)),
         "HashTable.remove": lambda: world.table.remove(torch.tensor([7])),
-        "HashTable.export": lambda: (len(world.table), world.table.ids()),
+        "HashTable.export": lambda: (len(world.table), world.table.read(world.table.ids())),
         "SparseAdagrad.step": lambda: train(world),
         "dcp.save": lambda: world.dcp_save("dcp"),
         "dcp.load": lambda: dcp.load(

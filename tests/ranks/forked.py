@@ -20,7 +20,7 @@ from typing import Any
 from tests.ranks.processes import NAME_SERVER_PATIENCE, REPOSITORY
 
 RUN_S_MAX = 90.0
-PRELOADED = ["tests.ranks.schedule_rank", "tests.ranks.job_ranks", "tests.ranks.table_ranks"]
+PRELOADED = [f"tests.ranks.{name}" for name in ("schedule_rank", "job_ranks", "table_ranks", "random_jobs")]
 
 
 def fork_server() -> Any:

@@ -307,37 +307,44 @@ def a_last_call_fails(rank: int, folder: Path) -> None:
 SLICE_SIZE = 65536
 
 
-class SlicedTable(asyncckpt.HashTable):
-    """A table that owns a slice of ids as RecIS cuts them: the unsigned id modulo 65536 lies in [begin, end)."""
+def gen_slice(index: int, count: int) -> tuple[int, int, int]:
+    """What RecIS' function of this name gives: the first shards have the buckets that are left over."""
+    sizes = [SLICE_SIZE // count + (number < SLICE_SIZE % count) for number in range(count)]
+    return sum(sizes[:index]), sum(sizes[: index + 1]), SLICE_SIZE
 
-    def __init__(self, index: int, count: int) -> None:
-        super().__init__("sliced", 2)
-        sizes = [SLICE_SIZE // count + (number < SLICE_SIZE % count) for number in range(count)]
-        self.begin, self.end = sum(sizes[:index]), sum(sizes[: index + 1])
 
-    def owned(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        rest = ids.view(np.uint64) % np.uint64(SLICE_SIZE)
-        return (rest >= self.begin) & (rest < self.end)
+def rows_of_slice(ids: np.ndarray[Any, Any], index: int, count: int) -> np.ndarray[Any, Any]:
+    begin, end, _ = gen_slice(index, count)
+    return np.array([begin <= int(id) % 2**64 % SLICE_SIZE < end for id in ids])
 
 
 def slices(rank: int, folder: Path) -> None:
-    """Three ranks with slices of RecIS; any other slices, and any tables by modulo, take what is theirs."""
+    """Three ranks with slices of RecIS; any other slices, and any tables by modulo, take what is theirs, from whole
+    tables and from changes to them. What is not in its slice no table takes."""
     group_of(rank, 3, folder)
     ids = np.concatenate([np.arange(-4000, 4000) * 37, [-(2**63), 2**63 - 1]]).astype(np.int64)
     rows = torch.from_numpy(np.stack([ids % 1000, ids % 777], axis=1)).float()
-    table = SlicedTable(rank, 3)
-    mine = table.owned(ids)
-    table.insert(ids[mine], rows[torch.from_numpy(mine)])
+    table = asyncckpt.HashTable("sliced", 2, shard=gen_slice(rank, 3))
+    mine = rows_of_slice(ids, rank, 3)
+    for strange in (ids[~mine][:1], ids[~mine][-1:]):
+        with pytest.raises(UsageError, match=rf"{strange[0]} does not belong to buckets \d+ to \d+ of 65536 of table"):
+            table.insert(strange, rows[:1])
+        with pytest.raises(UsageError, match="does not belong"):
+            table.lookup(strange)
+    assert len(table) == 0
+    table.insert(ids[mine], rows[torch.from_numpy(mine)] + (ids[mine] % 3 == 0)[:, None])
     with asyncckpt.Saver(
         rank, 3, path=folder / "slices", hashtables={"sliced": table}, ranks=asyncckpt.RankOptions(peer_deadline=20.0)
     ) as saver:
         saver.save(1)
+        table.insert(ids[mine], rows[torch.from_numpy(mine)])
+        assert saver.save_async(2, kind="delta").result(WAIT_S_MAX).kind == "delta"
     for count in (1, 2, 5):
         for index in range(count):
             modulo = asyncckpt.HashTable("sliced", 2, shard=(index, count))
             by_modulo = ids.view(np.uint64) % np.uint64(count) == np.uint64(index)
-            sliced = SlicedTable(index, count)
-            for target, owned in ((modulo, by_modulo), (sliced, sliced.owned(ids))):
+            sliced = asyncckpt.HashTable("sliced", 2, shard=gen_slice(index, count))
+            for target, owned in ((modulo, by_modulo), (sliced, rows_of_slice(ids, index, count))):
                 report = asyncckpt.Loader(folder / "slices", {"sliced": target}).load()
                 assert report.rows == {"sliced": int(owned.sum())}
                 found = target.lookup(torch.from_numpy(ids[owned]), insert=False)

@@ -170,7 +170,7 @@ def a_delta_has_nothing_to_build_upon(rank: int, folder: Path) -> None:
         first = saver.save_async(1)
         if rank == 0:
             raised(first)
-            with pytest.raises(UsageError, match="has not committed a checkpoint yet"):
+            with pytest.raises(UsageError, match="knows of no checkpoint of its own"):
                 saver.save_async(2, kind="delta")
         else:
             second = saver.save_async(2, kind="delta")

@@ -108,6 +108,16 @@ def shards(kind: str, rank: int, folder: Path) -> None:
     _save_all_kinds(rank, folder, MAKERS[kind](shard=(rank, RANKS_COUNT)), mine(rank))
 
 
+def slices(kind: str, rank: int, folder: Path) -> None:
+    """Saves of every kind, of ranks with slices of RecIS' buckets, which differ in size."""
+    group_of(rank, RANKS_COUNT, folder)
+    begin, end = [0, 3, 60, 50_000, 65_536][rank : rank + 2]
+    buckets = IDS.view(np.uint64) % np.uint64(65_536)
+    own = IDS[(buckets >= begin) & (buckets < end)]
+    assert len(own) > 0
+    _save_all_kinds(rank, folder, MAKERS[kind](shard=(begin, end, 65_536)), own)
+
+
 def replicas(kind: str, rank: int, folder: Path) -> None:
     """Saves of every kind, of ranks that all hold all rows, in other orders."""
     group_of(rank, RANKS_COUNT, folder)
@@ -154,7 +164,7 @@ def unsaid(rank: int, folder: Path) -> None:
     said = asyncckpt.HashTable("other", DIM, shard=(rank, RANKS_COUNT))
     for kind, make in MAKERS.items():
         with pytest.raises(
-            UsageError, match=rf"tables? 't'.* not say.*shard=\({rank}, 4\), replicated=True, or .*OwnsIds"
+            UsageError, match=rf"'t'.* not say.*shard=\({rank}, 4\) or .*, 65536\), replicated=True, or .*OwnsIds"
         ):
             saver_of(rank, folder / kind, {"other": said, "t": make()})
         assert not (folder / kind).exists()
@@ -250,6 +260,8 @@ def wrong_shards(kind: str, rank: int, folder: Path) -> None:
     for name, said, match in (
         ("twice", {"shard": (rank // 2, 2)}, pairs),
         ("sizes", {"shard": (rank, 4) if rank else (1, 3)}, pairs),
+        ("slices", {"shard": (100 * rank - (rank == 1), 100 * rank + 100, 65_536)}, pairs),
+        ("slice beside shards", {"shard": (rank, 4) if rank else (0, 2, 8)}, pairs),
         (
             "kinds",
             {"shard": (rank, 4)} if rank else {"replicated": True},

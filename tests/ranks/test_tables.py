@@ -25,6 +25,12 @@ def test_shards_are_saved_each_by_its_rank(tmp_path: Path, kind: str) -> None:
 
 
 @KINDS
+def test_slices_are_saved_each_by_its_rank(tmp_path: Path, kind: str) -> None:
+    assert run(partial(table_ranks.slices, kind), 4, tmp_path) == ALL
+    table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
+
+
+@KINDS
 def test_replicas_are_saved_once(tmp_path: Path, kind: str) -> None:
     assert run(partial(table_ranks.replicas, kind), 4, tmp_path) == ALL
     table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
@@ -61,7 +67,8 @@ def test_replicas_that_drift_apart_are_found_by_an_audit(tmp_path: Path, kind: s
 @KINDS
 def test_shards_that_do_not_fit_together_are_refused(tmp_path: Path, kind: str) -> None:
     assert run(partial(table_ranks.wrong_shards, kind), 4, tmp_path) == ALL
-    assert [asyncckpt.list_steps(tmp_path / name) for name in ("twice", "sizes", "kinds")] == [[], [], []]
+    refused = ("twice", "sizes", "slices", "slice beside shards", "kinds")
+    assert [asyncckpt.list_steps(tmp_path / name) for name in refused] == [[]] * len(refused)
     table_ranks.check(tmp_path / "checkpoints", kind, {1: 0})
 
 

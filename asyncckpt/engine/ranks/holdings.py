@@ -2,6 +2,7 @@
 
 a table says                      and is here
 shard=(index, count), count > 1   the ids whose unsigned value modulo count is index
+shard=(begin, end, size)          the ids whose unsigned value modulo size is in [begin, end)
 a range of rows (HoldsRange)      these rows; a replica where they are all
 a rule of its own (OwnsIds)       the ids that the rule owns, which no other rank can check
 replicated (Replicated)           a replica: all ids, the same rows on every rank that has the table
@@ -10,7 +11,6 @@ nothing                           refused where several ranks save together
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from asyncckpt.errors import ConflictError, CorruptError, UsageError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, CountsIds, HoldsRange, IdsHeld, OwnsIds, Table, TableCut
+from asyncckpt.model.table_shard import buckets_of, described, may_share_ids
 from asyncckpt.tables.ids import ids_held
 
 REPLICA_HINT = "a table of which every rank has rows of its own is a shard: shard=(rank, ranks_count)"
@@ -47,7 +48,8 @@ class TableSlice:
             return "ids by a rule of its own"
         if not self.modulus:
             return f"rows {self.first} to {self.end}"
-        return f"shard {self.first} of {self.modulus}"
+        is_one = self.end == self.first + 1
+        return described((self.first, self.modulus) if is_one else (self.first, self.end, self.modulus))
 
     def encoded(self) -> Json:
         return [self.modulus, self.first, self.end]
@@ -75,10 +77,10 @@ def slice_of(table: Table) -> TableSlice:
     if isinstance(table, HoldsRange):
         first, end, _ = table.id_range()
         return TableSlice(0, first, end)
-    index, count = table.shard
-    if count == 1 and isinstance(table, OwnsIds):
+    if table.shard == (0, 1) and isinstance(table, OwnsIds):
         return TableSlice(0, 0, 0)
-    return TableSlice(count, index, index + 1)
+    begin, end, size = buckets_of(table.shard)
+    return TableSlice(size, begin, end)
 
 
 def held_by(table: Table, cut: TableCut | None) -> IdsHeld:
@@ -106,12 +108,13 @@ def check_said(tables: Mapping[str, Table], *, index: int, count: int) -> None:
             f"{f'tables {names} do' if len(silent) > 1 else f'table {names} does'} not say what this rank holds, "
             f"and {count} ranks save together",
             found=tables[silent[0]].shard,
-            expected=f"shard=({index}, {count}), replicated=True, or a table with OwnsIds",
-            hint=f"with shard=({index}, {count}) it holds the ids whose unsigned value modulo {count} is {index}; with "
-            "replicated=True the same rows as on every other rank that has it; with OwnsIds those of a rule of its own",
+            expected=f"shard=({index}, {count}) or shard=(begin, end, 65536), replicated=True, or a table with OwnsIds",
+            hint=f"with shard=({index}, {count}) it holds the ids whose unsigned value modulo {count} is {index}, with "
+            "shard=(begin, end, 65536) those of a slice as RecIS cuts them; with replicated=True the same rows as on "
+            "every other rank that has it; with OwnsIds those of a rule of its own",
         )
     for name, table in tables.items():
-        if table.shard[1] == count and table.shard[0] != index:
+        if len(table.shard) == 2 and table.shard[1] == count and table.shard[0] != index:
             raise UsageError(
                 f"table {name!r} has the shard of another rank", found=table.shard, expected=(index, count)
             )
@@ -164,12 +167,10 @@ def _overlap(held: list[tuple[TableSlice, int]]) -> tuple[tuple[TableSlice, int]
 
 
 def _have_common_id(one: TableSlice, other: TableSlice) -> bool:
-    """Whether some id is in both slices, whose moduli differ: by the remainders modulo what the two have in common."""
+    """Whether some id is in both slices, whose moduli differ."""
     if not one.modulus or not other.modulus:
         return True  # A range of rows beside a shard: no rule says that they are apart.
-    common = math.gcd(one.modulus, other.modulus)
-    ahead, behind = (other.first - one.first) % common, (one.first - other.first) % common
-    return ahead < one.end - one.first or behind < other.end - other.first
+    return may_share_ids((one.first, one.end, one.modulus), (other.first, other.end, other.modulus))
 
 
 def check_ids_held(by_rank: Mapping[int, Mapping[str, IdsHeld]]) -> None:

@@ -19,6 +19,7 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.model.table import CutVersion, TableSchema, tracks_rows
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.options import DeltaPolicy, SaveKind
 from asyncckpt.pipeline.fingerprints import RowFingerprints
 from asyncckpt.plan.regions import TableRows, row_bytes_of
@@ -30,11 +31,11 @@ class TableLink:
     """A table as it is in a committed checkpoint. `fingerprints` where it has no marks and deltas are wanted."""
 
     schema: TableSchema
-    shard: tuple[int, int]
+    shard: Shard
     version: CutVersion | None
     fingerprints: RowFingerprints | None
 
-    def is_of(self, schema: TableSchema, shard: tuple[int, int]) -> bool:
+    def is_of(self, schema: TableSchema, shard: Shard) -> bool:
         """Return whether rows of a table like that can be laid over this one."""
         return self.schema == schema and self.shard == shard
 
@@ -123,8 +124,9 @@ def _checked(base: ChainLink | None, step: int) -> ChainLink:
     """Return what a delta of this step builds upon; UsageError when it cannot."""
     if base is None:
         raise UsageError(
-            "a delta has nothing to build upon: this Saver has not committed a checkpoint yet",
-            hint="the first save of a Saver is a full one; kind='auto' sees to that",
+            "a delta has nothing to build upon: this Saver knows of no checkpoint of its own that has committed",
+            hint="the first save of a Saver is a full one, as is that after one whose end it did not hear from rank 0; "
+            "kind='auto' sees to that",
         )
     if step <= base.parent.step:
         raise UsageError(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from asyncckpt.errors import CorruptError, IncompatibleError
+from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
+from asyncckpt.format import limits
 from asyncckpt.format.manifest import (
     FEATURES,
     FileFacts,
@@ -119,6 +120,7 @@ CHANGE = TableFacts(
     ("specs", "table", "head", "features"),
     [
         ([column("id", 3), column("w", 3)], TABLE, {}, []),
+        ([column("id", 3), column("w", 3)], replace(TABLE, shard=(16_384, 32_768, 65_536)), {}, []),
         ([column("id", 3), column("w", 3)], TABLE, {"replaces": "b" * 32}, ["compacted"]),
         ([column("id", 3), column("w", 3), pad(0, 4095), pad(1, 0)], TABLE, {}, ["pad"]),
         ([column("id", 3), column("w", 3, **ENCODED)], TABLE, {}, ["encoding"]),
@@ -138,6 +140,18 @@ def test_round_trip(specs: list[BlockSpec], table: TableFacts, head: dict[str, A
     assert [block.placed for block in manifest.blocks] == blocks
     assert manifest.digest == written_digest(raw) == manifest_digest(raw, owner=OWNER)
     assert json.loads(raw)["requires"] == features
+
+
+@pytest.mark.parametrize("shard", [(1,), (1, 1), (2, 1), (0, 0, 4), (3, 2, 4), (0, 5, 4)])
+def test_a_shard_of_no_ids_is_neither_written_nor_read(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written() -> bytes:
+        return encoded([column("id", 3), column("w", 3)], (replace(TABLE, shard=shard),))
+
+    with pytest.raises(UsageError, match="table 'user' has a shard that is none"):
+        written()
+    monkeypatch.setattr(limits, "is_shard", lambda shard: True)
+    with pytest.raises(CorruptError, match=r"shard.*\[index, count\] or \[begin, end, size\]"):
+        decode_manifest(written(), manifest_name(STEP))
 
 
 def test_members_of_deltas_are_there_only_where_they_say_something() -> None:

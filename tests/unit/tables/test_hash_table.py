@@ -237,7 +237,7 @@ def test_slot_names_known_ones() -> None:
         ({"shard": (1, 1)}, r"shard of table 'user' is wrong, found \(1, 1\)"),
         ({"shard": (-1, 2)}, "shard of table 'user' is wrong"),
         ({"shard": [0, 2]}, "shard of table 'user' is wrong"),
-        ({"shard": (0, 1, 2)}, "shard of table 'user' is wrong"),
+        ({"shard": (0, 0, 2)}, "shard of table 'user' is wrong"),
         ({"shard": (0.0, 1)}, "shard of table 'user' is wrong"),
         ({"device": "warehouse"}, "device of table 'user' is wrong, found 'warehouse'"),
         ({"device": "meta"}, "device of table 'user' is wrong, found 'meta'"),

@@ -74,3 +74,13 @@ def test_foreign_id_is_refused_as_a_whole(count: int) -> None:
         load.insert(mixed)
     load.end(ok=True)
     assert len(table) == 2
+
+
+def test_id_of_another_slice_is_refused() -> None:
+    table = HashTable("user", 2, shard=(4, 8, 65_536))
+    table.lookup(torch.tensor([4, 7, 65_540, -65_530]))
+    for foreign, bucket in ((3, 3), (8, 8), (65_539, 3), (-1, 65_535)):
+        what = f"id {foreign} does not belong to buckets 4 to 8 of 65536 of table 'user', found {bucket}, expected"
+        with pytest.raises(UsageError, match=f"{what} 'from 4 to 7'"):
+            table.lookup(torch.tensor([5, foreign]))
+    assert sorted(table.ids().tolist()) == [-65_530, 4, 7, 65_540]

@@ -59,6 +59,9 @@ def test_which_tables_are_replicas() -> None:
 
 def test_what_tables_say() -> None:
     assert slice_of(HashTable("t", 4, shard=(1, 2))) == shard(1, 2)
+    assert slice_of(HashTable("t", 4, shard=(5, 9, 16))) == TableSlice(16, 5, 9)
+    assert str(slice_of(HashTable("t", 4, shard=(5, 9, 16)))) == "buckets 5 to 9 of 16"
+    assert not is_whole(HashTable("t", 4, shard=(0, 16, 16))), "it is said, so it is no replica"
     assert slice_of(fixed(first_id=10)) == TableSlice(0, 10, 20)
     assert str(slice_of(RuledTable("t", 4))) == "ids by a rule of its own"
     assert slice_of(RuledTable("t", 4, shard=(1, 2))) == shard(1, 2), "what it says is believed before its rule"
@@ -72,6 +75,7 @@ def test_who_says_nothing_is_refused_by_name() -> None:
         check_said(tables, index=2, count=4)
     with pytest.raises(UsageError, match=r"table 'b' has the shard of another rank.*\(2, 4\).*\(1, 4\)"):
         check_said({"b": tables["b"]}, index=1, count=4)
+    check_said({"s": HashTable("s", 4, shard=(0, 4, 65_536))}, index=2, count=4)
     levels = MultiLevelTable("m", 4, cache_rows=4, admit_after=2, replicated=True)
     said = {"r": HashTable("r", 4, replicated=True), "s": tables["b"], "f": fixed(), "o": RuledTable("o", 4)}
     check_said({**said, "m": levels, **levels.companions()}, index=2, count=4)
@@ -115,6 +119,8 @@ def test_parts_with_an_id_in_common_are_a_conflict(slices: list[tuple[int, int, 
         ([TableSlice(0, 0, 9), TableSlice(0, 2, 3)], "ranks 0 and 1"),
         ([shard(0, 2), shard(1, 2), shard(1, 2)], "ranks 1 and 2"),
         ([shard(0, 2), TableSlice(0, 1, 3)], "ranks 0 and 1"),
+        ([TableSlice(65_536, 30_000, 65_536), TableSlice(65_536, 0, 30_001)], "ranks 0 and 1"),
+        ([TableSlice(65_536, 0, 2), shard(3, 4), shard(1, 4)], "ranks 0 and 2"),
     ],
 )
 def test_the_same_part_of_a_table_twice(parts: list[TableSlice], ranks: str) -> None:
@@ -127,6 +133,7 @@ def test_parts_that_are_apart() -> None:
         [TableSlice(0, 0, 5), TableSlice(0, 5, 9), TableSlice(0, 5, 5), TableSlice(0, 0, 0)],
         [shard(rank, 4) for rank in (3, 1, 2, 0)],
         [shard(0, 2), shard(1, 4), shard(3, 4)],
+        [TableSlice(65_536, 0, 16_384), TableSlice(65_536, 16_384, 65_536)],
         [TableSlice(0, 0, 0)] * 3,  # Rules that nobody can compare.
     ):
         check_slices([{"t": part} for part in parts], [set()] * len(parts))

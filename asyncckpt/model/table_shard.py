@@ -1,0 +1,65 @@
+"""Which ids a shard of a table holds: the one rule of tables, saves, loads and checks.
+
+(index, count)      the ids whose unsigned value modulo count is index; (0, 1) holds all
+(begin, end, size)  the ids whose unsigned value modulo size is in [begin, end): RecIS' slices, where size is 65,536
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+Shard: TypeAlias = tuple[int, int] | tuple[int, int, int]
+
+
+def is_shard(value: object) -> TypeGuard[Shard]:
+    """Return whether a value is a Shard that holds some ids."""
+    if not isinstance(value, tuple) or len(value) not in (2, 3) or not all(type(part) is int for part in value):
+        return False
+    begin, end, size = buckets_of(value)
+    return 0 <= begin < end <= size < 2**63
+
+
+def buckets_of(shard: Shard) -> tuple[int, int, int]:
+    """Return (begin, end, size): the shard holds the ids whose unsigned value modulo size is in [begin, end)."""
+    return shard if len(shard) == 3 else (shard[0], shard[0] + 1, shard[1])
+
+
+def slice_info(shard: Shard) -> str:
+    """Return RecIS' `begin@end@size`."""
+    begin, end, size = buckets_of(shard)
+    width = len(str(size))
+    return f"{begin:0{width}d}@{end:0{width}d}@{size}"
+
+
+def described(shard: Shard) -> str:
+    """Return a shard in words."""
+    return "shard {} of {}".format(*shard) if len(shard) == 2 else "buckets {} to {} of {}".format(*shard)
+
+
+def remainders(ids: NDArray[np.int64], *, size: int) -> NDArray[np.uint64]:
+    """Return the unsigned values of ids, contiguous int64 [n], modulo size."""
+    bits = ids.view(np.uint64)
+    # For powers of two, a mask gives the same and is several times faster than the division.
+    rest: NDArray[np.uint64] = bits & np.uint64(size - 1) if size & (size - 1) == 0 else bits % np.uint64(size)
+    return rest
+
+
+def owned_mask(ids: NDArray[np.int64], *, shard: Shard) -> NDArray[np.bool_]:
+    """Return which of ids, contiguous int64 [n], a shard holds."""
+    begin, end, size = buckets_of(shard)
+    rest = remainders(ids, size=size)
+    # What is below `begin` wraps around to a large number.
+    mask: NDArray[np.bool_] = rest - np.uint64(begin) < np.uint64(end - begin)
+    return mask
+
+
+def may_share_ids(one: Shard, other: Shard) -> bool:
+    """Return whether some id is in both shards: by the remainders modulo what divides both sizes."""
+    (begin, end, size), (other_begin, other_end, other_size) = buckets_of(one), buckets_of(other)
+    common = math.gcd(size, other_size)
+    ahead, behind = (other_begin - begin) % common, (begin - other_begin) % common
+    return ahead < end - begin or behind < other_end - other_begin
