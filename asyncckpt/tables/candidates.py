@@ -6,6 +6,9 @@ same cut and loaded like any other. An id leaves it when it is admitted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from asyncckpt.model.table import Column, Role, TableSchema
@@ -39,6 +42,9 @@ class CandidateTable(StoredTable):
 
     def __repr__(self) -> str:
         return f"CandidateTable({self._name!r}, rows={len(self)}, shard={self._shard})"
+
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        CandidateTable.__init__(self, **arguments)
 
     def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the ids and of their counts, both int64 [n] on the CPU."""

@@ -29,7 +29,7 @@ from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
-from asyncckpt.tables.stored_table import RecordRows, TrainedTable
+from asyncckpt.tables.trained_table import RecordRows, TrainedTable
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"

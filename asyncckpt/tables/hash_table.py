@@ -18,6 +18,7 @@ column since the last cut, as torch counts in-place writes, all rows count as wr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ from asyncckpt.native import I64, U8
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable, UseRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
+from asyncckpt.tables.trained_table import TrainedTable, UseRows
 
 
 class HashTable(TrainedTable):
@@ -77,6 +78,9 @@ class HashTable(TrainedTable):
         """Return the rows in use, int64 [n] on the table's device, ascending: the order of `ids()`."""
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
+
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        HashTable.__init__(self, **arguments)
 
     def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
         with self._lock.hold("lookup"):

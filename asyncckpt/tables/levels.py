@@ -150,16 +150,21 @@ class Levels:
         known[outside] = self.store.find(ids[outside]) >= 0
         return known
 
-    def expired(self, column: str, below: float) -> I64:
-        """Return the ids whose newest number in a column is below a bound."""
-        rows = self.store.rows()
-        values = self.store.read(rows, only=column)[column]
+    def read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        """Return all ids, and their newest rows on the host, in every column but `id` or in one only; nothing moves."""
+        ids, values = self.store.read_all(only=only)
         cached = self.cache.used_rows()
         if cached.size:
-            newest = self.cache.begin_to_host(cached, only=column).wait()[column]
             # Every cached id has a host row, so it is found among them.
-            values[torch.from_numpy(np.searchsorted(rows, self.cache.host_rows[cached]))] = newest
-        return self.store.ids_of(rows[is_below(values, below)])
+            places = torch.from_numpy(np.searchsorted(self.store.rows(), self.cache.host_rows[cached]))
+            for name, newest in self.cache.begin_to_host(cached, only=only).wait().items():
+                values[name].index_copy_(0, places, newest)
+        return ids, values
+
+    def expired(self, column: str, below: float) -> I64:
+        """Return the ids whose newest number in a column is below a bound."""
+        ids, values = self.read_all(only=column)
+        return ids[is_below(values[column], below)]
 
     def empty_cache(self, *, write_back: bool) -> None:
         """Free all cache rows, with or without writing them back to their host rows."""

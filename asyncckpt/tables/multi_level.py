@@ -23,8 +23,8 @@ Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admissi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,8 +47,9 @@ from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
 from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable, UseRows
+from asyncckpt.tables.stored_table import TableValue
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
+from asyncckpt.tables.trained_table import TrainedTable, UseRows
 
 CANDIDATES = "candidates"
 
@@ -110,6 +111,7 @@ class MultiLevelTable(TrainedTable):
         check_type("pin_host_memory", pin_host_memory, bool)
         self._admit_after = admit_after
         self._undo_bytes_max = undo_bytes_max
+        self._pins_host_memory = pin_host_memory
         cache_device = checked_device(name, device)
         place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
         super().__init__(
@@ -181,6 +183,30 @@ class MultiLevelTable(TrainedTable):
             cached_count = self._cache.capacity - self._cache.free_count
             counts = asdict(self._levels.counts)
             return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
+
+    def __getstate__(self) -> TableValue:
+        return replace(super().__getstate__(), candidates=self._candidates)
+
+    def __setstate__(self, value: TableValue) -> None:
+        super().__setstate__(value)
+        assert value.candidates is None or isinstance(value.candidates, CandidateTable)
+        self._candidates = value.candidates
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            **super()._arguments(),
+            "cache_rows": self.cache_rows,
+            "policy": self._cache.use.policy,
+            "admit_after": self._admit_after,
+            "undo_bytes_max": self._undo_bytes_max,
+            "pin_host_memory": self._pins_host_memory,
+        }
+
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        MultiLevelTable.__init__(self, **arguments)
+
+    def _read_all(self) -> tuple[I64, dict[str, torch.Tensor]]:
+        return self._levels.read_all()
 
     def _begin(self) -> None:
         self._levels.begin()

@@ -13,16 +13,13 @@ invariants:
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Collection, Mapping
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, IdsHeld, TableSchema
 from asyncckpt.native import I64, core
@@ -30,73 +27,13 @@ from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.ids import ids_held
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
+from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
 from asyncckpt.tables.touched_rows import TouchedRows
 
 # By half: growth stays geometric, and the new pages are not touched before rows reach them.
 GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
 INITIALIZER_ROWS_MAX = 1 << 16
-
-
-class RowWatcher(Protocol):
-    """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
-
-    def rows_change(self, rows: I64) -> None:
-        """Rows, int64 [n], distinct, are about to change in some column; `id` is one of them."""
-        ...
-
-    def storage_moves(self) -> None:
-        """All columns are about to move to other memory, or to be rewritten."""
-        ...
-
-
-class RowWatchers:
-    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it.
-
-    A forked child has none: it has neither the memory nor the threads of its parent's saves.
-    """
-
-    def __init__(self) -> None:
-        self._guard = Guard()
-        # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
-        self._all: tuple[RowWatcher, ...] = ()
-        _of_all_tables.add(self)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def add(self, watcher: RowWatcher) -> None:
-        with self._guard:
-            self._all = (*self._all, watcher)
-
-    def drop(self, watcher: RowWatcher) -> None:
-        """Remove a watcher, if it is there."""
-        with self._guard:
-            self._all = tuple(other for other in self._all if other is not watcher)
-
-    def rows_change(self, rows: I64) -> None:
-        if rows.size:
-            for watcher in self._all:
-                watcher.rows_change(rows)
-
-    def storage_moves(self) -> None:
-        for watcher in self._all:
-            watcher.storage_moves()
-
-    def forget(self) -> None:
-        """Start anew in a forked child."""
-        self._all = ()
-
-
-_of_all_tables: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for watchers in _of_all_tables:
-        watchers.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Level:
@@ -295,10 +232,15 @@ class RowStore(Level):
         """Return a copy of the ids of used rows."""
         return self._ids.ids_by_row()[rows]
 
+    def read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        """Return all ids in the order of `rows`, and their rows like `read`."""
+        rows = self.rows()
+        return self.ids_of(rows), self.read(rows, only=only)
+
     def expired(self, column: str, below: float) -> I64:
         """Return the ids whose number in a column is below a bound."""
-        rows = self.rows()
-        return self.ids_of(rows[is_below(self.read(rows, only=column)[column], below)])
+        ids, values = self.read_all(only=column)
+        return ids[is_below(values[column], below)]
 
     def _insert_watched(self, ids: I64) -> tuple[I64, I64]:
         """Do what the map's insert does, but notify watchers before the map moves its ids.
