@@ -85,7 +85,9 @@ class HashTable(TrainedTable):
     def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
         with self._lock.hold("lookup"):
             self._begin()
+            rows_before = len(self._store)
             rows = self._store.insert(ids, touch=True) if insert else self._store.find(ids)
+            self._count_lookup(rows, rows_before=rows_before)
             if use is not None:
                 use(rows)
             return rows

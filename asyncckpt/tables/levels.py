@@ -39,7 +39,6 @@ class LevelCounts:
 
     hits_count: int = 0
     misses_count: int = 0
-    inserted_count: int = 0
     evictions_count: int = 0
     written_back_count: int = 0
     prefetched_count: int = 0
@@ -110,7 +109,7 @@ class Levels:
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
         if outside.size:
-            self.store.write(self._new_rows(ids[outside]), selected(values, outside))
+            self.store.write(self.store.insert(ids[outside]), selected(values, outside))
         if inside.size:
             self.write_cached(rows[inside], selected(values, inside))
 
@@ -180,7 +179,7 @@ class Levels:
             if admitted is not None:
                 absent &= np.isin(missing, admitted)
             if absent.any():
-                host_rows[absent] = self._new_rows(missing[absent])
+                host_rows[absent] = self.store.insert(missing[absent])
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
         # A hit may be mentioned several times; count distinct ones only if it matters.
         if missing.size + hits.size > self.cache.capacity:
@@ -190,12 +189,6 @@ class Levels:
         room = self._make_room(missing.size, awaited_too=True)
         assert room >= missing.size
         self.cache.put(missing, host_rows, self.store.columns(), awaited=False)
-
-    def _new_rows(self, ids: I64) -> I64:
-        rows_before = len(self.store)
-        rows = self.store.insert(ids)
-        self.counts.inserted_count += len(self.store) - rows_before
-        return rows
 
     def _make_room(self, count: int, *, awaited_too: bool) -> int:
         """Evict until `count` rows are free or no other row may be evicted; return how many are free."""

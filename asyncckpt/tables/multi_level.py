@@ -23,7 +23,7 @@ Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admissi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -49,23 +49,10 @@ from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
 from asyncckpt.tables.stored_table import TableValue
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
+from asyncckpt.tables.table_statistics import CacheStatistics, TableStatistics
 from asyncckpt.tables.trained_table import TrainedTable, UseRows
 
 CANDIDATES = "candidates"
-
-
-@dataclass(frozen=True)
-class CacheStatistics:
-    """What a MultiLevelTable has done so far, in ids or rows; `paused_seconds`: how long training waited for cuts."""
-
-    hits_count: int
-    misses_count: int
-    inserted_count: int
-    evictions_count: int
-    written_back_count: int
-    prefetched_count: int
-    cached_count: int
-    paused_seconds: float
 
 
 class MultiLevelTable(TrainedTable):
@@ -177,13 +164,6 @@ class MultiLevelTable(TrainedTable):
             self._begin()
             self._store.reserve(rows)
 
-    def statistics(self) -> CacheStatistics:
-        """Return the counts so far."""
-        with self._lock.hold("listing"):
-            cached_count = self._cache.capacity - self._cache.free_count
-            counts = asdict(self._levels.counts)
-            return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
-
     def __getstate__(self) -> TableValue:
         return replace(super().__getstate__(), candidates=self._candidates)
 
@@ -208,6 +188,12 @@ class MultiLevelTable(TrainedTable):
     def _read_all(self) -> tuple[I64, dict[str, torch.Tensor]]:
         return self._levels.read_all()
 
+    def _statistics(self) -> TableStatistics:
+        cached_count = self._cache.capacity - self._cache.free_count
+        counts = asdict(self._levels.counts)
+        cache = CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
+        return replace(super()._statistics(), cache=cache)
+
     def _begin(self) -> None:
         self._levels.begin()
 
@@ -216,7 +202,9 @@ class MultiLevelTable(TrainedTable):
             admitted = self._admitted(ids) if insert and self._candidates is not None else None
             with self._lock.hold("lookup"):
                 self._begin()
+                rows_before = len(self._store)
                 rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
+                self._count_lookup(rows, rows_before=rows_before)
                 if use is not None:
                     use(rows)
             if self._candidates is not None and admitted is not None and admitted.size:

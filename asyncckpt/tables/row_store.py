@@ -29,6 +29,7 @@ from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
 from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.table_statistics import RowCounts
 from asyncckpt.tables.touched_rows import TouchedRows
 
 # By half: growth stays geometric, and the new pages are not touched before rows reach them.
@@ -59,6 +60,10 @@ class Level:
     def columns(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of all columns but `id`, a view that follows growth."""
         return self._tensors
+
+    def bytes(self) -> int:
+        """Return the memory of the columns but `id`, used or not."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def written_by_others(self) -> list[str]:
         """Return the columns that other code has written since the last call, as far as torch counts it."""
@@ -151,6 +156,7 @@ class RowStore(Level):
         self._initializer = initializer
         self._fingerprints_ids = fingerprints_ids
         self.ids_held = IdsHeld()
+        self.counts = RowCounts()
 
     def __len__(self) -> int:
         """How many ids there are; the only method that needs no lock."""
@@ -194,6 +200,7 @@ class RowStore(Level):
         rows = rows[were_there]
         self.marks.remove(rows, ids[were_there], used_count=len(self))
         self._count(ids[were_there], sign=-1)
+        self.counts.removed_count += rows.size
         return rows.size
 
     def clear(self) -> None:
@@ -201,6 +208,7 @@ class RowStore(Level):
         self.watchers.storage_moves()
         self._ids.clear()
         self.marks.clear()
+        self.counts.removed_count += len(self)
         self.ids_held = IdsHeld()
 
     def reserve(self, rows_count: int) -> None:
@@ -269,6 +277,7 @@ class RowStore(Level):
                 self._grow(max(self._ids.rows_end, self.capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
             self._initialize(new_rows, new_ids, filled)
             self._count(new_ids, sign=1)
+            self.counts.inserted_count += new_ids.size
         except BaseException:
             self._ids.remove(new_ids)
             raise
@@ -322,6 +331,7 @@ class RowStore(Level):
         self._ids.reserve(capacity)
         self.marks.grow(capacity)
         self._grow_columns(capacity, used_count=rows_used_count)
+        self.counts.growths_count += 1
 
 
 def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:

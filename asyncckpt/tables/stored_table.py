@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from asyncckpt.tables.ids import IdsLike, flat_ids, one_id
 from asyncckpt.tables.row_store import Level, RowStore
 from asyncckpt.tables.table_arguments import check_eviction
 from asyncckpt.tables.table_lock import LockedTable
+from asyncckpt.tables.table_statistics import TableStatistics
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,20 @@ class StoredTable(LockedTable):
         check_eviction(self._schema, column, below, table=self._name)
         with self._lock.hold("eviction"):
             self._begin()
-            return self._remove(self._expired(column, below))
+            evicted_count = self._remove(self._expired(column, below))
+            self._store.counts.removed_count -= evicted_count
+            self._store.counts.evicted_count += evicted_count
+            return evicted_count
 
     def clear(self) -> None:
         """Remove all ids; the capacity stays."""
         with self._lock.hold("clear"):
             self._store.clear()
+
+    def statistics(self) -> TableStatistics:
+        """Return what the table holds, and what it has done so far."""
+        with self._lock.hold("listing"):
+            return self._statistics()
 
     def begin_cut(self) -> HashTableCut:
         """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
@@ -164,6 +173,10 @@ class StoredTable(LockedTable):
     def _read_all(self) -> tuple[I64, dict[str, torch.Tensor]]:
         """Return copies of all ids, and of their newest rows in every column but `id`."""
         return self._store.read_all()
+
+    def _statistics(self) -> TableStatistics:
+        bytes = sum(level.bytes() for level in self._levels_in_use())
+        return TableStatistics(rows_count=len(self), capacity=self.capacity, bytes=bytes, **asdict(self._store.counts))
 
     def _remove(self, ids: I64) -> int:
         return self._store.remove(ids)

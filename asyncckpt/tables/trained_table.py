@@ -248,6 +248,12 @@ class TrainedTable(StoredTable):
         The lock is held."""
         raise NotImplementedError
 
+    def _count_lookup(self, rows: I64, *, rows_before: int) -> None:
+        """Count a lookup that has found rows, where there were rows_before. The lock is held."""
+        misses_count = len(self._store) - rows_before + int(np.count_nonzero(rows < 0))
+        self._store.counts.misses_count += misses_count
+        self._store.counts.hits_count += rows.size - misses_count
+
     def _find(self, ids: I64) -> I64:
         """Return the rows of ids in `_level`, -1 for absent ones. The lock is held."""
         raise NotImplementedError

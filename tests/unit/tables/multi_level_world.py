@@ -129,7 +129,7 @@ class World:
         assert contents(self.table) == self.rows
         cache_map = self.table._cache.host_rows
         held = cache_map[cache_map >= 0].tolist()
-        assert len(set(held)) == len(held) == self.table.statistics().cached_count
+        assert len(set(held)) == len(held) == self.table.statistics().cache.cached_count
 
 
 def contents(table: MultiLevelTable) -> Rows:
