@@ -113,12 +113,15 @@ class EmbCacheCollection(nn.Module):
         return saved
 
     @property
-    def step(self) -> int:
-        """The training step that forwards stamp on the rows they read, where a table has a `last_seen` column."""
+    def step(self) -> int | None:
+        """The step that training forwards stamp on the rows they read, where a table has a `last_seen` column.
+
+        None, as it is to begin with: they stamp nothing.
+        """
         return self._modules_in_order()[0].step
 
     @step.setter
-    def step(self, step: int) -> None:
+    def step(self, step: int | None) -> None:
         for module in self._modules_in_order():
             module.step = step
 

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
-from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_device import Landing, selected
 from asyncckpt.tables.row_store import RowStore
 
@@ -159,11 +158,6 @@ class Levels:
             for name, newest in self.cache.begin_to_host(cached, only=only).wait().items():
                 values[name].index_copy_(0, places, newest)
         return ids, values
-
-    def expired(self, column: str, below: float) -> I64:
-        """Return the ids whose newest number in a column is below a bound."""
-        ids, values = self.read_all(only=column)
-        return ids[is_below(values[column], below)]
 
     def empty_cache(self, *, write_back: bool) -> None:
         """Free all cache rows, with or without writing them back to their host rows."""

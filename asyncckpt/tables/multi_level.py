@@ -185,8 +185,8 @@ class MultiLevelTable(TrainedTable):
     def _make_again(self, arguments: Mapping[str, Any]) -> None:
         MultiLevelTable.__init__(self, **arguments)
 
-    def _read_all(self) -> tuple[I64, dict[str, torch.Tensor]]:
-        return self._levels.read_all()
+    def _read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        return self._levels.read_all(only=only)
 
     def _statistics(self) -> TableStatistics:
         cached_count = self._cache.capacity - self._cache.free_count
@@ -246,9 +246,6 @@ class MultiLevelTable(TrainedTable):
 
     def _remove(self, ids: I64) -> int:
         return self._levels.remove(ids)
-
-    def _expired(self, column: str, below: float) -> I64:
-        return self._levels.expired(column, below)
 
     def _new_cut(self) -> MultiLevelCut:
         return MultiLevelCut(

@@ -23,7 +23,6 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, IdsHeld, TableSchema
 from asyncckpt.native import I64, core
-from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.ids import ids_held
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
@@ -152,7 +151,7 @@ class RowStore(Level):
         super().__init__(layout.schema, rows=capacity, place=place or RowDevice(torch.device("cpu")))
         self.watchers = RowWatchers()
         self.marks = TouchedRows(capacity)
-        self._fills = layout.fills
+        self.fills = layout.fills  # The initial value of each column but `id` and the embedding.
         self._initializer = initializer
         self._fingerprints_ids = fingerprints_ids
         self.ids_held = IdsHeld()
@@ -245,11 +244,6 @@ class RowStore(Level):
         rows = self.rows()
         return self.ids_of(rows), self.read(rows, only=only)
 
-    def expired(self, column: str, below: float) -> I64:
-        """Return the ids whose number in a column is below a bound."""
-        ids, values = self.read_all(only=column)
-        return ids[is_below(values[column], below)]
-
     def _insert_watched(self, ids: I64) -> tuple[I64, I64]:
         """Do what the map's insert does, but notify watchers before the map moves its ids.
 
@@ -291,7 +285,7 @@ class RowStore(Level):
     def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
         index = _fill_index(rows, place=self.place)
         with torch.no_grad():
-            for name, fill in self._fills.items():
+            for name, fill in self.fills.items():
                 if name not in filled:
                     self._fill_rows(name, index, fill)
             if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from asyncckpt.arguments import check_int
-from asyncckpt.errors import warn
+from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.model.table_shard import Shard, owned_mask
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
+from asyncckpt.tables.expiry import is_below, is_older, is_unset
 from asyncckpt.tables.ids import IdsLike, flat_ids, one_id
 from asyncckpt.tables.row_store import Level, RowStore
 from asyncckpt.tables.table_arguments import check_eviction
@@ -106,16 +107,33 @@ class StoredTable(LockedTable):
             self._begin()
             return self._remove(flat)
 
-    def evict(self, column: str, *, below: float) -> int:
-        """Remove the ids whose newest number in a metadata column (row shape ()) is below a bound; return how many.
+    def evict(self, column: str, *, below: float | None = None, older_than: float | None = None) -> int:
+        """Remove the ids whose newest number in a metadata column (row shape ()) is too low; return how many.
 
-        By age or frequency: `evict("last_seen", below=step - 1000)`, `evict("count", below=3)` on the columns that
-        HashEmbedding keeps. Raises UsageError.
+        below       lower than this: `evict("count", below=3)`
+        older_than  lower than the newest number of the column by more than this: `evict("last_seen", older_than=1000)`,
+                    in steps, seconds or whatever is stamped. Ids that were never stamped, which have the column's
+                    initial value, stay
+
+        HashEmbedding keeps `last_seen` and `count`. Raises UsageError; also for a bound that is above all ids of a
+        column that nobody has written: use `clear` to remove all.
         """
-        check_eviction(self._schema, column, below, table=self._name)
+        check_eviction(self._schema, column, below, older_than, table=self._name)
         with self._lock.hold("eviction"):
             self._begin()
-            evicted_count = self._remove(self._expired(column, below))
+            ids, values = self._read_all(only=column)
+            numbers = values[column]
+            fill = self._store.fills[column]
+            if older_than is not None:
+                expired = is_older(numbers, older_than, fill=fill)
+            else:
+                assert below is not None
+                expired = is_below(numbers, below)
+                if ids.size and expired.all() and is_unset(numbers, fill).all():
+                    what = f"eviction from table {self._name!r} would remove all ids, by a column nobody has written"
+                    hint = "set the step of the modules that stamp it, or remove all ids by clear()"
+                    raise UsageError(what, found=f"{column!r} is {fill} everywhere", hint=hint)
+            evicted_count = self._remove(ids[expired])
             self._store.counts.removed_count -= evicted_count
             self._store.counts.evicted_count += evicted_count
             return evicted_count
@@ -170,9 +188,9 @@ class StoredTable(LockedTable):
         """Call the constructor of the class of this package on a table that is not yet made."""
         raise NotImplementedError
 
-    def _read_all(self) -> tuple[I64, dict[str, torch.Tensor]]:
-        """Return copies of all ids, and of their newest rows in every column but `id`."""
-        return self._store.read_all()
+    def _read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        """Return copies of all ids, and of their newest rows in every column but `id`, or in one only."""
+        return self._store.read_all(only=only)
 
     def _statistics(self) -> TableStatistics:
         bytes = sum(level.bytes() for level in self._levels_in_use())
@@ -180,9 +198,6 @@ class StoredTable(LockedTable):
 
     def _remove(self, ids: I64) -> int:
         return self._store.remove(ids)
-
-    def _expired(self, column: str, below: float) -> I64:
-        return self._store.expired(column, below)
 
     def _new_cut(self) -> HashTableCut:
         return HashTableCut(self._name, store=self._store, lock=self._lock, on_lost=self._warn_of_others)

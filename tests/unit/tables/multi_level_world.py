@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
+from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CacheCopy, DeferredCut
 from asyncckpt.tables import MultiLevelTable, Slot, Uniform
 
@@ -119,6 +121,10 @@ class World:
 
     def evict(self, below: int) -> None:
         gone = [id for id, row in self.rows.items() if row[3] < below]
+        if gone and len(gone) == len(self.rows) and all(self.rows[id][3] == 0 for id in gone):
+            with pytest.raises(UsageError, match="would remove all ids, by a column nobody has written"):
+                self.table.evict("last_seen", below=below)
+            return
         assert self.table.evict("last_seen", below=below) == len(gone)
         for id in gone:
             del self.rows[id]
