@@ -1,8 +1,9 @@
 """HashTable: int64 id -> row of embedding, optimizer slots and metadata, growing as new ids come.
 
 The id map is the native core's; the columns are torch tensors `[capacity, *row_shape]` that training code reads, and
-updates by `update` or `rows`. An id keeps its row until it is removed. Growth moves the columns to new memory but keeps
-the row numbers, so fetch `embedding` and `slot(name)` again after a lookup that may insert. Free rows are undefined.
+updates by `update` or `rows`. An id keeps its row until it is removed, or `shrink` moves all rows together. Growth
+moves the columns to new memory but keeps the row numbers, so fetch `embedding` and `slot(name)` again after a lookup
+that may insert. Free rows are undefined.
 
 Threads: see stored_table.py. Callers keep in-place updates of columns apart from a cut: the training thread makes the
 cut, or waits while another thread does. `update` and `rows` wait by themselves.

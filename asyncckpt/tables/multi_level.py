@@ -258,6 +258,9 @@ class MultiLevelTable(TrainedTable):
             on_lost=self._warn_of_others,
         )
 
+    def _empty_cache(self) -> None:
+        self._levels.empty_cache(write_back=True)
+
     def _prepare_load(self, *, clear: bool) -> None:
         # The load writes host rows without notifying watchers.
         self._store.watchers.storage_moves()

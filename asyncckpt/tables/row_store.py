@@ -117,6 +117,22 @@ class Level:
             self._written_by_others.add(name)
             self._versions[name] = version
 
+    def _moved_columns(self, rows: I64, *, capacity: int) -> dict[str, torch.Tensor]:
+        """Return copies of the columns with room for `capacity` rows, of which the first are `rows`."""
+        index = self.place.index(rows)
+        columns = {}
+        with torch.no_grad():
+            for name, old in self._tensors.items():
+                columns[name] = self.place.new_column((capacity, *old.shape[1:]), dtype=old.dtype)
+                torch.index_select(old, 0, index, out=columns[name][: rows.size])
+        return columns
+
+    def _replace_columns(self, columns: Mapping[str, torch.Tensor]) -> None:
+        for name, new in columns.items():
+            self._look_for_others(name)
+            self.place.let_go(self._tensors[name])
+            self._tensors[name], self._versions[name] = new, new._version
+
     def _grow_columns(self, rows: int, *, used_count: int) -> None:
         """Move the columns to larger memory, with their first used_count rows."""
         with torch.no_grad():
@@ -125,9 +141,7 @@ class Level:
             for name, old in self._tensors.items():
                 new = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
                 new[:used_count].copy_(old[:used_count])
-                self._look_for_others(name)  # After the copy, which has taken what they wrote.
-                self.place.let_go(old)
-                self._tensors[name], self._versions[name] = new, new._version
+                self._replace_columns({name: new})  # After the copy, which has taken what others wrote.
         self.capacity = rows
 
 
@@ -215,6 +229,21 @@ class RowStore(Level):
         if rows_count > self.capacity:
             self.watchers.storage_moves()
             self._grow(rows_count)
+
+    def shrink(self) -> None:
+        """Move all rows together, in their order, into columns that have room for no more; they get new numbers."""
+        rows = self.rows()
+        capacity = max(rows.size, 1)
+        if capacity >= self.capacity:
+            return
+        self.watchers.storage_moves()
+        # Everything is made before anything is replaced: where memory runs out, the rows are where they were.
+        ids = core.id_map(capacity)
+        ids.insert(self.ids_of(rows))
+        columns = self._moved_columns(rows, capacity=capacity)
+        self._ids, self.capacity = ids, capacity
+        self._replace_columns(columns)
+        self.marks.renumber(rows.size, capacity=capacity)
 
     def runs(self) -> I64:
         """Return the used rows as ascending ranges, int64 [k, 2]."""

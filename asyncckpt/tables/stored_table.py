@@ -80,6 +80,20 @@ class StoredTable(LockedTable):
         self._store.reserve(ids.size)
         self._store.write(self._store.insert(ids, filled=value.columns), value.columns)
 
+    def shrink(self) -> int:
+        """Give back the memory of rows that are free, after many ids were removed; return how many bytes of columns.
+
+        Ids get other rows, the capacity is the number of ids, and the next save copies all of them. Call it where the
+        table trains, between two steps: rows of lookups before are not valid after it. A cut that is deferred is waited
+        for. The cache of a MultiLevelTable keeps its size, and is empty.
+        """
+        with self._lock.hold("shrinking"):
+            self._begin()
+            bytes = self._store.bytes()
+            self._empty_cache()
+            self._store.shrink()
+            return bytes - self._store.bytes()
+
     def ids_held(self) -> IdsHeld:
         """Return how many ids there are, and of a replica the sum of their fingerprints. Does not wait for the lock."""
         return self._store.ids_held
@@ -204,6 +218,9 @@ class StoredTable(LockedTable):
 
     def _levels_in_use(self) -> tuple[Level, ...]:
         return (self._store,)
+
+    def _empty_cache(self) -> None:
+        """Move all rows of a cache to the store."""
 
     def _prepare_load(self, *, clear: bool) -> None:
         """Make the store ready for a load."""
