@@ -219,8 +219,8 @@ class StoredTable(LockedTable):
     def _levels_in_use(self) -> tuple[Level, ...]:
         return (self._store,)
 
-    def _empty_cache(self) -> None:
-        """Move all rows of a cache to the store."""
+    def _empty_cache(self, *, write_back: bool = True) -> None:
+        """Free all rows of a cache, with or without writing them back to the store."""
 
     def _prepare_load(self, *, clear: bool) -> None:
         """Make the store ready for a load."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,16 +13,18 @@ from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_int, check_type
 from asyncckpt.errors import UsageError
-from asyncckpt.model.table import Role
+from asyncckpt.model.table import Role, Table
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
+from asyncckpt.signals import uninterrupted
+from asyncckpt.tables.candidates import CANDIDATES, CandidateTable
 from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows
 from asyncckpt.tables.initializer import Initializer, check_initializer
 from asyncckpt.tables.row_device import RowDevice, sent, spread
 from asyncckpt.tables.row_store import Level, RowStore
 from asyncckpt.tables.row_values import RowValues, check_distinct
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
-from asyncckpt.tables.stored_table import StoredTable
+from asyncckpt.tables.stored_table import StoredTable, TableValue
 from asyncckpt.tables.table_arguments import check_name, check_shard, check_slot, checked_values
 
 # Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
@@ -47,14 +50,22 @@ class TrainedTable(StoredTable):
         capacity: int,
         initializer: Initializer,
         place: RowDevice | None,
+        admit_after: int,
+        candidates_max: int,
     ) -> None:
         check_name(name)
-        check_int(f"capacity of table {name!r}", capacity, at_least=1)
+        for what, count in (("capacity", capacity), ("admit_after", admit_after), ("candidates_max", candidates_max)):
+            check_int(f"{what} of table {name!r}", count, at_least=1)
         check_initializer(initializer, table=name)
         check_shard(name, shard, replicated=replicated)
         store = RowStore(layout, capacity=capacity, initializer=initializer, place=place, fingerprints_ids=replicated)
         super().__init__(name, layout.schema, shard=shard, replicated=replicated, store=store)
         self._layout, self._initializer = layout, initializer
+        self._admit_after, self._candidates_max = admit_after, candidates_max
+        self._candidates: CandidateTable | None = None
+        if admit_after > 1:
+            companion = f"{name}.{CANDIDATES}"
+            self._candidates = CandidateTable(companion, rows_max=candidates_max, shard=shard, replicated=replicated)
 
     @property
     def dim(self) -> int:
@@ -84,6 +95,13 @@ class TrainedTable(StoredTable):
         check_slot(self._schema, name, table=self._name)
         return self._level.column(name)
 
+    def companions(self) -> Mapping[str, Table]:
+        """Return the tables that belong to this one and are saved beside it, by suffix.
+
+        `candidates`, where admit_after is above 1: counts of ids that have no row yet.
+        """
+        return {} if self._candidates is None else {CANDIDATES: self._candidates}
+
     def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
         """Return the rows of ids (int64, any shape) in the shape of ids, on the table's device.
 
@@ -92,9 +110,9 @@ class TrainedTable(StoredTable):
         Raises UsageError, before any insert, if ids are not int64 or one that would be inserted belongs to another
         shard.
 
-        A MultiLevelTable brings the rows into the cache and returns cache rows. An absent id gets its row at the
-        admit_after-th lookup with insert, and -1 before that; one call counts an id once. Warns once per table if the
-        cache had to grow.
+        An absent id gets its row at the admit_after-th lookup with insert, and -1 before that; one call counts an id
+        once. A MultiLevelTable brings the rows into the cache and returns cache rows. Warns once per table if the cache
+        had to grow.
         """
         return sent(torch.from_numpy(self.lookup_rows(ids, insert)).view(ids.shape), self.device)
 
@@ -216,7 +234,31 @@ class TrainedTable(StoredTable):
         """
         flat = flat_ids(ids, table=self._name)
         check_owned(flat, shard=self._shard, table=self._name)
-        self._insert(flat, checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name))
+        values = checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name)
+        with uninterrupted:
+            with self._lock.hold("insert"):
+                self._begin()
+                self._set(flat, values)
+            if self._candidates is not None:
+                self._candidates.remove(flat)
+
+    @uninterrupted
+    def clear(self) -> None:
+        """Remove all ids, candidates for admission too; the capacity stays, and the size of a cache."""
+        with self._lock.hold("clear"):
+            self._begin()
+            self._store.clear()
+            self._empty_cache(write_back=False)
+        if self._candidates is not None:
+            self._candidates.clear()
+
+    def __getstate__(self) -> TableValue:
+        return replace(super().__getstate__(), candidates=self._candidates)
+
+    def __setstate__(self, value: TableValue) -> None:
+        super().__setstate__(value)
+        assert value.candidates is None or isinstance(value.candidates, CandidateTable)
+        self._candidates = value.candidates
 
     def _arguments(self) -> dict[str, Any]:
         slots = {"optimizer_slots": Role.OPTIMIZER, "metadata": Role.METADATA}
@@ -227,6 +269,8 @@ class TrainedTable(StoredTable):
             "device": self.device,
             "capacity": self.capacity,
             "initializer": self._initializer,
+            "admit_after": self._admit_after,
+            "candidates_max": self._candidates_max,
             **{argument: self._layout.slots(role) for argument, role in slots.items()},
         }
 
@@ -270,18 +314,54 @@ class TrainedTable(StoredTable):
         """Begin a write of rows of `_level`: mark them, or return the marks to set; -1 is skipped. The lock is held."""
         raise NotImplementedError
 
-    def _warn_of_growth(self) -> None:
-        """Warn if the rows of a lookup did not fit. Without the lock."""
-
-    # These acquire the lock themselves. ------------------------------------------------------------------------------
-
-    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
-        """Find rows, and have them used before the lock is released."""
+    def _found(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
+        """Return the rows of ids in `_level`, marked and used with insert. Absent ids get one then, or of them only
+        those in `admitted`, distinct; else -1. The lock is held."""
         raise NotImplementedError
 
-    def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
+    def _known(self, ids: I64) -> NDArray[np.bool_]:
+        """Return which of ids have a row. The lock is held."""
+        raise NotImplementedError
+
+    def _set(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
+        """Set and mark columns of ids, each where its newest row is; the last of equal ids wins. The lock is held."""
         raise NotImplementedError
 
     def _touch(self, rows: I64) -> None:
         """Mark rows of `_level`. The lock is held."""
         raise NotImplementedError
+
+    def _warn_of_growth(self) -> None:
+        """Warn if the rows of a lookup did not fit. Without the lock."""
+
+    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
+        """Find rows, and have them used before the lock is released. Without the lock."""
+        if self._candidates is None or not insert:
+            rows = self._look_up(ids, insert=insert, admitted=None, use=use)
+        else:
+            with uninterrupted:
+                admitted = self._admitted(ids, self._candidates)
+                rows = self._look_up(ids, insert=True, admitted=admitted, use=use)
+                if admitted.size:
+                    self._candidates.remove(admitted)  # Now that they have rows: a wait for the lock may fail.
+        self._warn_of_growth()
+        return rows
+
+    def _look_up(self, ids: I64, *, insert: bool, admitted: I64 | None, use: UseRows | None) -> I64:
+        with self._lock.hold("lookup"):
+            self._begin()
+            rows_before = len(self._store)
+            rows = self._found(ids, insert=insert, admitted=admitted)
+            self._count_lookup(rows, rows_before=rows_before)
+            if use is not None:
+                use(rows)
+        return rows
+
+    def _admitted(self, ids: I64, candidates: CandidateTable) -> I64:
+        """Count a lookup of the absent ids among ids and return those that get a row now, distinct.
+
+        Holds no lock between the steps: a cut holds the locks of both tables, and took them in any order.
+        """
+        with self._lock.hold("lookup"):
+            absent = np.unique(ids[~self._known(ids)])
+        return candidates.add(absent, admit_at=self._admit_after) if absent.size else absent

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CacheCopy, DeferredCut
-from asyncckpt.tables import MultiLevelTable, Slot, Uniform
+from asyncckpt.tables import HashTable, MultiLevelTable, Slot, Uniform
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -39,15 +39,21 @@ CACHE_ROWS = st.integers(1, 12)
 POLICIES = st.sampled_from(["lru", "lfu"])
 
 
+# Rows of 12, 8, 3 and 8 bytes, so that no two of the columns are aligned alike.
+ARGUMENTS: Any = {
+    "optimizer_slots": {"sum": Slot(torch.float64, (), SUM_FILL), "flags": (torch.int8, (3,))},
+    "metadata": {"last_seen": torch.int64},
+    "capacity": 1,
+    "initializer": INITIALIZER,
+}
+
+
 def new_table(**options: Any) -> MultiLevelTable:
-    """A table whose columns have rows of 12, 8, 3 and 8 bytes, so that no two of them are aligned alike."""
-    return MultiLevelTable(
-        "user",
-        DIM,
-        optimizer_slots={"sum": Slot(torch.float64, (), SUM_FILL), "flags": (torch.int8, (3,))},
-        metadata={"last_seen": torch.int64},
-        **{"cache_rows": 4, "capacity": 1, "initializer": INITIALIZER, **options},
-    )
+    return MultiLevelTable("user", DIM, **{"cache_rows": 4, **ARGUMENTS, **options})
+
+
+def new_hash_table(**options: Any) -> HashTable:
+    return HashTable("user", DIM, **{**ARGUMENTS, **options})
 
 
 def batch(ids: Sequence[int]) -> torch.Tensor:
