@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from asyncckpt.adapters import tables_of
+from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
@@ -57,6 +58,7 @@ from asyncckpt.storage.directory import check_path
 
 __all__ = ["Saver", "SaverStatistics"]
 
+LEFT_OUT_HINT = "name them in hashtables, or give the module as asyncckpt.adapters.dense_state_of(module)"
 # `path` comes behind parameters that have defaults, so Python wants one for it too.
 _REQUIRED: Any = ...
 
@@ -72,7 +74,8 @@ class Saver(Closing):
     hashtables              mapping name -> Table (of several ranks: with shard or replicated), or a module, whose
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
-                            anything with state_dict() (module, optimizer); read anew at every save
+                            anything with state_dict() (module, optimizer); read anew at every save. Tables that a
+                            module holds must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
                             a deadline of its own as BusyPolicy("wait", deadline=60)
@@ -133,6 +136,7 @@ class Saver(Closing):
         check_said(tables, index=shard_index, count=shard_num)
         row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
         state = named_state(tensors)
+        check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
         self._errors = OpenErrors()
         self._counts = SaveCounts()
         self._closed, self._pid = False, os.getpid()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.adapters.registry import Adapter, adapter_of, qualified_name
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
@@ -93,7 +94,7 @@ def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
 
     prefix is put before every name, with a dot. The tables are the live memory of the module: one call is enough for
     all saves and loads, until the module is rebuilt or moved to another device. Raises UsageError for two tables with
-    one name, UnsupportedError for a module whose state is out of reach.
+    one name, or a table that no adapter knows of; UnsupportedError for a module whose state is out of reach.
     """
     tables: dict[str, Table] = {}
     paths: dict[str, str] = {}
@@ -107,6 +108,7 @@ def tables_of(module: torch.nn.Module, *, prefix: str = "") -> dict[str, Table]:
                 raise UsageError(what, hint="rename one of them")
             known.add(id(table))
             tables[name], paths[name] = table, claim.path
+    check_all_taken(module, tables.values(), hint="give hashtables as a mapping, with these tables in it")
     return tables
 
 

@@ -111,7 +111,7 @@ def _nothing_found(modules: list[nn.Module]) -> UsageError:
     if any(isinstance(item, HashEmbedding) for item in modules):
         hints.append("save hash tables with asyncckpt.Saver(hashtables=...)")
     if any(True for item in modules for _ in (*item.parameters(recurse=False), *item.buffers(recurse=False))):
-        hints.append("save dense state with asyncckpt.Saver(tensors={'model': module})")
+        hints.append("save dense state with asyncckpt.Saver(tensors={'model': dense_state_of(module)})")
     return UsageError(
         "module holds no multi-level tables",
         found=type(modules[0]).__name__,

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_seconds, check_timeout
 from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
@@ -55,6 +56,7 @@ from asyncckpt.signals import uninterrupted
 ON_BUSY = ("raise", "wait", "queue")
 OPEN_FOLDERS_MAX = 4
 PEERS_DEADLINE_S = 1800.0
+_LEFT_OUT_HINT = "give the part with the collections alone, and save the others with asyncckpt.Saver(hashtables=...)"
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,7 @@ class Saver(Closing):
         try:
             target = self._rules.check_target(path)
             saved = self._saved_tables(module)
+            check_all_taken(module, saved.all.values(), hint=_LEFT_OUT_HINT)
             check_step(step)
             self._check_not_busy()
             folder = self._folder(target, saved, ranks, may_wait=may_wait)

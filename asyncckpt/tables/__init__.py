@@ -3,9 +3,10 @@
 from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
 from asyncckpt.tables.hash_table import HashTable
 from asyncckpt.tables.initializer import Uniform
-from asyncckpt.tables.multi_level import CacheStatistics, MultiLevelTable
+from asyncckpt.tables.multi_level import MultiLevelTable
 from asyncckpt.tables.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseFTRL, SparseSGD
 from asyncckpt.tables.slots import Slot
+from asyncckpt.tables.table_statistics import CacheStatistics, TableStatistics
 
 __all__ = [
     "CacheStatistics",
@@ -19,5 +20,6 @@ __all__ = [
     "SparseAdamW",
     "SparseFTRL",
     "SparseSGD",
+    "TableStatistics",
     "Uniform",
 ]

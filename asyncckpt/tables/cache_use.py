@@ -36,7 +36,7 @@ class CacheUse:
 
     def __init__(self, rows: int, *, policy: str) -> None:
         assert policy in POLICIES
-        self._policy = policy
+        self.policy = policy
         self.tick = 0
         self.ticks: I64 = np.zeros(rows, dtype=np.int64)
         self.hits: I64 = np.zeros(rows, dtype=np.int64)
@@ -115,7 +115,7 @@ class CacheUse:
 
     def _keys(self, rows: I64) -> I64:
         ticks = self.ticks[rows]
-        if self._policy == "lru":
+        if self.policy == "lru":
             return ticks
         return (np.minimum(self.hits[rows], HITS_MAX) << TICK_BITS) + ticks
 

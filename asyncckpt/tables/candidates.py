@@ -6,6 +6,9 @@ same cut and loaded like any other. An id leaves it when it is admitted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from asyncckpt.model.table import Column, Role, TableSchema
@@ -15,8 +18,10 @@ from asyncckpt.tables.row_store import RowStore
 from asyncckpt.tables.slots import ID, Layout
 from asyncckpt.tables.stored_table import StoredTable
 
+CANDIDATES = "candidates"
 COUNT_COLUMN = "count"
 FIRST_ROWS = 1024
+CANDIDATES_MAX = 1 << 22
 _SCHEMA = TableSchema(
     columns=(
         ID,
@@ -28,17 +33,26 @@ _SCHEMA = TableSchema(
 class CandidateTable(StoredTable):
     """Counts of ids that have no row yet. Implements `asyncckpt.model.table.Table`.
 
-    It has a lock of its own, which no thread takes that holds another table's: a save cuts both in either order. It
-    grows by every new id that is looked up; call `evict("count", below=2)` now and then to remove the rare ones.
+    It has a lock of its own, which no thread takes that holds another table's: a save cuts both in either order.
+
+    rows_max  where there would be more ids than this, all counts are halved, and ids whose count becomes 0 forgotten,
+              until there are half as many: none is admitted too early, rare ones later or never
     """
 
-    def __init__(self, name: str, *, shard: Shard, replicated: bool = False) -> None:
+    def __init__(self, name: str, *, rows_max: int, shard: Shard, replicated: bool = False) -> None:
+        self._rows_max = rows_max
         layout = Layout(schema=_SCHEMA, fills={COUNT_COLUMN: 0})
         store = RowStore(layout, capacity=FIRST_ROWS, initializer=None, fingerprints_ids=replicated)
         super().__init__(name, _SCHEMA, shard=shard, replicated=replicated, store=store)
 
     def __repr__(self) -> str:
         return f"CandidateTable({self._name!r}, rows={len(self)}, shard={self._shard})"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "rows_max": self._rows_max}
+
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        CandidateTable.__init__(self, **arguments)
 
     def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the ids and of their counts, both int64 [n] on the CPU."""
@@ -54,4 +68,16 @@ class CandidateTable(StoredTable):
             seen = self._store.read(rows)[COUNT_COLUMN] + 1
             self._store.write(rows, {COUNT_COLUMN: seen})
             admitted: I64 = ids[(seen >= admit_at).numpy()]
+            if len(self._store) > self._rows_max:
+                self._forget(ids_max=self._rows_max // 2)
             return admitted
+
+    def _forget(self, *, ids_max: int) -> None:
+        ids, values = self._store.read_all(only=COUNT_COLUMN)
+        counts = values[COUNT_COLUMN]
+        while len(counts) > ids_max:
+            counts = counts // 2
+            kept = (counts > 0).numpy()
+            self._store.remove(ids[~kept])
+            ids, counts = ids[kept], counts[torch.from_numpy(kept)]
+        self._store.write(self._store.find(ids), {COUNT_COLUMN: counts})

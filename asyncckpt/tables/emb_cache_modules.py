@@ -21,6 +21,7 @@ from torch import nn
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.tables.candidates import CANDIDATES_MAX
 from asyncckpt.tables.embedding import HashEmbedding, HashEmbeddingBag
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.jagged_batch import feature_of, joined_offsets, joined_weights
@@ -50,6 +51,7 @@ class EmbCacheTableConfig:
     initializer: Initializer = None
     policy: Literal["lru", "lfu"] = "lru"
     admit_after: int = 1
+    candidates_max: int = CANDIDATES_MAX
     capacity: int = 1024
     undo_bytes_max: int = 256 << 20
     pin_host_memory: bool = False
@@ -113,12 +115,15 @@ class EmbCacheCollection(nn.Module):
         return saved
 
     @property
-    def step(self) -> int:
-        """The training step that forwards stamp on the rows they read, where a table has a `last_seen` column."""
+    def step(self) -> int | None:
+        """The step that training forwards stamp on the rows they read, where a table has a `last_seen` column.
+
+        None, as it is to begin with: they stamp nothing.
+        """
         return self._modules_in_order()[0].step
 
     @step.setter
-    def step(self, step: int) -> None:
+    def step(self, step: int | None) -> None:
         for module in self._modules_in_order():
             module.step = step
 

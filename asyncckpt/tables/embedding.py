@@ -29,7 +29,7 @@ from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import sent, spread
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import SlotSpec
-from asyncckpt.tables.stored_table import RecordRows, TrainedTable
+from asyncckpt.tables.trained_table import RecordRows, TrainedTable
 
 LAST_SEEN_COLUMN = "last_seen"
 COUNT_COLUMN = "count"
@@ -73,9 +73,9 @@ class HashEmbedding(nn.Module):
 
     table is a HashTable, a MultiLevelTable or any other TrainableTable; or a dim for a new HashTable made with name,
     optimizer_slots and initializer. step_column names the int64 metadata column, row shape (), to which training
-    forwards write `step`; None: `last_seen`, if the table has it. The caller sets `step`. If the table has an int64
-    metadata column `count`, row shape (), a training forward adds how often each id is mentioned. `pending` holds
-    gradients until an optimizer takes them.
+    forwards write `step`; None: `last_seen`, if the table has it. The caller sets `step`, a number of a step or of
+    seconds; while it is None, nothing is written. If the table has an int64 metadata column `count`, row shape (), a
+    training forward adds how often each id is mentioned. `pending` holds gradients until an optimizer takes them.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HashEmbedding(nn.Module):
             self.table = HashTable(
                 name, table, optimizer_slots=optimizer_slots, metadata=metadata, initializer=initializer
             )
-        self.step = 0
+        self.step: int | None = None
         self.pending = PendingGradients()
         self._step_column = _checked_step_column(self.table, step_column)
         self._count_column = _scalar_column(self.table, COUNT_COLUMN)
@@ -138,13 +138,14 @@ class HashEmbedding(nn.Module):
 
     def _record_of(self, mentions: I64) -> RecordRows | None:
         """Return what records the step and the mentions of the ids of a batch."""
-        step_column, count_column = self._step_column, self._count_column
+        step, count_column = self.step, self._count_column
+        step_column = None if step is None else self._step_column
         if step_column is None and count_column is None:
             return None
 
         def record(values: RowValues) -> None:
-            if step_column is not None:
-                values[step_column] = self.step
+            if step is not None and step_column is not None:
+                values[step_column] = step
             if count_column is not None:
                 values[count_column] += sent(torch.from_numpy(mentions), self.table.device)
 

@@ -1,4 +1,8 @@
-"""Which rows are evicted by age or count: those whose metadata column is below a bound."""
+"""Which rows are evicted by age or count: those whose metadata column is below a bound.
+
+Age is counted from the newest number of the column itself. So no step that somebody forgot to set, and no clock that is
+wrong, makes all rows old. A row that holds the initial value of the column was never stamped, and has no age.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,24 @@ def is_below(values: torch.Tensor, below: float) -> NDArray[np.bool_]:
     # An integer is below 2.5 if it is below 3.
     found = (values < math.ceil(below)).numpy()
     return found
+
+
+def is_unset(values: torch.Tensor, fill: float) -> NDArray[np.bool_]:
+    """Return which of values, `[n]`, are the initial value of their column: bool [n] on the CPU."""
+    values = values.detach().cpu()
+    found: NDArray[np.bool_] = (values == torch.full((), fill, dtype=values.dtype)).numpy()
+    return found
+
+
+def is_older(values: torch.Tensor, age: float, *, fill: float) -> NDArray[np.bool_]:
+    """Return which of values, `[n]`, are set, and lower than the newest one by more than an age: bool [n]."""
+    values = values.detach().cpu()
+    is_set: NDArray[np.bool_] = ~is_unset(values, fill) & torch.isfinite(values).numpy()
+    if not is_set.any():
+        return is_set
+    newest = values[torch.from_numpy(is_set)].max().item()
+    older: NDArray[np.bool_] = is_set & is_below(values, newest - age)
+    return older
 
 
 def _as_float(number: float) -> float:

@@ -52,6 +52,9 @@ class PendingGradients:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __reduce__(self) -> tuple[type[PendingGradients], tuple[()]]:
+        return PendingGradients, ()  # Like the gradients of parameters, they are in no file and no copy.
+
     def entries(self) -> list[PendingRows]:
         """Return what is pending in the order of the forwards; `leaf.grad` may be changed, for example to clip it."""
         return sorted(self._entries, key=lambda entry: entry.forward_index)

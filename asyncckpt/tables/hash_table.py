@@ -1,8 +1,9 @@
 """HashTable: int64 id -> row of embedding, optimizer slots and metadata, growing as new ids come.
 
 The id map is the native core's; the columns are torch tensors `[capacity, *row_shape]` that training code reads, and
-updates by `update` or `rows`. An id keeps its row until it is removed. Growth moves the columns to new memory but keeps
-the row numbers, so fetch `embedding` and `slot(name)` again after a lookup that may insert. Free rows are undefined.
+updates by `update` or `rows`. An id keeps its row until it is removed, or `shrink` moves all rows together. Growth
+moves the columns to new memory but keeps the row numbers, so fetch `embedding` and `slot(name)` again after a lookup
+that may insert. Free rows are undefined.
 
 Threads: see stored_table.py. Callers keep in-place updates of columns apart from a cut: the training thread makes the
 cut, or waits while another thread does. `update` and `rows` wait by themselves.
@@ -18,6 +19,7 @@ column since the last cut, as torch counts in-place writes, all rows count as wr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +27,12 @@ from numpy.typing import NDArray
 
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, U8
+from asyncckpt.tables.candidates import CANDIDATES_MAX
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.row_device import row_device, selected, sent
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable, UseRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
+from asyncckpt.tables.trained_table import TrainedTable
 
 
 class HashTable(TrainedTable):
@@ -41,6 +44,9 @@ class HashTable(TrainedTable):
     that has the table has all of its ids, with the same rows. Where several ranks save together, a table is one or the
     other. A new row starts from the initializer and the fills, also where its row belonged to a removed id. Raises
     UsageError for wrong arguments and UnsupportedError for a dtype that tables cannot hold.
+
+    admit_after     an id gets a row at its n-th lookup with insert; until then lookups give -1 (see `companions`)
+    candidates_max  how many ids may be counted that have no row yet; beyond that, rare ones are forgotten
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class HashTable(TrainedTable):
         device: torch.device | str = "cpu",
         capacity: int = 1024,
         initializer: Initializer = None,
+        admit_after: int = 1,
+        candidates_max: int = CANDIDATES_MAX,
     ) -> None:
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
         place = row_device(checked_device(name, device))
@@ -67,6 +75,8 @@ class HashTable(TrainedTable):
             capacity=capacity,
             initializer=initializer,
             place=place,
+            admit_after=admit_after,
+            candidates_max=candidates_max,
         )
         self._level = self._store
 
@@ -78,25 +88,31 @@ class HashTable(TrainedTable):
         with self._lock.hold("listing"):
             return sent(torch.from_numpy(self._store.rows()), self.device)
 
-    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
-        with self._lock.hold("lookup"):
-            self._begin()
-            rows = self._store.insert(ids, touch=True) if insert else self._store.find(ids)
-            if use is not None:
-                use(rows)
-            return rows
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        HashTable.__init__(self, **arguments)
+
+    def _found(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
+        if not insert:
+            return self._store.find(ids)
+        if admitted is None:
+            return self._store.insert(ids, touch=True)
+        rows = self._store.find(ids)
+        taken = (rows >= 0) | np.isin(ids, admitted)
+        rows[taken] = self._store.insert(ids[taken], touch=True)
+        return rows
+
+    def _known(self, ids: I64) -> NDArray[np.bool_]:
+        return self._store.find(ids) >= 0
+
+    def _set(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
+        found = self._store.insert(ids)
+        order = last_mentions(found)
+        self._store.write(found[order], selected(values, order))
 
     def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
         rows = self._store.find(ids)
         positions = np.flatnonzero(rows >= 0)
         return self._store.read(rows[positions], only=only), positions
-
-    def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
-        with self._lock.hold("insert"):
-            self._begin()
-            found = self._store.insert(ids)
-            order = last_mentions(found)
-            self._store.write(found[order], selected(values, order))
 
     def _touch(self, rows: I64) -> None:
         self._store.marks.mark_used(rows)

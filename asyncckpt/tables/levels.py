@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from asyncckpt.native import I64
 from asyncckpt.tables.cache_level import CacheLevel
-from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.row_device import Landing, selected
 from asyncckpt.tables.row_store import RowStore
 
@@ -39,7 +38,6 @@ class LevelCounts:
 
     hits_count: int = 0
     misses_count: int = 0
-    inserted_count: int = 0
     evictions_count: int = 0
     written_back_count: int = 0
     prefetched_count: int = 0
@@ -110,7 +108,7 @@ class Levels:
         rows = self.cache.find(ids)
         outside, inside = np.flatnonzero(rows < 0), np.flatnonzero(rows >= 0)
         if outside.size:
-            self.store.write(self._new_rows(ids[outside]), selected(values, outside))
+            self.store.write(self.store.insert(ids[outside]), selected(values, outside))
         if inside.size:
             self.write_cached(rows[inside], selected(values, inside))
 
@@ -150,16 +148,16 @@ class Levels:
         known[outside] = self.store.find(ids[outside]) >= 0
         return known
 
-    def expired(self, column: str, below: float) -> I64:
-        """Return the ids whose newest number in a column is below a bound."""
-        rows = self.store.rows()
-        values = self.store.read(rows, only=column)[column]
+    def read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        """Return all ids, and their newest rows on the host, in every column but `id` or in one only; nothing moves."""
+        ids, values = self.store.read_all(only=only)
         cached = self.cache.used_rows()
         if cached.size:
-            newest = self.cache.begin_to_host(cached, only=column).wait()[column]
             # Every cached id has a host row, so it is found among them.
-            values[torch.from_numpy(np.searchsorted(rows, self.cache.host_rows[cached]))] = newest
-        return self.store.ids_of(rows[is_below(values, below)])
+            places = torch.from_numpy(np.searchsorted(self.store.rows(), self.cache.host_rows[cached]))
+            for name, newest in self.cache.begin_to_host(cached, only=only).wait().items():
+                values[name].index_copy_(0, places, newest)
+        return ids, values
 
     def empty_cache(self, *, write_back: bool) -> None:
         """Free all cache rows, with or without writing them back to their host rows."""
@@ -175,7 +173,7 @@ class Levels:
             if admitted is not None:
                 absent &= np.isin(missing, admitted)
             if absent.any():
-                host_rows[absent] = self._new_rows(missing[absent])
+                host_rows[absent] = self.store.insert(missing[absent])
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]
         # A hit may be mentioned several times; count distinct ones only if it matters.
         if missing.size + hits.size > self.cache.capacity:
@@ -185,12 +183,6 @@ class Levels:
         room = self._make_room(missing.size, awaited_too=True)
         assert room >= missing.size
         self.cache.put(missing, host_rows, self.store.columns(), awaited=False)
-
-    def _new_rows(self, ids: I64) -> I64:
-        rows_before = len(self.store)
-        rows = self.store.insert(ids)
-        self.counts.inserted_count += len(self.store) - rows_before
-        return rows
 
     def _make_room(self, count: int, *, awaited_too: bool) -> int:
         """Evict until `count` rows are free or no other row may be evicted; return how many are free."""

@@ -23,8 +23,8 @@ Sources of the interface: HashTable; RecSDK's embedding cache (prefetch, admissi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,13 +32,11 @@ from numpy.typing import NDArray
 
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.errors import warn
-from asyncckpt.model.table import Table
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
-from asyncckpt.signals import uninterrupted
 from asyncckpt.tables.cache_level import CacheLevel
 from asyncckpt.tables.cache_use import POLICIES
-from asyncckpt.tables.candidates import CandidateTable
+from asyncckpt.tables.candidates import CANDIDATES_MAX
 from asyncckpt.tables.ids import IdsLike, flat_ids
 from asyncckpt.tables.initializer import Initializer
 from asyncckpt.tables.levels import Levels
@@ -47,24 +45,9 @@ from asyncckpt.tables.pinned_host import pinned_levels
 from asyncckpt.tables.row_device import row_device, selected
 from asyncckpt.tables.row_store import Level
 from asyncckpt.tables.slots import SlotSpec, table_layout
-from asyncckpt.tables.stored_table import TrainedTable, UseRows
 from asyncckpt.tables.table_arguments import checked_device, last_mentions
-
-CANDIDATES = "candidates"
-
-
-@dataclass(frozen=True)
-class CacheStatistics:
-    """What a MultiLevelTable has done so far, in ids or rows; `paused_seconds`: how long training waited for cuts."""
-
-    hits_count: int
-    misses_count: int
-    inserted_count: int
-    evictions_count: int
-    written_back_count: int
-    prefetched_count: int
-    cached_count: int
-    paused_seconds: float
+from asyncckpt.tables.table_statistics import CacheStatistics, TableStatistics
+from asyncckpt.tables.trained_table import TrainedTable
 
 
 class MultiLevelTable(TrainedTable):
@@ -72,7 +55,6 @@ class MultiLevelTable(TrainedTable):
 
     cache_rows      rows of the cache level, on `device`. A batch with more distinct ids makes it grow, with one warning
     policy          which rows leave the cache: "lru" (longest unused) or "lfu" (least often used since they came)
-    admit_after     an id gets a row at its n-th lookup; until then lookups give -1 (see `companions`)
     capacity        rows of the host level to begin with; it grows
     undo_bytes_max  bound of the memory that one deferred cut takes for old values of rows; training waits beyond it
     pin_host_memory put the host level into pinned memory, from which a CUDA device gathers rows itself; else the host
@@ -99,17 +81,18 @@ class MultiLevelTable(TrainedTable):
         initializer: Initializer = None,
         policy: Literal["lru", "lfu"] = "lru",
         admit_after: int = 1,
+        candidates_max: int = CANDIDATES_MAX,
         undo_bytes_max: int = 256 << 20,
         pin_host_memory: bool = False,
     ) -> None:
         layout = table_layout(dim, dtype=dtype, optimizer_slots=optimizer_slots, metadata=metadata)
-        counts = {"cache_rows": cache_rows, "admit_after": admit_after, "undo_bytes_max": undo_bytes_max}
+        counts = {"cache_rows": cache_rows, "undo_bytes_max": undo_bytes_max}
         for what, count in counts.items():
             check_int(f"{what} of table {name!r}", count, at_least=1)
         check_choice(f"policy of table {name!r}", policy, POLICIES)
         check_type("pin_host_memory", pin_host_memory, bool)
-        self._admit_after = admit_after
         self._undo_bytes_max = undo_bytes_max
+        self._pins_host_memory = pin_host_memory
         cache_device = checked_device(name, device)
         place, host = pinned_levels(name, cache_device) if pin_host_memory else (row_device(cache_device), None)
         super().__init__(
@@ -120,12 +103,11 @@ class MultiLevelTable(TrainedTable):
             capacity=capacity,
             initializer=initializer,
             place=host,
+            admit_after=admit_after,
+            candidates_max=candidates_max,
         )
         self._cache = self._level = CacheLevel(layout.schema, rows=cache_rows, place=place, policy=policy)
         self._levels = Levels(self._store, self._cache)
-        self._candidates = (
-            CandidateTable(f"{name}.{CANDIDATES}", shard=shard, replicated=replicated) if admit_after > 1 else None
-        )
         self._cache_rows_wished = cache_rows
         self._growth_warned = False
         self._paused_seconds = 0.0
@@ -134,13 +116,6 @@ class MultiLevelTable(TrainedTable):
     def cache_rows(self) -> int:
         """How many rows the cache level has room for now; the rows that a lookup returns are below it."""
         return self._cache.capacity
-
-    def companions(self) -> Mapping[str, Table]:
-        """Return the tables that belong to this one and are saved beside it, by suffix.
-
-        `candidates`, where admit_after is above 1: counts of ids that have no row yet.
-        """
-        return {} if self._candidates is None else {CANDIDATES: self._candidates}
 
     def __repr__(self) -> str:
         where = f"cache_rows={self.cache_rows}, device={str(self.device)!r}"
@@ -158,16 +133,6 @@ class MultiLevelTable(TrainedTable):
             self._begin()
             return self._levels.prefetch(flat)
 
-    @uninterrupted
-    def clear(self) -> None:
-        """Remove all ids, candidates for admission too; both levels keep their size."""
-        with self._lock.hold("clear"):
-            self._begin()
-            self._store.clear()
-            self._levels.empty_cache(write_back=False)
-        if self._candidates is not None:
-            self._candidates.clear()
-
     def reserve(self, rows: int) -> None:
         """Make room in the host level for `rows` rows in all, so that it need not grow. Raises UsageError."""
         check_int(f"rows of a reservation of table {self._name!r}", rows, at_least=0)
@@ -175,38 +140,39 @@ class MultiLevelTable(TrainedTable):
             self._begin()
             self._store.reserve(rows)
 
-    def statistics(self) -> CacheStatistics:
-        """Return the counts so far."""
-        with self._lock.hold("listing"):
-            cached_count = self._cache.capacity - self._cache.free_count
-            counts = asdict(self._levels.counts)
-            return CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            **super()._arguments(),
+            "cache_rows": self.cache_rows,
+            "policy": self._cache.use.policy,
+            "undo_bytes_max": self._undo_bytes_max,
+            "pin_host_memory": self._pins_host_memory,
+        }
+
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        MultiLevelTable.__init__(self, **arguments)
+
+    def _read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        return self._levels.read_all(only=only)
+
+    def _statistics(self) -> TableStatistics:
+        cached_count = self._cache.capacity - self._cache.free_count
+        counts = asdict(self._levels.counts)
+        cache = CacheStatistics(**counts, cached_count=cached_count, paused_seconds=self._paused_seconds)
+        return replace(super()._statistics(), cache=cache)
 
     def _begin(self) -> None:
         self._levels.begin()
 
-    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
-        with uninterrupted:
-            admitted = self._admitted(ids) if insert and self._candidates is not None else None
-            with self._lock.hold("lookup"):
-                self._begin()
-                rows = self._levels.lookup(ids, insert=insert, admitted=admitted)
-                if use is not None:
-                    use(rows)
-            if self._candidates is not None and admitted is not None and admitted.size:
-                self._candidates.remove(admitted)  # Now that they have rows: the wait for the lock may have been ended.
-        self._warn_of_growth()
-        return rows
+    def _found(self, ids: I64, *, insert: bool, admitted: I64 | None) -> I64:
+        return self._levels.lookup(ids, insert=insert, admitted=admitted)
 
-    @uninterrupted
-    def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
+    def _known(self, ids: I64) -> NDArray[np.bool_]:
+        return self._levels.known(ids)
+
+    def _set(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
         order = last_mentions(ids)
-        distinct = selected(values, order)
-        with self._lock.hold("insert"):
-            self._begin()
-            self._levels.insert(ids[order], distinct)
-        if self._candidates is not None:
-            self._candidates.remove(ids[order])
+        self._levels.insert(ids[order], selected(values, order))
 
     def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
         return self._levels.read(ids, only=only)
@@ -233,9 +199,6 @@ class MultiLevelTable(TrainedTable):
     def _remove(self, ids: I64) -> int:
         return self._levels.remove(ids)
 
-    def _expired(self, column: str, below: float) -> I64:
-        return self._levels.expired(column, below)
-
     def _new_cut(self) -> MultiLevelCut:
         return MultiLevelCut(
             self._name,
@@ -247,20 +210,13 @@ class MultiLevelTable(TrainedTable):
             on_lost=self._warn_of_others,
         )
 
+    def _empty_cache(self, *, write_back: bool = True) -> None:
+        self._levels.empty_cache(write_back=write_back)
+
     def _prepare_load(self, *, clear: bool) -> None:
         # The load writes host rows without notifying watchers.
         self._store.watchers.storage_moves()
-        self._levels.empty_cache(write_back=not clear)
-
-    def _admitted(self, ids: I64) -> I64:
-        """Count a lookup of the absent ids among ids and return those that get a row now, distinct.
-
-        Holds no lock between the steps: a cut holds the locks of both tables, and took them in any order.
-        """
-        assert self._candidates is not None
-        with self._lock.hold("lookup"):
-            absent = np.unique(ids[~self._levels.known(ids)])
-        return self._candidates.add(absent, admit_at=self._admit_after) if absent.size else absent
+        self._empty_cache(write_back=not clear)
 
     def _warn_of_growth(self) -> None:
         # Outside the lock, after the work is done: a program may turn warnings into errors.

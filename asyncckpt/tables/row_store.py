@@ -13,90 +13,27 @@ invariants:
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Collection, Mapping
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
-from asyncckpt.guard import Guard
 from asyncckpt.model.row_runs import rows_of
 from asyncckpt.model.table import ID_COLUMN, IdsHeld, TableSchema
 from asyncckpt.native import I64, core
-from asyncckpt.tables.expiry import is_below
 from asyncckpt.tables.ids import ids_held
 from asyncckpt.tables.initializer import Initializer, Uniform
 from asyncckpt.tables.row_device import RowDevice
+from asyncckpt.tables.row_watchers import RowWatchers
 from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
+from asyncckpt.tables.table_statistics import RowCounts
 from asyncckpt.tables.touched_rows import TouchedRows
 
 # By half: growth stays geometric, and the new pages are not touched before rows reach them.
 GROWTH_NUMERATOR, GROWTH_DENOMINATOR = 3, 2
 INITIALIZER_ROWS_MAX = 1 << 16
-
-
-class RowWatcher(Protocol):
-    """Called by the thread that is about to change rows, which holds the table's lock; may block it."""
-
-    def rows_change(self, rows: I64) -> None:
-        """Rows, int64 [n], distinct, are about to change in some column; `id` is one of them."""
-        ...
-
-    def storage_moves(self) -> None:
-        """All columns are about to move to other memory, or to be rewritten."""
-        ...
-
-
-class RowWatchers:
-    """The watchers of one table. They are added under the table's lock and dropped from any thread, without it.
-
-    A forked child has none: it has neither the memory nor the threads of its parent's saves.
-    """
-
-    def __init__(self) -> None:
-        self._guard = Guard()
-        # Replaced and never modified, so that notifying needs no lock while a watcher blocks.
-        self._all: tuple[RowWatcher, ...] = ()
-        _of_all_tables.add(self)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def add(self, watcher: RowWatcher) -> None:
-        with self._guard:
-            self._all = (*self._all, watcher)
-
-    def drop(self, watcher: RowWatcher) -> None:
-        """Remove a watcher, if it is there."""
-        with self._guard:
-            self._all = tuple(other for other in self._all if other is not watcher)
-
-    def rows_change(self, rows: I64) -> None:
-        if rows.size:
-            for watcher in self._all:
-                watcher.rows_change(rows)
-
-    def storage_moves(self) -> None:
-        for watcher in self._all:
-            watcher.storage_moves()
-
-    def forget(self) -> None:
-        """Start anew in a forked child."""
-        self._all = ()
-
-
-_of_all_tables: weakref.WeakSet[RowWatchers] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for watchers in _of_all_tables:
-        watchers.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Level:
@@ -122,6 +59,10 @@ class Level:
     def columns(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of all columns but `id`, a view that follows growth."""
         return self._tensors
+
+    def bytes(self) -> int:
+        """Return the memory of the columns but `id`, used or not."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def written_by_others(self) -> list[str]:
         """Return the columns that other code has written since the last call, as far as torch counts it."""
@@ -176,6 +117,22 @@ class Level:
             self._written_by_others.add(name)
             self._versions[name] = version
 
+    def _moved_columns(self, rows: I64, *, capacity: int) -> dict[str, torch.Tensor]:
+        """Return copies of the columns with room for `capacity` rows, of which the first are `rows`."""
+        index = self.place.index(rows)
+        columns = {}
+        with torch.no_grad():
+            for name, old in self._tensors.items():
+                columns[name] = self.place.new_column((capacity, *old.shape[1:]), dtype=old.dtype)
+                torch.index_select(old, 0, index, out=columns[name][: rows.size])
+        return columns
+
+    def _replace_columns(self, columns: Mapping[str, torch.Tensor]) -> None:
+        for name, new in columns.items():
+            self._look_for_others(name)
+            self.place.let_go(self._tensors[name])
+            self._tensors[name], self._versions[name] = new, new._version
+
     def _grow_columns(self, rows: int, *, used_count: int) -> None:
         """Move the columns to larger memory, with their first used_count rows."""
         with torch.no_grad():
@@ -184,9 +141,7 @@ class Level:
             for name, old in self._tensors.items():
                 new = self.place.new_column((rows, *old.shape[1:]), dtype=old.dtype)
                 new[:used_count].copy_(old[:used_count])
-                self._look_for_others(name)  # After the copy, which has taken what they wrote.
-                self.place.let_go(old)
-                self._tensors[name], self._versions[name] = new, new._version
+                self._replace_columns({name: new})  # After the copy, which has taken what others wrote.
         self.capacity = rows
 
 
@@ -210,10 +165,11 @@ class RowStore(Level):
         super().__init__(layout.schema, rows=capacity, place=place or RowDevice(torch.device("cpu")))
         self.watchers = RowWatchers()
         self.marks = TouchedRows(capacity)
-        self._fills = layout.fills
+        self.fills = layout.fills  # The initial value of each column but `id` and the embedding.
         self._initializer = initializer
         self._fingerprints_ids = fingerprints_ids
         self.ids_held = IdsHeld()
+        self.counts = RowCounts()
 
     def __len__(self) -> int:
         """How many ids there are; the only method that needs no lock."""
@@ -257,6 +213,7 @@ class RowStore(Level):
         rows = rows[were_there]
         self.marks.remove(rows, ids[were_there], used_count=len(self))
         self._count(ids[were_there], sign=-1)
+        self.counts.removed_count += rows.size
         return rows.size
 
     def clear(self) -> None:
@@ -264,6 +221,7 @@ class RowStore(Level):
         self.watchers.storage_moves()
         self._ids.clear()
         self.marks.clear()
+        self.counts.removed_count += len(self)
         self.ids_held = IdsHeld()
 
     def reserve(self, rows_count: int) -> None:
@@ -271,6 +229,21 @@ class RowStore(Level):
         if rows_count > self.capacity:
             self.watchers.storage_moves()
             self._grow(rows_count)
+
+    def shrink(self) -> None:
+        """Move all rows together, in their order, into columns that have room for no more; they get new numbers."""
+        rows = self.rows()
+        capacity = max(rows.size, 1)
+        if capacity >= self.capacity:
+            return
+        self.watchers.storage_moves()
+        # Everything is made before anything is replaced: where memory runs out, the rows are where they were.
+        ids = core.id_map(capacity)
+        ids.insert(self.ids_of(rows))
+        columns = self._moved_columns(rows, capacity=capacity)
+        self._ids, self.capacity = ids, capacity
+        self._replace_columns(columns)
+        self.marks.renumber(rows.size, capacity=capacity)
 
     def runs(self) -> I64:
         """Return the used rows as ascending ranges, int64 [k, 2]."""
@@ -295,10 +268,10 @@ class RowStore(Level):
         """Return a copy of the ids of used rows."""
         return self._ids.ids_by_row()[rows]
 
-    def expired(self, column: str, below: float) -> I64:
-        """Return the ids whose number in a column is below a bound."""
+    def read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        """Return all ids in the order of `rows`, and their rows like `read`."""
         rows = self.rows()
-        return self.ids_of(rows[is_below(self.read(rows, only=column)[column], below)])
+        return self.ids_of(rows), self.read(rows, only=only)
 
     def _insert_watched(self, ids: I64) -> tuple[I64, I64]:
         """Do what the map's insert does, but notify watchers before the map moves its ids.
@@ -327,6 +300,7 @@ class RowStore(Level):
                 self._grow(max(self._ids.rows_end, self.capacity * GROWTH_NUMERATOR // GROWTH_DENOMINATOR))
             self._initialize(new_rows, new_ids, filled)
             self._count(new_ids, sign=1)
+            self.counts.inserted_count += new_ids.size
         except BaseException:
             self._ids.remove(new_ids)
             raise
@@ -340,7 +314,7 @@ class RowStore(Level):
     def _initialize(self, rows: I64, ids: I64, filled: Collection[str]) -> None:
         index = _fill_index(rows, place=self.place)
         with torch.no_grad():
-            for name, fill in self._fills.items():
+            for name, fill in self.fills.items():
                 if name not in filled:
                     self._fill_rows(name, index, fill)
             if EMBEDDING_COLUMN in filled or EMBEDDING_COLUMN not in self._tensors:
@@ -380,6 +354,7 @@ class RowStore(Level):
         self._ids.reserve(capacity)
         self.marks.grow(capacity)
         self._grow_columns(capacity, used_count=rows_used_count)
+        self.counts.growths_count += 1
 
 
 def _fill_index(rows: I64, *, place: RowDevice) -> slice | torch.Tensor:

@@ -18,7 +18,7 @@ from asyncckpt.native import BFLOAT16, FLOAT16, FLOAT32, I64, U8, FloatRows, Row
 from asyncckpt.tables.embedding import TrainableTable
 from asyncckpt.tables.row_values import RowValues
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
-from asyncckpt.tables.stored_table import TrainedTable
+from asyncckpt.tables.trained_table import TrainedTable
 
 KINDS = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 

@@ -47,6 +47,11 @@ class Layout:
     schema: TableSchema
     fills: Mapping[str, float]
 
+    def slots(self, role: Role) -> dict[str, Slot]:
+        """Return the columns of optimizer slots or of metadata, as a new table takes them."""
+        columns = [column for column in self.schema.columns if column.role is role]
+        return {column.name: Slot(column.dtype, column.row_shape, self.fills[column.name]) for column in columns}
+
 
 def table_layout(
     dim: int,

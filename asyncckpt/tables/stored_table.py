@@ -1,4 +1,4 @@
-"""What the tables of this package share: rows for ids in a RowStore, one lock, and an embedding that training updates.
+"""What the tables of this package share: rows for ids in a RowStore, and one lock.
 
 Any method may be called from any thread. A call holds the lock while it runs, a cut until its fence, a load until its
 end (table_lock.py).
@@ -6,32 +6,44 @@ end (table_lock.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from asyncckpt.arguments import check_int, check_type
+from asyncckpt.arguments import check_int
 from asyncckpt.errors import UsageError, warn
 from asyncckpt.model.table import IdsHeld, TableSchema
 from asyncckpt.model.table_shard import Shard, owned_mask
-from asyncckpt.native import I64, U8
+from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
-from asyncckpt.tables.ids import IdsLike, RowsLike, check_owned, flat_ids, flat_rows, one_id
-from asyncckpt.tables.initializer import Initializer, check_initializer
-from asyncckpt.tables.row_device import RowDevice, sent, spread
+from asyncckpt.tables.expiry import is_below, is_older, is_unset
+from asyncckpt.tables.ids import IdsLike, flat_ids, one_id
 from asyncckpt.tables.row_store import Level, RowStore
-from asyncckpt.tables.row_values import RowValues, check_distinct
-from asyncckpt.tables.slots import EMBEDDING_COLUMN, Layout
-from asyncckpt.tables.table_arguments import check_eviction, check_name, check_shard, check_slot, checked_values
+from asyncckpt.tables.table_arguments import check_eviction
 from asyncckpt.tables.table_lock import LockedTable
+from asyncckpt.tables.table_statistics import TableStatistics
+
+
+@dataclass(frozen=True)
+class TableValue:
+    """A table by value: arguments of its constructor, its ids, and copies of their rows in every column but `id`."""
+
+    arguments: Mapping[str, Any]
+    ids: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    candidates: StoredTable | None = None
 
 
 class StoredTable(LockedTable):
-    """A table whose ids have rows in a RowStore."""
+    """A table whose ids have rows in a RowStore.
+
+    copy.deepcopy, pickle and torch.save take it by value: all rows are copied, twice for pickle, while the lock is
+    held; a checkpoint is the cheap way. The copy has the ids, rows, arguments and device, and not the row numbers,
+    marks, or attributes of a subclass. torch.load needs weights_only=False for it.
+    """
 
     def __init__(self, name: str, schema: TableSchema, *, shard: Shard, replicated: bool, store: RowStore) -> None:
         super().__init__(name, schema, shard=shard, replicated=replicated)
@@ -47,6 +59,40 @@ class StoredTable(LockedTable):
     def __len__(self) -> int:
         """How many ids have a row. Does not wait for the lock, so it can be logged while a load runs elsewhere."""
         return len(self._store)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTable:
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        value = self.__getstate__()
+        arguments, candidates = deepcopy((value.arguments, value.candidates), memo)
+        made.__setstate__(replace(value, arguments=arguments, candidates=candidates))
+        return made
+
+    def __getstate__(self) -> TableValue:
+        with self._lock.hold("reading"):
+            self._begin()
+            ids, columns = self._read_all()
+            return TableValue(self._arguments(), torch.from_numpy(ids), columns)
+
+    def __setstate__(self, value: TableValue) -> None:
+        self._make_again(value.arguments)
+        ids = value.ids.numpy()
+        self._store.reserve(ids.size)
+        self._store.write(self._store.insert(ids, filled=value.columns), value.columns)
+
+    def shrink(self) -> int:
+        """Give back the memory of rows that are free, after many ids were removed; return how many bytes of columns.
+
+        Ids get other rows, the capacity is the number of ids, and the next save copies all of them. Call it where the
+        table trains, between two steps: rows of lookups before are not valid after it. A cut that is deferred is waited
+        for. The cache of a MultiLevelTable keeps its size, and is empty.
+        """
+        with self._lock.hold("shrinking"):
+            self._begin()
+            bytes = self._store.bytes()
+            self._empty_cache()
+            self._store.shrink()
+            return bytes - self._store.bytes()
 
     def ids_held(self) -> IdsHeld:
         """Return how many ids there are, and of a replica the sum of their fingerprints. Does not wait for the lock."""
@@ -75,21 +121,46 @@ class StoredTable(LockedTable):
             self._begin()
             return self._remove(flat)
 
-    def evict(self, column: str, *, below: float) -> int:
-        """Remove the ids whose newest number in a metadata column (row shape ()) is below a bound; return how many.
+    def evict(self, column: str, *, below: float | None = None, older_than: float | None = None) -> int:
+        """Remove the ids whose newest number in a metadata column (row shape ()) is too low; return how many.
 
-        By age or frequency: `evict("last_seen", below=step - 1000)`, `evict("count", below=3)` on the columns that
-        HashEmbedding keeps. Raises UsageError.
+        below       lower than this: `evict("count", below=3)`
+        older_than  lower than the newest number of the column by more than this: `evict("last_seen", older_than=1000)`,
+                    in steps, seconds or whatever is stamped. Ids that were never stamped, which have the column's
+                    initial value, stay
+
+        HashEmbedding keeps `last_seen` and `count`. Raises UsageError; also for a bound that is above all ids of a
+        column that nobody has written: use `clear` to remove all.
         """
-        check_eviction(self._schema, column, below, table=self._name)
+        check_eviction(self._schema, column, below, older_than, table=self._name)
         with self._lock.hold("eviction"):
             self._begin()
-            return self._remove(self._expired(column, below))
+            ids, values = self._read_all(only=column)
+            numbers = values[column]
+            fill = self._store.fills[column]
+            if older_than is not None:
+                expired = is_older(numbers, older_than, fill=fill)
+            else:
+                assert below is not None
+                expired = is_below(numbers, below)
+                if ids.size and expired.all() and is_unset(numbers, fill).all():
+                    what = f"eviction from table {self._name!r} would remove all ids, by a column nobody has written"
+                    hint = "set the step of the modules that stamp it, or remove all ids by clear()"
+                    raise UsageError(what, found=f"{column!r} is {fill} everywhere", hint=hint)
+            evicted_count = self._remove(ids[expired])
+            self._store.counts.removed_count -= evicted_count
+            self._store.counts.evicted_count += evicted_count
+            return evicted_count
 
     def clear(self) -> None:
         """Remove all ids; the capacity stays."""
         with self._lock.hold("clear"):
             self._store.clear()
+
+    def statistics(self) -> TableStatistics:
+        """Return what the table holds, and what it has done so far."""
+        with self._lock.hold("listing"):
+            return self._statistics()
 
     def begin_cut(self) -> HashTableCut:
         """Keep the table unchanged until the cut's fence. Raises DeadlineError if another use of it does not end."""
@@ -123,17 +194,33 @@ class StoredTable(LockedTable):
         if not self._store.place.is_host:
             self._store.place.follow()
 
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of the constructor for a table like this one."""
+        return {"name": self._name, "shard": self._shard, "replicated": self._replicated}
+
+    def _make_again(self, arguments: Mapping[str, Any]) -> None:
+        """Call the constructor of the class of this package on a table that is not yet made."""
+        raise NotImplementedError
+
+    def _read_all(self, *, only: str | None = None) -> tuple[I64, dict[str, torch.Tensor]]:
+        """Return copies of all ids, and of their newest rows in every column but `id`, or in one only."""
+        return self._store.read_all(only=only)
+
+    def _statistics(self) -> TableStatistics:
+        bytes = sum(level.bytes() for level in self._levels_in_use())
+        return TableStatistics(rows_count=len(self), capacity=self.capacity, bytes=bytes, **asdict(self._store.counts))
+
     def _remove(self, ids: I64) -> int:
         return self._store.remove(ids)
-
-    def _expired(self, column: str, below: float) -> I64:
-        return self._store.expired(column, below)
 
     def _new_cut(self) -> HashTableCut:
         return HashTableCut(self._name, store=self._store, lock=self._lock, on_lost=self._warn_of_others)
 
     def _levels_in_use(self) -> tuple[Level, ...]:
         return (self._store,)
+
+    def _empty_cache(self, *, write_back: bool = True) -> None:
+        """Free all rows of a cache, with or without writing them back to the store."""
 
     def _prepare_load(self, *, clear: bool) -> None:
         """Make the store ready for a load."""
@@ -146,247 +233,3 @@ class StoredTable(LockedTable):
         what = f"columns {self._written_by_others} of table {self._name!r} were written in place by other code than the"
         advice = "table.update(rows, function) and `with table.rows(ids) as rows` write rows that saves can follow"
         warn(f"{what} table's, so saves copy all of its rows: {advice}", RuntimeWarning)
-
-
-# Called with the columns that training sees, rows of them, int64 [n], -1 for an id without a row, and the marks to set
-# for the others (uint8 by row, and the value); None if they are marked already. It must not use the table.
-WriteMemory: TypeAlias = Callable[[Mapping[str, torch.Tensor], I64, tuple[U8, int] | None], None]
-
-RecordRows: TypeAlias = Callable[[RowValues], object]
-UseRows: TypeAlias = Callable[[I64], None]
-
-
-class TrainedTable(StoredTable):
-    """A table with an embedding, whose rows training reads and updates in place, in `_level`."""
-
-    _level: Level
-
-    def __init__(
-        self,
-        name: str,
-        layout: Layout,
-        *,
-        shard: Shard,
-        replicated: bool,
-        capacity: int,
-        initializer: Initializer,
-        place: RowDevice | None,
-    ) -> None:
-        check_name(name)
-        check_int(f"capacity of table {name!r}", capacity, at_least=1)
-        check_initializer(initializer, table=name)
-        check_shard(name, shard, replicated=replicated)
-        store = RowStore(layout, capacity=capacity, initializer=initializer, place=place, fingerprints_ids=replicated)
-        super().__init__(name, layout.schema, shard=shard, replicated=replicated, store=store)
-
-    @property
-    def dim(self) -> int:
-        return int(self.embedding.shape[1])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows that training sees."""
-        return self._level.place.device
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the rows that training sees are plain memory of the host."""
-        return self._level.place.is_host
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        """The live embedding column, `[rows, dim]`; fetch it again after a lookup."""
-        return self._level.column(EMBEDDING_COLUMN)
-
-    def slot(self, name: str) -> torch.Tensor:
-        """Return the live tensor, `[rows, *row_shape]`, of an optimizer slot or metadata column. Raises UsageError."""
-        check_slot(self._schema, name, table=self._name)
-        return self._level.column(name)
-
-    def lookup(self, ids: IdsLike, insert: bool = True) -> torch.Tensor:
-        """Return the rows of ids (int64, any shape) in the shape of ids, on the table's device.
-
-        Absent ids get a new row, or -1 if insert is False. With insert, all of the rows are marked as written. To write
-        them, use `update` or `rows`: other writes, which torch counts, make the next save copy or compare all rows.
-        Raises UsageError, before any insert, if ids are not int64 or one that would be inserted belongs to another
-        shard.
-
-        A MultiLevelTable brings the rows into the cache and returns cache rows. An absent id gets its row at the
-        admit_after-th lookup with insert, and -1 before that; one call counts an id once. Warns once per table if the
-        cache had to grow.
-        """
-        return sent(torch.from_numpy(self.lookup_rows(ids, insert)).view(ids.shape), self.device)
-
-    def lookup_rows(self, ids: IdsLike, insert: bool = True) -> I64:
-        """Like `lookup`, but return the rows on the host, int64 [n], without waiting for the table's device."""
-        check_type("insert", insert, bool)
-        flat = flat_ids(ids, table=self._name)
-        if insert:
-            check_owned(flat, shard=self._shard, table=self._name)
-        return self._lookup(flat, insert=insert)
-
-    def train_rows(self, ids: I64, record: RecordRows | None = None) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Look up ids, int64 [n], distinct, with insert; return copies of their embedding rows, `[n, dim]`, and which
-        ids have a row: the others read as zeros. `record` changes other columns of the rows in the same hold of the
-        lock, in which no thread moves them."""
-        check_owned(ids, shard=self._shard, table=self._name)
-        copies: list[tuple[I64, torch.Tensor]] = []
-
-        def use(rows: I64) -> None:
-            if record is not None:
-                with self._values_of(rows, (ids.size,), of=ids, what="ids") as values:
-                    record(values)
-            positions = np.flatnonzero(rows >= 0)
-            copies.append((positions, self._level.read(rows[positions], only=EMBEDDING_COLUMN)[EMBEDDING_COLUMN]))
-
-        rows = self._lookup(ids, insert=True, use=use)
-        return spread(copies[0][1], copies[0][0], count=ids.size), rows >= 0
-
-    def read(self, ids: IdsLike, *, only: str | None = None, absent_as_zeros: bool = False) -> dict[str, torch.Tensor]:
-        """Return the newest values of ids (int64, any shape) in every column but `id`, or in one only.
-
-        For evaluation and serving, beside training too: nothing moves, and no cache, policy, statistics or mark sees
-        it. Each is a new tensor `[*ids.shape, *row_shape]` on the CPU. Raises UsageError for an id without a row,
-        unless absent_as_zeros.
-        """
-        flat = flat_ids(ids, table=self._name)
-        names = [column.name for column in self._schema.columns if column.name in self._level.columns()]
-        if only is not None and only not in names:
-            raise UsageError(f"table {self._name!r} has no such column", found=only, expected=names)
-        check_type("absent_as_zeros", absent_as_zeros, bool)
-        with self._lock.hold("reading"):
-            self._begin()
-            newest, positions = self._newest(flat, only=only)
-            values = self._level.place.begin_to_host(newest).wait()
-        if positions.size < flat.size and not absent_as_zeros:
-            first = int(flat[np.setdiff1d(np.arange(flat.size), positions)[0]])
-            what = f"id to read from table {self._name!r} has no row"
-            raise UsageError(what, found=first, hint="absent_as_zeros=True reads zeros for such ids")
-        shape = tuple(ids.shape)
-        return {
-            name: spread(value, positions, count=flat.size).view((*shape, *value.shape[1:]))
-            for name, value in values.items()
-        }
-
-    def read_embedding(self, ids: I64) -> torch.Tensor:
-        """Like `read`, return the embedding rows of ids, `[n, dim]`, on the table's device; zeros for absent ones."""
-        with self._lock.hold("reading"):
-            self._begin()
-            newest, positions = self._newest(ids, only=EMBEDDING_COLUMN)
-        return spread(newest[EMBEDDING_COLUMN], positions, count=ids.size)
-
-    def touch(self, rows: RowsLike) -> None:
-        """Mark rows (int64, any shape, as the latest `lookup` returned them) as written, before or after they are.
-
-        For writes that torch does not count: through NumPy, `.data`, kernels of others. What it counts is seen without,
-        and is faster by `update` or `rows`. Skips -1 and rows whose id is gone. Raises UsageError for rows out of range
-        or of another dtype.
-        """
-        flat = flat_rows(rows, end=self._level.capacity, table=self._name)
-        with self._lock.hold("touch"):
-            self._touch(flat)
-
-    def update(self, rows: RowsLike, function: Callable[[RowValues], object]) -> None:
-        """Change rows (int64, any shape, distinct, as the latest `lookup` returned them) by a function.
-
-        It gets a RowValues, copies of the rows, and changes them; they are written back, and marked, when it returns,
-        and not if it raises. The lock is held meanwhile, so it must not use the table. Skips -1 and rows whose id is
-        gone. Between lookup and update, no other thread may remove ids or look up in a MultiLevelTable: that gives rows
-        to other ids. `rows` goes by ids. Raises UsageError.
-        """
-        flat = flat_rows(rows, end=self._level.capacity, table=self._name)
-        with self._lock.hold("update"):
-            self._begin()
-            with self._values_of(flat, tuple(rows.shape), of=flat, what="rows") as values:
-                function(values)
-
-    @contextmanager
-    def rows(self, ids: IdsLike) -> Iterator[RowValues]:
-        """Hold the rows of ids (int64, any shape, distinct) for a block of code that changes them: a RowValues.
-
-        Like `update`, for code that has no row numbers, or had them before other uses of the table. Absent ids get no
-        row. A MultiLevelTable brings the rows into the cache. Raises UsageError.
-        """
-        flat = flat_ids(ids, table=self._name)
-        with self._lock.hold("update"):
-            self._begin()
-            with self._values_of(self._find(flat), tuple(ids.shape), of=flat, what="ids") as values:
-                yield values
-        self._warn_of_growth()
-
-    def update_in_memory(self, ids: I64, write: WriteMemory) -> None:
-        """Let `write` change the rows of ids, int64 [n], distinct, and mark them, under the lock; no id gets a row.
-
-        It writes to the memory of the columns of a table on the host, in a way that torch does not count: a copy or an
-        operation of torch would be taken for a write of other code.
-        """
-        assert self.is_on_host
-        with self._lock.hold("update"):
-            self._begin()
-            rows = self._find(ids)
-            write(self._level.columns(), rows, self._to_mark(rows))
-
-    def insert(self, ids: IdsLike, rows: torch.Tensor, /, **slots: torch.Tensor) -> None:
-        """Set the embedding rows of ids, and the slots given by keyword; the last of equal ids in a batch wins.
-
-        rows is `[*ids.shape, dim]` in the table's dtype, a slot `[*ids.shape, *row_shape]` in its own. Slots that are
-        not given start from their fill for new ids and stay as they are for known ones. A MultiLevelTable sets each id
-        where its newest row is; absent ids get a row, admitted or not. Raises UsageError before any change.
-        """
-        flat = flat_ids(ids, table=self._name)
-        check_owned(flat, shard=self._shard, table=self._name)
-        self._insert(flat, checked_values(self._schema, rows, slots, ids_shape=tuple(ids.shape), table=self._name))
-
-    @contextmanager
-    def _values_of(self, rows: I64, shape: tuple[int, ...], *, of: I64, what: str) -> Iterator[RowValues]:
-        check_distinct(of[rows >= 0] if of is rows else of, what=f"{what} of table {self._name!r} to update")
-        values = RowValues(self._name, self._schema, self._level, rows, used=self._are_used(rows), shape=shape)
-        try:
-            yield values
-        except BaseException:
-            values.end()
-            raise
-        used, written = values.end()
-        if written:
-            self._write(used, written)
-
-    def _newest(self, ids: I64, *, only: str | None) -> tuple[dict[str, torch.Tensor], I64]:
-        """Return the newest rows of those ids that have one, and which positions in ids they are for. Nothing moves.
-        The lock is held."""
-        raise NotImplementedError
-
-    def _find(self, ids: I64) -> I64:
-        """Return the rows of ids in `_level`, -1 for absent ones. The lock is held."""
-        raise NotImplementedError
-
-    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
-        """Return which rows of `_level` have an id; -1 has none. The lock is held."""
-        raise NotImplementedError
-
-    def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
-        """Set and mark used rows (distinct) of `_level`. The lock is held."""
-        raise NotImplementedError
-
-    def _to_mark(self, rows: I64) -> tuple[U8, int] | None:
-        """Begin a write of rows of `_level`: mark them, or return the marks to set; -1 is skipped. The lock is held."""
-        raise NotImplementedError
-
-    def _warn_of_growth(self) -> None:
-        """Warn if the rows of a lookup did not fit. Without the lock."""
-
-    # These acquire the lock themselves. ------------------------------------------------------------------------------
-
-    def _lookup(self, ids: I64, *, insert: bool, use: UseRows | None = None) -> I64:
-        """Find rows, and have them used before the lock is released."""
-        raise NotImplementedError
-
-    def _insert(self, ids: I64, values: dict[str, torch.Tensor]) -> None:
-        raise NotImplementedError
-
-    def _touch(self, rows: I64) -> None:
-        """Mark rows of `_level`. The lock is held."""
-        raise NotImplementedError

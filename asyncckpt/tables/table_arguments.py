@@ -82,15 +82,25 @@ def checked_values(
     return values
 
 
-def check_eviction(schema: TableSchema, column: object, below: object, *, table: str) -> None:
-    """Check the arguments of `evict`: a metadata column of one number a row, and a number."""
+def check_eviction(schema: TableSchema, column: object, below: object, older_than: object, *, table: str) -> None:
+    """Check the arguments of `evict`: a metadata column of one number a row, and a bound or an age."""
     found = schema.column(column) if isinstance(column, str) else None
     if found is None or found.role is not Role.METADATA or found.row_shape != ():
         known = [c.name for c in schema.columns if c.role is Role.METADATA and c.row_shape == ()]
         what = f"column for an eviction from table {table!r} is wrong"
         raise UsageError(what, found=column, expected=f"a metadata column of row shape (), one of {known}")
-    if isinstance(below, bool) or not isinstance(below, (int, float)) or math.isnan(below):
-        raise UsageError(f"bound of an eviction from table {table!r} is wrong", found=below, expected="a number")
+    what = f"from table {table!r} is wrong"
+    if (below is None) == (older_than is None):
+        found_both = {"below": below, "older_than": older_than}
+        raise UsageError(f"bound of an eviction {what}", found=found_both, expected="one of them")
+    if below is not None and not _is_number(below):
+        raise UsageError(f"bound of an eviction {what}", found=below, expected="a number")
+    if older_than is not None and not (_is_number(older_than) and older_than >= 0):  # type: ignore[operator]
+        raise UsageError(f"age of an eviction {what}", found=older_than, expected="a number >= 0")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def last_mentions(values: I64) -> I64:

@@ -10,6 +10,7 @@ norm and the same infinities.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ class TableParameter(torch.Tensor):
         made: TableParameter = torch.Tensor._make_subclass(cls, data, True)
         made.table, made.modules = table, tuple(modules)
         return made
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return TableParameter, (self.table, self.modules)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        return TableParameter(deepcopy(self.table, memo), deepcopy(self.modules, memo))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what only torch passes
         return f"TableParameter({self.table.name!r}, dim={self.shape[1]})"

@@ -108,6 +108,13 @@ class TouchedRows:
         self._removed.forget_all(epoch=self._epoch)
         self._begun.forget_all(epoch=self._epoch)
 
+    def renumber(self, rows_count: int, *, capacity: int) -> None:
+        """Note that the used rows are the first of a new capacity now, and that earlier cuts cannot be asked about."""
+        self._marks = _no_marks(capacity)
+        self._rows_end = rows_count
+        self.lose_all()
+        self.mark(np.arange(rows_count, dtype=np.int64))
+
     def grow(self, capacity: int) -> None:
         """Make room for rows up to a capacity; marks stay."""
         if capacity > len(self._marks):

@@ -88,24 +88,39 @@ inline float decayed(float gradient, float weight, float weight_decay) {
   return gradient;
 }
 
+// Sums that the compiler keeps in registers: the loads of a part of an array wait for the stores of the whole.
+using Lanes16 = float __attribute__((vector_size(64)));
+using Lanes8 = float __attribute__((vector_size(32)));
+using Lanes4 = float __attribute__((vector_size(16)));
+
+inline float sum_of(const Lanes16& lanes) {
+  const Lanes8 eight = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3, 4, 5, 6, 7) +
+                       __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Lanes4 four =
+      __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  const Lanes4 two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+  return two[0] + two[1];
+}
+
 template <bool decays>
 inline float mean_square(const Row& row, float weight_decay, uint64_t dim) {
-  float lanes[lanes_count] = {};
+  Lanes16 lanes{};
   uint64_t at = 0;
   for (; at + lanes_count <= dim; at += lanes_count) {
-    for (uint64_t lane = 0; lane < lanes_count; ++lane) {
-      const float d = decayed<decays>(row.gradient[at + lane], row.weight[at + lane], weight_decay);
-      lanes[lane] += d * d;
+    Lanes16 d;
+    std::memcpy(&d, row.gradient + at, sizeof d);
+    if constexpr (decays) {
+      Lanes16 weight;
+      std::memcpy(&weight, row.weight + at, sizeof weight);
+      d = d + weight_decay * weight;
     }
+    lanes += d * d;
   }
   for (uint64_t lane = 0; at + lane < dim; ++lane) {
     const float d = decayed<decays>(row.gradient[at + lane], row.weight[at + lane], weight_decay);
     lanes[lane] += d * d;
   }
-  for (uint64_t half = lanes_count / 2; half > 0; half /= 2) {
-    for (uint64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0] * static_cast<float>(1.0 / static_cast<double>(dim));
+  return sum_of(lanes) * static_cast<float>(1.0 / static_cast<double>(dim));
 }
 
 template <bool decays>

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import asyncckpt
@@ -137,6 +138,10 @@ class TableWorld:
 
     def evict(self, *, below: int) -> None:
         gone = [id for id, row in self.rows.items() if row[3] < below]
+        if gone and len(gone) == len(self.rows) and all(self.rows[id][3] == 0 for id in gone):
+            with pytest.raises(asyncckpt.UsageError, match="would remove all ids, by a column nobody has written"):
+                self.table.evict("last_seen", below=below)
+            return
         assert self.table.evict("last_seen", below=below) == len(gone)
         for id in gone:
             del self.rows[id]

@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "docs/guide.md",
+    "docs/tables.md",
     "docs/embcache.md",
     "docs/dcp.md",
     "docs/filters.md",

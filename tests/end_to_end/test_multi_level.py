@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,14 +291,15 @@ def test_a_cancelled_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 # -- companions --------------------------------------------------------------------------------------------------------
 
 
-def test_candidates_are_saved_in_the_same_cut(tmp_path: Path) -> None:
-    table = asyncckpt.MultiLevelTable("t", DIM, cache_rows=4, admit_after=3)
+@pytest.mark.parametrize("new_table", [asyncckpt.HashTable, partial(asyncckpt.MultiLevelTable, cache_rows=4)])
+def test_candidates_are_saved_in_the_same_cut(tmp_path: Path, new_table: Any) -> None:
+    table = new_table("t", DIM, admit_after=3)
     table.lookup(np.array([1, 2]))
     table.lookup(np.array([1, -7]))
     table.lookup(np.array([1]))
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
-    again = asyncckpt.MultiLevelTable("t", DIM, cache_rows=4, admit_after=3)
+    again = new_table("t", DIM, admit_after=3)
     asyncckpt.Loader(tmp_path, hashtables={"t": again}).load()
     assert again.ids().tolist() == [1]
     assert again.lookup(np.array([2, -7])).tolist() == [-1, -1]

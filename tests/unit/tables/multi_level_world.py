@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
+from asyncckpt.errors import UsageError
 from asyncckpt.model.table import CacheCopy, DeferredCut
-from asyncckpt.tables import MultiLevelTable, Slot, Uniform
+from asyncckpt.tables import HashTable, MultiLevelTable, Slot, Uniform
 
 DIM = 3
 INITIALIZER = Uniform(0.5, seed=7)
@@ -37,15 +39,21 @@ CACHE_ROWS = st.integers(1, 12)
 POLICIES = st.sampled_from(["lru", "lfu"])
 
 
+# Rows of 12, 8, 3 and 8 bytes, so that no two of the columns are aligned alike.
+ARGUMENTS: Any = {
+    "optimizer_slots": {"sum": Slot(torch.float64, (), SUM_FILL), "flags": (torch.int8, (3,))},
+    "metadata": {"last_seen": torch.int64},
+    "capacity": 1,
+    "initializer": INITIALIZER,
+}
+
+
 def new_table(**options: Any) -> MultiLevelTable:
-    """A table whose columns have rows of 12, 8, 3 and 8 bytes, so that no two of them are aligned alike."""
-    return MultiLevelTable(
-        "user",
-        DIM,
-        optimizer_slots={"sum": Slot(torch.float64, (), SUM_FILL), "flags": (torch.int8, (3,))},
-        metadata={"last_seen": torch.int64},
-        **{"cache_rows": 4, "capacity": 1, "initializer": INITIALIZER, **options},
-    )
+    return MultiLevelTable("user", DIM, **{"cache_rows": 4, **ARGUMENTS, **options})
+
+
+def new_hash_table(**options: Any) -> HashTable:
+    return HashTable("user", DIM, **{**ARGUMENTS, **options})
 
 
 def batch(ids: Sequence[int]) -> torch.Tensor:
@@ -119,6 +127,10 @@ class World:
 
     def evict(self, below: int) -> None:
         gone = [id for id, row in self.rows.items() if row[3] < below]
+        if gone and len(gone) == len(self.rows) and all(self.rows[id][3] == 0 for id in gone):
+            with pytest.raises(UsageError, match="would remove all ids, by a column nobody has written"):
+                self.table.evict("last_seen", below=below)
+            return
         assert self.table.evict("last_seen", below=below) == len(gone)
         for id in gone:
             del self.rows[id]
@@ -129,7 +141,7 @@ class World:
         assert contents(self.table) == self.rows
         cache_map = self.table._cache.host_rows
         held = cache_map[cache_map >= 0].tolist()
-        assert len(set(held)) == len(held) == self.table.statistics().cached_count
+        assert len(set(held)) == len(held) == self.table.statistics().cache.cached_count
 
 
 def contents(table: MultiLevelTable) -> Rows:

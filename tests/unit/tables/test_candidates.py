@@ -15,9 +15,13 @@ from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role, Table
 from asyncckpt.tables import HashEmbedding, HashEmbeddingBag, MultiLevelTable, SparseSGD
 from asyncckpt.tables.candidates import CandidateTable
-from tests.unit.tables.multi_level_world import BATCHES, DIM, batch, new_table
+from tests.unit.tables.multi_level_world import BATCHES, DIM, batch, new_hash_table, new_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache of table:RuntimeWarning")
+
+
+KINDS: dict[str, Any] = {"hash": new_hash_table, "levels": new_table}
+of_both_kinds = pytest.mark.parametrize("new_table", KINDS.values(), ids=KINDS)
 
 
 def counts_of(table: Any) -> dict[int, int]:
@@ -27,7 +31,8 @@ def counts_of(table: Any) -> dict[int, int]:
     return dict(zip(ids.tolist(), counts.tolist(), strict=True))
 
 
-def test_an_id_gets_its_row_at_its_nth_lookup() -> None:
+@of_both_kinds
+def test_an_id_gets_its_row_at_its_nth_lookup(new_table: Any) -> None:
     table = new_table(admit_after=3)
     assert table.lookup(batch([1, 1, 2])).tolist() == [-1, -1, -1]
     assert table.lookup(batch([1])).tolist() == [-1]
@@ -39,29 +44,56 @@ def test_an_id_gets_its_row_at_its_nth_lookup() -> None:
     assert table.ids().tolist() == [1]
 
 
+@of_both_kinds
 @settings(max_examples=60, deadline=None)
-@given(admit_after=st.integers(1, 4), batches=st.lists(BATCHES, max_size=20))
-def test_admission_equals_a_dict(admit_after: int, batches: list[list[int]]) -> None:
-    table, counts = new_table(admit_after=admit_after), dict[int, int]()
+@given(
+    admit_after=st.integers(1, 4),
+    candidates_max=st.sampled_from([1, 2, 5, 8, 1 << 22]),
+    batches=st.lists(BATCHES, max_size=20),
+)
+def test_admission_equals_a_dict(
+    new_table: Any, admit_after: int, candidates_max: int, batches: list[list[int]]
+) -> None:
+    table = new_table(admit_after=admit_after, candidates_max=candidates_max)
+    admitted, waiting = set[int](), dict[int, int]()
     for ids in batches:
-        for id in set(ids):
-            counts[id] = counts.get(id, 0) + 1
+        for id in set(ids) - admitted:
+            waiting[id] = waiting.get(id, 0) + 1
+        admitted |= {id for id, count in waiting.items() if count >= admit_after}
+        if len(waiting) > candidates_max and admit_after > 1:
+            while len(waiting) > candidates_max // 2:
+                waiting = {id: count // 2 for id, count in waiting.items() if count > 1}
+        waiting = {id: count for id, count in waiting.items() if id not in admitted}
         rows = table.lookup(batch(ids))
-        assert [row >= 0 for row in rows.tolist()] == [counts[id] >= admit_after for id in ids]
-    waiting = {id: count for id, count in counts.items() if count < admit_after}
-    assert set(table.ids().tolist()) == set(counts) - set(waiting)
-    if admit_after > 1:
-        assert counts_of(table) == waiting
+        assert [row >= 0 for row in rows.tolist()] == [id in admitted for id in ids]
+        if admit_after > 1:
+            assert counts_of(table) == waiting
+            assert len(waiting) <= candidates_max
+    assert set(table.ids().tolist()) == admitted
 
 
-def test_neither_eval_nor_prefetch_counts() -> None:
+@of_both_kinds
+def test_candidates_beyond_their_bound_are_forgotten_the_rare_ones_first(new_table: Any) -> None:
+    table = new_table(admit_after=9, candidates_max=4)
+    for ids in ([1], [1, 2], [1, 2], [1, 2, 3]):
+        table.lookup(batch(ids))
+    assert counts_of(table) == {1: 4, 2: 3, 3: 1}
+    table.lookup(batch([4, 5]))
+    assert counts_of(table) == {1: 2, 2: 1}
+
+
+@of_both_kinds
+def test_neither_eval_nor_prefetch_counts(new_table: Any) -> None:
     table = new_table(admit_after=2)
     table.lookup(batch([1]), insert=False)
-    table.prefetch(batch([1]))
+    table.read(batch([1]), absent_as_zeros=True)
+    if isinstance(table, MultiLevelTable):
+        table.prefetch(batch([1]))
     assert counts_of(table) == {}
 
 
-def test_insert_admits_and_removal_begins_anew() -> None:
+@of_both_kinds
+def test_insert_admits_and_removal_begins_anew(new_table: Any) -> None:
     table = new_table(admit_after=2)
     table.lookup(batch([1, 2]))
     table.insert(batch([1]), torch.ones(1, DIM))
@@ -73,7 +105,8 @@ def test_insert_admits_and_removal_begins_anew() -> None:
     assert counts_of(table) == {}
 
 
-def test_candidates_are_a_table_of_the_same_shard() -> None:
+@of_both_kinds
+def test_candidates_are_a_table_of_the_same_shard(new_table: Any) -> None:
     table = new_table(admit_after=2, shard=(1, 2))
     candidates = table.companions()["candidates"]
     assert isinstance(candidates, Table)
@@ -88,7 +121,8 @@ def test_candidates_are_a_table_of_the_same_shard() -> None:
     assert len(candidates) == 0  # type: ignore[arg-type]
 
 
-def test_candidates_are_cut_and_loaded() -> None:
+@of_both_kinds
+def test_candidates_are_cut_and_loaded(new_table: Any) -> None:
     table, fresh = new_table(admit_after=3), new_table(admit_after=3)
     table.lookup(batch([5, 6]))
     table.lookup(batch([6]))
@@ -105,7 +139,8 @@ def test_candidates_are_cut_and_loaded() -> None:
     assert (fresh.lookup(batch([5, 6])) >= 0).tolist() == [False, True]
 
 
-def test_rare_candidates_can_be_forgotten() -> None:
+@of_both_kinds
+def test_rare_candidates_can_be_forgotten(new_table: Any) -> None:
     table = new_table(admit_after=5)
     for ids in ([1, 2], [1], [1, 3]):
         table.lookup(batch(ids))
@@ -117,8 +152,9 @@ def test_rare_candidates_can_be_forgotten() -> None:
         candidates.evict("age", below=2)
 
 
-def test_lookups_and_cuts_of_both_tables_in_any_order_do_not_lock_each_other_out() -> None:
-    table = new_table(admit_after=2, cache_rows=50)
+@of_both_kinds
+def test_lookups_and_cuts_of_both_tables_in_any_order_do_not_lock_each_other_out(new_table: Any) -> None:
+    table = new_table(admit_after=2)
     both: list[Any] = [table, table.companions()["candidates"]]
 
     def look_up() -> None:
@@ -135,9 +171,10 @@ def test_lookups_and_cuts_of_both_tables_in_any_order_do_not_lock_each_other_out
     thread.join()
 
 
+@of_both_kinds
 @pytest.mark.parametrize("kind", [HashEmbedding, HashEmbeddingBag])
-def test_ids_that_are_not_admitted_train_as_zeros_without_gradient(kind: Any) -> None:
-    table = new_table(admit_after=2, cache_rows=8, initializer=1.0)
+def test_ids_that_are_not_admitted_train_as_zeros_without_gradient(new_table: Any, kind: Any) -> None:
+    table = new_table(admit_after=2, initializer=1.0)
     table.lookup(batch([1]))
     # What a free row holds must not show.
     table.embedding.fill_(float("nan"))
@@ -155,8 +192,9 @@ def test_ids_that_are_not_admitted_train_as_zeros_without_gradient(kind: Any) ->
     assert values["last_seen"].tolist() == [4, 4]
 
 
-def test_admitted_ids_alone_are_counted() -> None:
-    table = MultiLevelTable("t", 2, cache_rows=4, metadata={"count": torch.int64}, admit_after=2)
+@of_both_kinds
+def test_admitted_ids_alone_are_counted(new_table: Any) -> None:
+    table = new_table(metadata={"count": torch.int64}, admit_after=2)
     module = HashEmbedding(table)
     module(batch([7, 9, 9]))
     # 9 is admitted now; 5 and 8, before and after it in the order of ids, are not.
@@ -165,7 +203,8 @@ def test_admitted_ids_alone_are_counted() -> None:
     assert table.read(batch([9]))["count"].tolist() == [3]
 
 
-def test_a_batch_of_candidates_alone_trains() -> None:
+@of_both_kinds
+def test_a_batch_of_candidates_alone_trains(new_table: Any) -> None:
     table = new_table(admit_after=2)
     module = HashEmbedding(table)
     out = module(batch([1, 2]))

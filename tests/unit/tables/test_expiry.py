@@ -10,7 +10,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.tables import HashEmbedding, HashTable, MultiLevelTable
-from asyncckpt.tables.expiry import is_below
+from asyncckpt.tables.expiry import is_below, is_older
 
 METADATA: dict[str, Any] = {"last_seen": torch.int64, "score": torch.float16, "pair": (torch.int64, (2,))}
 
@@ -80,3 +80,45 @@ def test_a_column_named_count_of_another_kind_is_left_alone() -> None:
     table = HashTable("t", 2, metadata={"count": torch.float32})
     HashEmbedding(table)(torch.tensor([1, 1]))
     assert table.slot("count")[table.lookup(torch.tensor([1]))].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("table", tables(), ids=["HashTable", "MultiLevelTable"])
+def test_age_is_counted_from_the_newest_stamp(table: Any) -> None:
+    table.insert(torch.arange(5), torch.ones(5, 2), last_seen=torch.tensor([2**60, 2**60 - 10, 2**60 - 11, 1, 0]))
+    assert table.evict("last_seen", older_than=2**61) == 0
+    assert table.evict("last_seen", older_than=10) == 2
+    # Id 4 was never stamped.
+    assert sorted(table.ids().tolist()) == [0, 1, 4]
+    table.lookup(torch.tensor([0, 1]))
+    assert table.evict("last_seen", older_than=0) == 1
+    assert sorted(table.ids().tolist()) == [0, 4]
+
+
+@pytest.mark.parametrize("table", tables(), ids=["HashTable", "MultiLevelTable"])
+def test_a_step_that_nobody_set_removes_nothing(table: Any) -> None:
+    module = HashEmbedding(table)
+    module(torch.arange(4))
+    assert table.evict("last_seen", older_than=0) == 0
+    message = "eviction from table 't' would remove all ids, by a column nobody has written, found .*'last_seen' is 0"
+    with pytest.raises(UsageError, match=message):
+        table.evict("last_seen", below=1000)
+    assert len(table) == 4
+    # A run that goes on and forgets the step neither ages the rows that it uses, nor the others.
+    module.step = 500
+    module(torch.arange(2))
+    module.step = None
+    module(torch.arange(1))
+    assert table.evict("last_seen", older_than=100) == 0
+    assert table.evict("last_seen", below=100) == 2
+
+
+def test_numbers_that_are_not_finite_have_no_age() -> None:
+    values = torch.tensor([math.inf, -math.inf, math.nan, 5.0, 1.0, 0.0])
+    assert is_older(values, 2, fill=0.0).tolist() == [False] * 4 + [True, False]
+    assert is_older(values[:3], 2, fill=0.0).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize("bounds", [{}, {"below": 1, "older_than": 1}, {"older_than": -1}, {"older_than": math.nan}])
+def test_an_eviction_has_one_bound(bounds: Any) -> None:
+    with pytest.raises(UsageError, match=r"(bound|age) of an eviction from table 't' is wrong"):
+        tables()[0].evict("last_seen", **bounds)

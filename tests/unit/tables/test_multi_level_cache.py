@@ -85,9 +85,11 @@ def test_rows_that_leave_the_cache_come_back_as_they_went() -> None:
         world.train(ids)
     world.check()
     statistics = world.table.statistics()
-    assert (statistics.inserted_count, statistics.cached_count) == (5, 2)
-    assert statistics.evictions_count == statistics.written_back_count == 5
-    assert (statistics.hits_count, statistics.misses_count) == (7, 7)
+    cache = statistics.cache
+    assert cache is not None
+    assert (statistics.inserted_count, cache.cached_count) == (5, 2)
+    assert cache.evictions_count == cache.written_back_count == 5
+    assert (cache.hits_count, cache.misses_count) == (7, 7)
 
 
 def test_cache_grows_for_a_large_batch_and_warns_once() -> None:
@@ -150,7 +152,7 @@ def test_prefetch_brings_known_ids_only() -> None:
     assert table.prefetch(batch([1, 99, 1, 2])) == 2
     assert cached_ids(table) > {1, 2}
     assert contents(table) == before
-    assert table.statistics().prefetched_count == 2
+    assert table.statistics().cache.prefetched_count == 2
 
 
 def test_prefetch_leaves_what_is_waited_for_and_stops() -> None:

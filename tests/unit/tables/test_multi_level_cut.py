@@ -309,7 +309,7 @@ def test_full_log_makes_changes_wait_until_windows_leave(monkeypatch: pytest.Mon
     world.write(range(8))
     assert begin.is_set()
     assert exporter.join() == saving.expected
-    assert world.table.statistics().paused_seconds > 0.0
+    assert world.table.statistics().cache.paused_seconds > 0.0
     world.check()
 
 

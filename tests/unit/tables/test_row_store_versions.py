@@ -51,7 +51,7 @@ def do_all(table: Any) -> None:
     table.lookup(batch(5, 200, 201, 202))
     module = HashEmbedding(table)
     for optimizer in (SparseAdagrad(module, lr=0.1), SparseSGD(module, lr=0.1)):
-        module.step += 1
+        module.step = 1
         module(batch(3, 4, 3, 900)).sum().backward()
         optimizer.step()
     module.eval()(batch(3, 950))

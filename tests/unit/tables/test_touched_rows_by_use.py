@@ -242,7 +242,7 @@ def test_moves_between_levels_mark_nothing() -> None:
     table.lookup(batch(5, 6, 7, 8), insert=False)
     table.prefetch(batch(0, 9))
     assert touched(table, version) == []
-    assert table.statistics().written_back_count >= 2
+    assert table.statistics().cache.written_back_count >= 2
 
 
 def test_a_row_that_was_changed_in_the_cache_stays_marked_when_it_leaves() -> None:
