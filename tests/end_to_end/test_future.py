@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import threading
 from pathlib import Path
@@ -64,6 +65,28 @@ def test_result_timeout_is_a_deadline_error(tmp_path: Path) -> None:
             future.result(0)
         gate.open()
         future.result(60)
+
+
+@pytest.mark.parametrize("wait", ["result", "wait_idle", "drain"])
+def test_a_deadline_is_ours_also_where_futures_have_an_error_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    """As in Python 3.10."""
+
+    class OfFutures(Exception): ...
+
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(9)}, filter_func=gate) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=1)
+        future = periodic.step(1)
+        assert future is not None
+        waits = {"result": future.result, "wait_idle": saver.wait_idle, "drain": periodic.drain}
+        with monkeypatch.context() as patched:
+            for module in (concurrent.futures, concurrent.futures._base):
+                patched.setattr(module, "TimeoutError", OfFutures)
+            with pytest.raises(asyncckpt.DeadlineError, match=r"save of step 1 did not end within 0\.01 s"):
+                waits[wait](0.01)
+        gate.open()
 
 
 def test_unasked_error_is_raised_once_by_the_next_save(tmp_path: Path) -> None:

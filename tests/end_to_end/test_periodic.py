@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt import periodic as periodic_module
 from tests.end_to_end.state import Gate
 
 
@@ -57,6 +58,17 @@ def test_busy_saves_are_skipped_and_counted(tmp_path: Path) -> None:
         periodic.step(4)
         periodic.drain(60)
     assert asyncckpt.list_steps(tmp_path) == [1, 4]
+
+
+def test_the_wait_for_the_last_save_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(periodic_module, "SAVE_DEADLINE_S", 0.01)
+    gate = Gate()
+    with make(tmp_path, filter_func=gate) as saver:
+        expected = pytest.raises(asyncckpt.DeadlineError, match=r"save of step 1 did not end within 0\.01 s")
+        with expected, asyncckpt.PeriodicSaver(saver, every_steps=1) as periodic:
+            periodic.step(1)
+        gate.open()
+    assert asyncckpt.list_steps(tmp_path) == [1]
 
 
 def test_background_error_reaches_the_next_step(tmp_path: Path) -> None:

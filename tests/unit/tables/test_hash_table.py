@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -271,6 +272,26 @@ def test_failed_growth_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatc
     assert table.embedding[rows].tolist() == [[5.0] * DIM] * 2
     new_rows = table.lookup(batch([3, 4]))
     assert table.embedding[new_rows].tolist() == [first_row(3), first_row(4)]
+
+
+def test_ids_whose_lookup_is_interrupted_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the insert of the core, which knows them from then on, and before the table has room for them."""
+    table = new_table()
+    id_map = type(table._store._ids)
+    insert = id_map.insert
+
+    def insert_and_signal(self: Any, ids: Any) -> Any:
+        found = insert(self, ids)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(id_map, "insert", insert_and_signal)
+        with pytest.raises(KeyboardInterrupt):
+            table.lookup(torch.arange(1000))
+    rows = table.lookup(torch.arange(1000))
+    assert table.embedding[rows].tolist() == [first_row(id) for id in range(1000)]
+    assert len(table) == 1000
 
 
 def test_threads_share_a_table() -> None:
