@@ -16,6 +16,7 @@ from asyncckpt.tables.emb_cache_modules import (
     EmbCacheEmbeddingCollection,
     EmbCacheTableConfig,
     JaggedRows,
+    PooledRows,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "EmbCacheTableConfig",
     "JaggedRows",
     "PathRules",
+    "PooledRows",
     "Saver",
     "SparseLoadReport",
 ]

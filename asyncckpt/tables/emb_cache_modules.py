@@ -1,7 +1,8 @@
 """torch modules over several multi-level tables: EmbCacheEmbeddingBagCollection and EmbCacheEmbeddingCollection.
 
 A collection maps features to tables, as TorchRec's EmbeddingBagCollection and EmbeddingCollection do; several features
-may share a table. A batch is a KeyedJaggedTensor, or feature -> (values, offsets): see jagged_batch.py.
+may share a table, and a feature may be in several tables: its rows of each are then named `<feature>@<table>`. A batch
+is a KeyedJaggedTensor, or feature -> (values, offsets): see jagged_batch.py.
 
 All features of a table share one lookup, so that an id counts once per batch for admission, and the cache sees all rows
 of the batch at once.
@@ -12,8 +13,10 @@ Source of the interface: TorchRec `EmbeddingBagCollection`, `EmbeddingCollection
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -80,6 +83,43 @@ class JaggedRows(NamedTuple):
     offsets: torch.Tensor
 
 
+@dataclass(frozen=True)
+class PooledRows:
+    """Pooled rows by key, with the methods of TorchRec's KeyedTensor: `[batch, dim]` for each key.
+
+    A key is a feature, or `<feature>@<table>` for a feature of several tables; keys are in the order of the configs.
+    """
+
+    by_key: Mapping[str, torch.Tensor]
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_key)
+
+    def keys(self) -> list[str]:
+        return list(self.by_key)
+
+    def values(self) -> torch.Tensor:
+        """Return the rows of all keys side by side, `[batch, sum of dims]`. Raises UsageError for unequal batches."""
+        sizes = {key: len(rows) for key, rows in self.by_key.items()}
+        if len(set(sizes.values())) > 1:
+            raise UsageError("features have different numbers of samples", found=sizes, hint="take them one by one")
+        return torch.cat(list(self.by_key.values()), dim=1)
+
+    def length_per_key(self) -> list[int]:
+        """Return the dim of every key."""
+        return [rows.shape[1] for rows in self.by_key.values()]
+
+    def offset_per_key(self) -> list[int]:
+        """Return where each key begins in a row of `values()`, and where the last one ends."""
+        return [0, *accumulate(self.length_per_key())]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.by_key)
+
+
 class EmbCacheCollection(nn.Module):
     """What both collections share. Made by their constructors only.
 
@@ -96,6 +136,7 @@ class EmbCacheCollection(nn.Module):
     ) -> None:
         super().__init__()
         self.configs = _checked_configs(tables)
+        self._keys = _keys_of(self.configs)
         # A list, not a ModuleDict: torch refuses some names of tables, for example those with a dot.
         self.embeddings = nn.ModuleList(
             self._new_embedding(config, config.new_table(shard=shard, device=device)) for config in self.configs
@@ -168,16 +209,17 @@ class EmbCacheEmbeddingBagCollection(EmbCacheCollection):
         if wrong:
             raise UsageError("weights need tables that pool by 'sum'", found=wrong)
 
-    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Return feature -> `[batch, dim]`, in the order of the configs. Raises UsageError for a wrong batch."""
+    def forward(self, batch: Any) -> PooledRows:
+        """Return pooled rows, `[batch, dim]` of each key, in the order of the configs. Raises UsageError for a wrong
+        batch."""
         pooled: dict[str, torch.Tensor] = {}
-        for config, module in zip(self.configs, self._modules_in_order(), strict=True):
+        for config, keys, module in zip(self.configs, self._keys, self._modules_in_order(), strict=True):
             parts = [feature_of(batch, name, weighted=self.is_weighted) for name in config.feature_names]
             weights = joined_weights(parts) if self.is_weighted else None
             offsets = sent(joined_offsets(parts), module.table.device)
             rows = module(torch.cat([part.values for part in parts]), offsets, weights)
-            pooled.update(zip(config.feature_names, rows.split([len(part.offsets) - 1 for part in parts]), strict=True))
-        return pooled
+            pooled.update(zip(keys, rows.split([len(part.offsets) - 1 for part in parts]), strict=True))
+        return PooledRows(pooled)
 
     def _new_embedding(self, config: EmbCacheTableConfig, table: MultiLevelTable) -> HashEmbedding:
         return HashEmbeddingBag(table, mode=config.pooling, include_last_offset=True)
@@ -187,16 +229,14 @@ class EmbCacheEmbeddingCollection(EmbCacheCollection):
     """Rows per feature, one for each id, as in sequence models."""
 
     def forward(self, batch: Any) -> dict[str, JaggedRows]:
-        """Return feature -> (rows `[n, dim]`, offsets int64 [batch + 1]), in the order of the configs.
-
-        Raises UsageError for a wrong batch.
-        """
+        """Return key -> (rows `[n, dim]`, offsets int64 [batch + 1]), in the order of the configs, with the keys of
+        PooledRows. Raises UsageError for a wrong batch."""
         found: dict[str, JaggedRows] = {}
-        for config, module in zip(self.configs, self._modules_in_order(), strict=True):
+        for config, keys, module in zip(self.configs, self._keys, self._modules_in_order(), strict=True):
             parts = [feature_of(batch, name, weighted=False) for name in config.feature_names]
             rows = module(torch.cat([part.values for part in parts])).split([len(part.values) for part in parts])
-            for name, part, own in zip(config.feature_names, parts, rows, strict=True):
-                found[name] = JaggedRows(values=own, offsets=sent(part.offsets, own.device))
+            for key, part, own in zip(keys, parts, rows, strict=True):
+                found[key] = JaggedRows(values=own, offsets=sent(part.offsets, own.device))
         return found
 
     def _new_embedding(self, config: EmbCacheTableConfig, table: MultiLevelTable) -> HashEmbedding:
@@ -207,16 +247,26 @@ def _checked_configs(tables: object) -> tuple[EmbCacheTableConfig, ...]:
     if not isinstance(tables, Sequence) or not tables:
         raise UsageError("tables of a collection are wrong", found=tables, expected="at least one EmbCacheTableConfig")
     names: set[str] = set()
-    owners: dict[str, str] = {}
     for config in tables:
         if not isinstance(config, EmbCacheTableConfig):
             raise UsageError("table of a collection is wrong", found=type(config), expected=EmbCacheTableConfig)
         if config.name in names:
             raise UsageError("two tables of a collection have one name", found=config.name)
         names.add(config.name)
-        for feature in config.feature_names:
-            if feature in owners:
-                what = f"feature {feature!r} of table {config.name!r} is taken by table {owners[feature]!r}"
-                raise UsageError(what, hint="a feature belongs to one table; give it a second name")
-            owners[feature] = config.name
+        if len(set(config.feature_names)) < len(config.feature_names):
+            raise UsageError(f"table {config.name!r} has a feature twice", found=config.feature_names)
     return tuple(tables)
+
+
+def _keys_of(configs: Sequence[EmbCacheTableConfig]) -> list[list[str]]:
+    """Return what the rows of the features of every table are named in an output, all different, as TorchRec does."""
+    uses = Counter(feature for config in configs for feature in config.feature_names)
+    keys = [
+        [f"{feature}@{config.name}" if uses[feature] > 1 else feature for feature in config.feature_names]
+        for config in configs
+    ]
+    taken = [key for key, count in Counter(key for own in keys for key in own).items() if count > 1]
+    if taken:
+        what = "feature of a collection is named as another one of several tables is in the output"
+        raise UsageError(what, found=taken, hint="give it another name")
+    return keys

@@ -16,6 +16,7 @@ from asyncckpt.embcache import (
     EmbCacheShardedEmbeddingBagCollection,
     EmbCacheShardedEmbeddingCollection,
     JaggedRows,
+    PooledRows,
 )
 from tests.embcache.models import FEATURES, Net, config, image, make_batch
 
@@ -85,6 +86,40 @@ def test_bags_are_pooled_per_feature(mode: str) -> None:
     }
 
 
+def test_pooled_rows_have_the_methods_of_a_keyed_tensor() -> None:
+    pooled = EmbCacheEmbeddingBagCollection([config(), config("ad", ["ads"], dim=3)])(make_batch(3))
+    assert isinstance(pooled, PooledRows)
+    assert pooled.keys() == list(pooled) == list(pooled.to_dict()) == ["clicks", "likes", "ads"]
+    assert (pooled.length_per_key(), pooled.offset_per_key()) == ([4, 4, 3], [0, 4, 8, 11])
+    assert torch.equal(pooled.values(), torch.cat([pooled["clicks"], pooled["likes"], pooled["ads"]], dim=1))
+    with pytest.raises(UsageError, match=r"different numbers of samples, found \{'a': 2, 'b': 3\}"):
+        PooledRows({"a": torch.zeros(2, 1), "b": torch.zeros(3, 1)}).values()
+
+
+@pytest.mark.parametrize("kind", [EmbCacheEmbeddingBagCollection, EmbCacheEmbeddingCollection])
+def test_a_feature_of_two_tables_has_rows_of_both(kind: type[Any]) -> None:
+    both = kind([config(), config("wide", ["likes"], dim=3)])
+    alone = [kind([config()]), kind([config("wide", ["likes"], dim=3)])]
+    batch = make_batch(3)
+    found = both(batch)
+    assert list(found) == ["clicks", "likes@user", "likes@wide"]
+    for key, expected_rows in (("likes@user", alone[0](batch)["likes"]), ("likes@wide", alone[1](batch)["likes"])):
+        assert torch.equal(found[key][0], expected_rows[0])
+        assert torch.equal(found[key][1], expected_rows[1])
+    for one in alone:
+        [(name, table)] = one.tables().items()
+        assert sorted(both.tables()[name].ids().tolist()) == sorted(table.ids().tolist())
+    # Both tables learn from it.
+    before = {name: table.read(batch["likes"][0])["embedding"] for name, table in both.tables().items()}
+    optimizer = asyncckpt.SparseSGD(both, lr=0.5)
+    found = both(batch)
+    rows = [found[key] if isinstance(found, PooledRows) else found[key].values for key in ("likes@user", "likes@wide")]
+    sum(part.sum() for part in rows).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    for name, table in both.tables().items():
+        assert not torch.equal(table.read(batch["likes"][0])["embedding"], before[name])
+
+
 def test_rows_of_a_sequence_come_one_by_one() -> None:
     collection = EmbCacheEmbeddingCollection([config(features=FEATURES)])
     batch = make_batch(4)
@@ -100,10 +135,11 @@ def test_rows_of_a_sequence_come_one_by_one() -> None:
 def test_keyed_jagged_tensor_gives_the_same(kind: type[Any]) -> None:
     one, two = kind([config(features=FEATURES)]), kind([config(features=FEATURES)])
     batch = make_batch(5)
-    for name, rows in one(batch).items():
-        other = two(keyed(batch))[name]
-        assert torch.equal(rows[0], other[0])
-        assert torch.equal(rows[1], other[1])
+    found, others = one(batch), two(keyed(batch))
+    assert tuple(found) == FEATURES
+    for name in found:
+        assert torch.equal(found[name][0], others[name][0])
+        assert torch.equal(found[name][1], others[name][1])
 
 
 def test_offsets_may_be_int32_but_ids_may_not() -> None:
@@ -204,8 +240,11 @@ def test_sharded_collections_hold_the_ids_of_their_rank() -> None:
         (lambda: EmbCacheEmbeddingBagCollection([]), "tables of a collection are wrong"),
         (lambda: EmbCacheEmbeddingBagCollection("user"), "table of a collection is wrong"),  # type: ignore[arg-type]
         (lambda: EmbCacheEmbeddingBagCollection([config(), config(features=["x"])]), "have one name"),
-        (lambda: EmbCacheEmbeddingBagCollection([config(), config("ad", ["likes"])]), "'likes' of table 'ad' is taken"),
-        (lambda: EmbCacheEmbeddingBagCollection([config(features=["a", "a"])]), "is taken by table 'user'"),
+        (lambda: EmbCacheEmbeddingBagCollection([config(features=["a", "a"])]), "'user' has a feature twice"),
+        (
+            lambda: EmbCacheEmbeddingBagCollection([config(features=["a", "a@ad"]), config("ad", ["a"])]),
+            "named as another one",
+        ),
         (lambda: config(""), "name of a table"),
         (lambda: config("a@b"), "without '@'"),
         (lambda: config(features=[]), "feature_names"),
