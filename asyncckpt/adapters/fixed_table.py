@@ -14,7 +14,8 @@ tensors: each row is from before or from the checkpoint. The table's lock is hel
 save and a load exclude each other; training does not use the lock.
 
 Any code may write to the memory of such a table, so it knows which rows were written between two cuts only after a
-promise to report every write: by `FixedTable.track()`, or by `track_lookups` for supported modules.
+promise to report every write: by `FixedTable.track()`, or by `track_lookups` for supported modules, whose kernels write
+what torch does not count. There a write that torch has counted makes all marks unknown.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class FixedMarks(TouchedRows):
         super().__init__(rows_count)
         self._lock = Guard()
         self._before_cut = before_cut
+        self._versions: dict[str, int] | None = None
         self.begin_rows(np.arange(rows_count, dtype=np.int64), rows_end=rows_count)
 
     def mark(self, rows: I64) -> None:
@@ -61,6 +63,17 @@ class FixedMarks(TouchedRows):
     def lose_all(self, *, by_others: bool = False) -> None:
         with self._lock:
             super().lose_all(by_others=by_others)
+
+    def look_for_others(self, columns: Mapping[str, torch.Tensor]) -> None:
+        """Lose all when torch has counted a write to one of the columns since the last call.
+
+        For columns that are trained by kernels whose writes torch does not count: a counted one is of other code, and
+        nobody knows which rows it was to.
+        """
+        versions = {name: 0 if tensor.is_inference() else tensor._version for name, tensor in columns.items()}
+        if self._versions not in (None, versions):
+            self.lose_all()
+        self._versions = versions
 
     def end_epoch(self) -> CutVersion:
         self._before_cut()
@@ -195,6 +208,9 @@ class FixedTable(LockedTable):
             columns, marks = self._checked_live(), self._all_marks()
             if not marks:
                 return self._cut(self, columns, self._lock)
+            kept = self._marks()
+            if kept is not None:
+                kept.look_for_others(columns)
             cut = self._tracked_cut(self, columns, self._lock)
             cut.start_tracking(marks[0])
             return cut

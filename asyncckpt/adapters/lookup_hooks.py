@@ -10,7 +10,9 @@ Marks are collected in one mask per TBE, on the device of its indices, without w
 (row_mask.py). On a GPU, that cut makes the host wait until the device has executed the last mark, which is after the
 last forward of the TBE, perhaps before its backward. A save of tables without marks does not wait, but copies all rows.
 
-Other writes to rows are not seen. A load, by asyncckpt or with load_state_dict, counts as a change of all rows.
+A load, by asyncckpt or with load_state_dict, counts as a change of all rows. So does every other write that torch
+counts, for FBGEMM's kernels move no version counter: the load_state_dict of a fused optimizer above all, which copies
+into the states' memory and calls no hook. What torch does not count is not seen.
 
 Source of the interface: fbgemm_gpu 1.8.0, detected by attributes, without importing it.
 """

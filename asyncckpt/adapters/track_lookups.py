@@ -51,7 +51,8 @@ def track_lookups(module: torch.nn.Module) -> LookupTracking:
     """Mark the rows that the fused optimizers in a module write, from now on.
 
     Their tables, made by `tables_of` before or after, then know which rows changed between saves. Rows that a training
-    forward looked up count as written. Report other writes with `FixedTable.touch(ids)`. Costs two bytes per row and a
+    forward looked up count as written. After writes that torch counts, as of a fused optimizer's load_state_dict, one
+    save takes all rows; report those that it does not count with `FixedTable.touch(ids)`. Costs two bytes per row and a
     pass over the ids of a batch; if the ids are on a GPU, a save makes the host wait until the last forward has run
     there (lookup_hooks.py). Cannot be used with CUDA graphs, which replay no hooks. Raises UsageError if the module
     holds no table that can be tracked.

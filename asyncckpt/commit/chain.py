@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
+from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
 
 STEPS_SHOWN_MAX = 16
 Sealed = TypeVar("Sealed", bound=SealedHead)
@@ -84,6 +85,47 @@ class KnownChain:
         self._versions = [self._heads.version(found.file_name) for found in self._found]
         self._parents = head.parents
 
+    def look(self, parents: Sequence[ParentFacts]) -> list[ManifestHead | None]:
+        """Look, at little cost, whether a delta can build upon these: by names, and at files whose folder has changed.
+
+        Return the heads, if they were published or read here, of the parents that it has to list: those down to the
+        first that is full by now. Raises ConflictError where one is gone. It reads no file, so it may run in a call, on
+        any rank; `check` sees to the rest when the delta is published.
+        """
+        found: list[ManifestHead | None] = []
+        for parent in parents:
+            is_end, head = self._look_at(parent, parents[0])
+            found.append(head)
+            if is_end:
+                break
+        return found
+
+    def _look_at(self, parent: ParentFacts, newest: ParentFacts) -> tuple[bool, ManifestHead | None]:
+        """Return whether a chain ends with this parent because it was compacted, and its head if it is known."""
+        root, own, compacted = self._root, manifest_name(parent.step), compacted_manifest_name(parent.step)
+        is_compacted = root.manifests.exists(compacted)
+        try:
+            if is_compacted:
+                head = self._heads.known(compacted)
+                if head is None:
+                    return True, None
+                if head.replaces == parent.digest and root.data.exists(head.folder_name):
+                    self._heads.check_folder(head)
+                    return True, head
+            if not root.manifests.has_listed(own):
+                raise NotFoundError(f"manifest {own!r} is missing")
+            head = self._heads.known(own)
+            if head is not None and head.attempt == parent.attempt:
+                self._heads.check_folder(head)
+            elif not root.data.has_listed(folder := Attempt(parent.step, parent.attempt).directory):
+                raise NotFoundError(f"folder {folder!r} is missing")
+        except (CorruptError, NotFoundError) as error:
+            if not is_compacted and root.manifests.exists(compacted):
+                return True, None  # Since the first look, and retention has taken the other.
+            below = "" if parent == newest else f"of its parent step {parent.step}, "
+            raise base_lost(newest.step, f"{below}{error}") from error
+        return False, head
+
     def is_there(self, parents: tuple[ParentFacts, ...]) -> bool:
         """Return whether a delta could build upon these; False also when nobody can look."""
         step = parents[0].step + 1
@@ -100,6 +142,14 @@ class KnownChain:
             if root.manifests.version(found.file_name) == version:
                 return all(root.root.size(file.path) == file.bytes for file in found.files)
         return False
+
+
+def base_lost(step: int, why: str) -> ConflictError:
+    """Return the error of a delta which has lost the checkpoint of this step, that it would build upon."""
+    return ConflictError(
+        f"step {step}, which a delta would build upon, is not there any more: {why}",
+        hint="save a full checkpoint: kind='full' or 'auto'",
+    )
 
 
 def _is_end(child: ManifestHead, number: int, sealed: SealedHead) -> bool:

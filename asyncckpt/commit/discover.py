@@ -110,11 +110,13 @@ class KnownHeads:
     def __init__(self, root: CheckpointRoot) -> None:
         self._root = root
         self._heads: dict[str, tuple[tuple[int, ...], SealedHead]] = {}
+        self._folders: dict[str, tuple[int, ...]] = {}  # Versions in which all files were there.
 
     def add(self, sealed: SealedHead) -> None:
         """Take note of a manifest that this process has just published."""
         name = sealed.head.file_name
         with contextlib.suppress(CheckpointError):  # Then it is read when it is needed.
+            self._folders[name] = self._root.data.folder_version(sealed.head.folder_name)
             self._keep(name, self._root.manifests.version(name), sealed)
 
     def of(self, name: str) -> SealedHead:
@@ -124,6 +126,18 @@ class KnownHeads:
         if known is not None and known[0] == version:
             return known[1]
         return self._keep(name, version, decode_head(_bytes_of(self._root, name), name))
+
+    def known(self, name: str) -> ManifestHead | None:
+        """Return the head in this file, if it was published or read here and is still the same file; else None."""
+        known = self._heads.get(name)
+        return known[1].head if known is not None and known[0] == self._root.manifests.version(name) else None
+
+    def check_folder(self, head: ManifestHead) -> None:
+        """Check that all files are there, unless their folder is as it was then. CorruptError, IOFailedError."""
+        version = self._root.data.folder_version(head.folder_name)
+        if not version or version != self._folders.get(head.file_name):
+            check_files(self._root, head)
+            self._folders[head.file_name] = version
 
     def version(self, name: str) -> tuple[int, ...]:
         """Return the version of the file that was read, or published, under this name; () when it was forgotten."""
@@ -137,6 +151,7 @@ class KnownHeads:
     def forget(self, names: Iterable[str]) -> None:
         for name in names:
             self._heads.pop(name, None)
+            self._folders.pop(name, None)
 
     def _keep(self, name: str, version: tuple[int, ...], sealed: SealedHead) -> SealedHead:
         kept = replace(sealed, head=replace(sealed.head, values=(), metadata=None))

@@ -47,7 +47,7 @@ from typing import IO, Any, Literal, TypeVar
 from aiofiles.threadpool import wrap
 from aiofiles.threadpool.binary import AsyncFileIO
 
-from asyncckpt.commit.chain import KnownChain
+from asyncckpt.commit.chain import KnownChain, base_lost
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
@@ -287,7 +287,7 @@ class Transaction:
         try:
             self._commits.chain.check(head, going=going)
         except CorruptError as error:
-            raise _without_parents(head, str(error)) from error
+            raise base_lost(head.parents[0].step, str(error)) from error
 
     # -- the rename ----------------------------------------------------------------------------------------------------
 
@@ -325,13 +325,6 @@ class Transaction:
         step = self.attempt.step
         what = f"checkpoint of step {step} may be visible, but is perhaps not durable, or not whole: {error}"
         return InDoubt(what, self._root.path, self.attempt, name)
-
-
-def _without_parents(head: ManifestHead, why: str) -> ConflictError:
-    return ConflictError(
-        f"step {head.parents[0].step}, which the delta of step {head.step} builds upon, is not there any more: {why}",
-        hint="save a full checkpoint: kind='full'",
-    )
 
 
 async def _write_all(file: AsyncFileIO, raw: bytes | bytearray) -> None:

@@ -17,13 +17,15 @@ from asyncckpt.tables.emb_cache_modules import EmbCacheCollection
 from asyncckpt.tables.embedding import HashEmbedding
 
 DEPTH_MAX = 500
+CHILDREN_MAX = 500
 PATH_SHOWN_MAX = 80
 
 
 def find_collections(module: object) -> dict[str, EmbCacheCollection]:
     """Return path in the module -> collection; the path of the module itself is "".
 
-    Raises UsageError when it is no module, when it is deeper than 500, or when it holds no collection.
+    Raises UsageError when it is no module, when it is deeper than 500 or a module in it has more than 500 children, as
+    with RecSDK, or when it holds no collection.
     """
     if not isinstance(module, nn.Module):
         hint = "tensors and other state are saved with asyncckpt.Saver"
@@ -38,7 +40,7 @@ def find_collections(module: object) -> dict[str, EmbCacheCollection]:
 def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, module) of all modules, level by level: torch's own walk recurses, and visits the longest way first.
 
-    Raises UsageError beyond DEPTH_MAX.
+    Raises UsageError beyond DEPTH_MAX and CHILDREN_MAX.
     """
     seen = {id(module)}
     level: list[tuple[str, nn.Module]] = [("", module)]
@@ -46,7 +48,12 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from level
         below: list[tuple[str, nn.Module]] = []
         for path, item in level:
-            for name, child in item.named_children():
+            children = list(item.named_children())
+            if len(children) > CHILDREN_MAX:
+                what = f"module {path or 'itself'!r} has too many children"
+                hint = "put them into several modules"
+                raise UsageError(what, found=len(children), expected=f"at most {CHILDREN_MAX}", hint=hint)
+            for name, child in children:
                 if id(child) not in seen:
                     seen.add(id(child))
                     below.append((f"{path}.{name}" if path else name, child))

@@ -1,8 +1,11 @@
 """Which paths a checkpoint of sparse tables may have: RecSDK's rules, each of which can be relaxed.
 
-Source of the rules: RecSDK `Saver`, "length [1, 1024], no soft links, no sensitive words, no special paths, permission
-not above 750, local file systems only". Two are stricter to the letter than RecSDK's code: prefixes are compared by
-parts ("/etcetera" is not below "/etc"), and permissions by bits (0707 is not below 0750).
+Source of the rules: RecSDK `Saver`, whose page says "The length range is [1,1024] ... cannot contain soft links or
+sensitive characters (such as keys, passwords, and private keys). Special paths (such as paths under /usr) cannot be
+used. The path permission cannot be higher than 750", and "only the local file system". Where its code differs, the page
+counts: all of /usr is special, and words are found whatever their case ("my_keys", "PASSWORD"). What the code has
+besides is kept: /etc, 200 bytes of a relative path, 500 parts, the owner. Prefixes are compared by parts ("/etcetera"
+is not below "/etc"), and permissions by bits (0707 is not below 0750).
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from asyncckpt.errors import IOFailedError, UsageError
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, check_path
 
 MOUNTS_FILE = "/proc/self/mountinfo"
-FORBIDDEN_PREFIXES = ("/usr/bin", "/usr/sbin", "/etc", "/usr/lib", "/usr/lib64", "/usr/local")
-SENSITIVE_WORDS = ("Key", "password", "privatekey")
+FORBIDDEN_PREFIXES = ("/usr", "/etc")
+SENSITIVE_WORDS = ("key", "password", "privatekey")
+# A text of so many letters counts only as a word of its own, or its plural: there is a "key" in "monkey".
+SHORT_WORD_MAX = 3
 REMOTE_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "fuse", "fuseblk", "afs", "coda", "ceph", "glusterfs",
     "lustre", "gpfs", "beegfs", "orangefs", "pvfs2", "ocfs2", "gfs2", "9p", "virtiofs", "vboxsf",
@@ -30,9 +35,12 @@ class PathRules:
     """The rules for a path to save to or to load from; the default is strict.
 
     length_max            most bytes of the absolute path; None: as long as the system takes
+    relative_length_max   most bytes of a path that is given relative to the working folder; None: any
+    parts_max             most parts of the absolute path; None: any
     symlinks_allowed      whether a part of the path may be a symbolic link
     forbidden_prefixes    folders that the path must not be or lie below
-    sensitive_words       texts that the path must not hold, in this spelling
+    sensitive_words       texts that the path must not hold, whatever their case; one of up to 3 letters as a word only,
+                          or its plural: "my_keys" and "apiKey" hold "key", "monkey" does not
     permission_max        permission bits that the folder, and the nearest one above it, may have; None: any
     owner_checked         whether both must belong to the user or the group of this process
     remote_file_systems   types of file systems, as in /proc/self/mountinfo, that are refused; "fuse" also means
@@ -40,6 +48,8 @@ class PathRules:
     """
 
     length_max: int | None = 1024
+    relative_length_max: int | None = 200
+    parts_max: int | None = 500
     symlinks_allowed: bool = False
     forbidden_prefixes: tuple[str, ...] = FORBIDDEN_PREFIXES
     sensitive_words: tuple[str, ...] = SENSITIVE_WORDS
@@ -53,7 +63,7 @@ class PathRules:
             if not isinstance(texts, tuple) or not all(isinstance(text, str) and text for text in texts):
                 # A bare str would be taken letter by letter, and "" is in every path.
                 raise UsageError(f"{name} of PathRules are wrong", found=texts, expected="a tuple of non-empty str")
-        for name in ("length_max", "permission_max"):
+        for name in ("length_max", "relative_length_max", "parts_max", "permission_max"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 0):
                 raise UsageError(f"{name} of PathRules is wrong", found=number, expected="an int, or None")
@@ -84,21 +94,33 @@ class PathRules:
                 raise UsageError(f"path {str(path)!r} holds a symbolic link", found=str(part))
 
     def _check_text(self, path: str | os.PathLike[str]) -> Path:
-        absolute = check_path(path)
-        length = len(os.fsencode(absolute))
-        if self.length_max is not None and length > self.length_max:
-            raise UsageError("path is too long", found=length, expected=f"1 to {self.length_max} bytes")
+        absolute, given = check_path(path), os.fspath(path)
+        real = Path(os.path.realpath(absolute))
+        self._check_length(absolute, given)
         for word in self.sensitive_words:
             # Also as it was given: "x/password/.." is gone from the absolute path.
-            if word in os.fspath(path) or word in str(absolute):
+            if _holds(given, word) or _holds(str(absolute), word):
                 what = f"path {str(absolute)!r} holds a sensitive word"
                 raise UsageError(what, found=word, hint="PathRules(sensitive_words=...) chooses the words")
-        real = Path(os.path.realpath(absolute))
         for prefix in self.forbidden_prefixes:
             if any(Path(prefix) in (place, *place.parents) for place in (absolute, real)):
                 raise UsageError(f"path {str(absolute)!r} is a special one", found=f"below {prefix!r}")
         self.check_links(absolute)
         return absolute
+
+    def _check_length(self, absolute: Path, given: str) -> None:
+        length = len(os.fsencode(absolute))
+        if self.length_max is not None and length > self.length_max:
+            raise UsageError("path is too long", found=length, expected=f"1 to {self.length_max} bytes")
+        length = len(os.fsencode(given))
+        if self.relative_length_max is not None and not os.path.isabs(given) and length > self.relative_length_max:
+            expected = f"at most {self.relative_length_max} bytes"
+            raise UsageError(
+                "relative path is too long", found=length, expected=expected, hint="give the absolute path"
+            )
+        parts_count = len(absolute.parts) - 1
+        if self.parts_max is not None and parts_count > self.parts_max:
+            raise UsageError("path has too many parts", found=parts_count, expected=f"at most {self.parts_max}")
 
     def _check_folders(self, absolute: Path) -> None:
         """Check the nearest folder above the path, and the path where it exists."""
@@ -144,6 +166,15 @@ class PathRules:
 
 
 STRICT = PathRules()
+
+
+def _holds(path: str, word: str) -> bool:
+    """Return whether a path holds a sensitive word, whatever its case."""
+    if len(word) > SHORT_WORD_MAX:
+        return word.lower() in path.lower()
+    parts = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", path)  # apiKeys, APIKeys: api_Keys, API_Keys.
+    found = re.compile(rf"(?<![a-z]){re.escape(word.lower())}s?(?![a-z])")
+    return any(found.search(text.lower()) for text in (path, parts))
 
 
 def nearest_folder(path: Path) -> Path:

@@ -223,6 +223,10 @@ class Directory:
     def exists(self, name: str) -> bool:
         return self._stat(name) is not None
 
+    def has_listed(self, name: str) -> bool:
+        """Return whether a name is there, also where a network file system remembers that it was not."""
+        return self.exists(name) or name in self.names()
+
     def has(self, name: str, identity: tuple[int, int]) -> bool:
         """Return whether this name leads to the file or folder with this device and inode. Raises IOFailedError."""
         status = self._stat(name)
@@ -232,6 +236,11 @@ class Directory:
         """Return what differs when another file has this name. NotFoundError, CorruptError, IOFailedError."""
         status = self._file_status(name)
         return *_identity(status), status.st_size, status.st_mtime_ns
+
+    def folder_version(self, name: str) -> tuple[int, ...]:
+        """Return what differs when this folder is another one or has other names in it; () when it is not there."""
+        status = self._stat(name)
+        return () if status is None else (*_identity(status), status.st_mtime_ns)
 
     def size(self, name: str) -> int:
         """Return the bytes of a regular file. Raises NotFoundError, CorruptError, IOFailedError."""

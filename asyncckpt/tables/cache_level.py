@@ -62,7 +62,7 @@ class CacheLevel(Level):
         if rows.size:
             self._ids.remove(self._ids.ids_by_row()[rows])
             self.host_rows[rows] = -1
-            self.use.awaited[rows] = False
+            self.use.awaited_until[rows] = 0
 
     def clear(self) -> None:
         """Free all rows."""

@@ -11,11 +11,8 @@ rows it evicts, not on the size of the cache.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from asyncckpt.native import I64
-
-Mask = NDArray[np.bool_]
 
 POLICIES = ("lru", "lfu")
 # A refill queues this fraction of the cache, or as many rows as are needed if that is more.
@@ -25,13 +22,16 @@ QUEUE_SLICE_ROWS = 1024
 # For lfu, one number orders rows by lookups and then by time; 2**40 lookups take longer than any training.
 TICK_BITS = 40
 HITS_MAX = (1 << (63 - TICK_BITS)) - 1
+# A row that a prefetch brought may go at this lookup after it, if none has used it: its batch was skipped. Modules and
+# optimizers look a batch up a few times, so this is some fifty batches ahead.
+AWAITED_LOOKUPS_MAX = 256
 
 
 class CacheUse:
     """Use of `rows` cache rows. Callers hold the table's lock.
 
-    `ticks` is the last lookup that used a row, `hits` how many lookups did since it was cached, `awaited` whether a
-    prefetch cached or found it for a lookup that is still to come.
+    `ticks` is the last lookup that used a row, `hits` how many lookups did since it was cached. A row that a
+    prefetch cached or found is kept until the lookup `awaited_until`; 0 for one that no prefetch has asked for since.
     """
 
     def __init__(self, rows: int, *, policy: str) -> None:
@@ -40,7 +40,7 @@ class CacheUse:
         self.tick = 0
         self.ticks: I64 = np.zeros(rows, dtype=np.int64)
         self.hits: I64 = np.zeros(rows, dtype=np.int64)
-        self.awaited: Mask = np.zeros(rows, dtype=np.bool_)
+        self.awaited_until: I64 = np.zeros(rows, dtype=np.int64)
         self._empty_queue()
 
     def begin_lookup(self) -> None:
@@ -51,24 +51,28 @@ class CacheUse:
         """Count rows as used by this lookup; a row that is mentioned several times counts once."""
         self.ticks[rows] = self.tick
         self.hits[rows] += 1
-        self.awaited[rows] = False
+        self.awaited_until[rows] = 0
+
+    def await_rows(self, rows: I64) -> None:
+        """Keep rows for a coming lookup."""
+        self.awaited_until[rows] = self.tick + AWAITED_LOOKUPS_MAX
 
     def begin_rows(self, rows: I64, *, awaited: bool) -> None:
         """Start the counts of rows that have just been cached."""
         self.ticks[rows] = self.tick
         self.hits[rows] = 0
-        self.awaited[rows] = awaited
+        self.awaited_until[rows] = self.tick + AWAITED_LOOKUPS_MAX if awaited else 0
 
     def grow(self, rows: int) -> None:
         """Make room for `rows` rows in all."""
         more = rows - len(self.ticks)
         self.ticks = np.concatenate([self.ticks, np.zeros(more, dtype=np.int64)])
         self.hits = np.concatenate([self.hits, np.zeros(more, dtype=np.int64)])
-        self.awaited = np.concatenate([self.awaited, np.zeros(more, dtype=np.bool_)])
+        self.awaited_until = np.concatenate([self.awaited_until, np.zeros(more, dtype=np.int64)])
 
     def clear(self) -> None:
         """Forget all use."""
-        self.awaited[:] = False
+        self.awaited_until[:] = 0
         self._empty_queue()
 
     def victims(self, count: int, *, used: I64, awaited_too: bool) -> I64:
@@ -91,7 +95,7 @@ class CacheUse:
             # A row that was looked up, or evicted and cached again, has another tick than when it was queued.
             good = (used[rows] >= 0) & (self.ticks[rows] == self._queue_ticks[part])
             if not awaited_too:
-                good &= ~self.awaited[rows]
+                good &= self.awaited_until[rows] <= self.tick
             taken = np.flatnonzero(good)[:count]
             # The slice may hold more for the next call after the last row that is taken.
             self._queue_at += int(taken[-1]) + 1 if taken.size == count else rows.size
@@ -102,7 +106,7 @@ class CacheUse:
     def _refill(self, count: int, *, used: I64, awaited_too: bool) -> None:
         free_to_go = (used >= 0) & (self.ticks != self.tick)
         if not awaited_too:
-            free_to_go &= ~self.awaited
+            free_to_go &= self.awaited_until <= self.tick
         rows = np.flatnonzero(free_to_go)
         keys = self._keys(rows)
         wanted = max(count, used.size // QUEUE_SHARE)

@@ -93,7 +93,7 @@ class Levels:
         """Bring known ids into the cache while there is room, and return how many came."""
         rows = self.cache.find(ids)
         cached = rows >= 0
-        self.cache.use.awaited[rows[cached]] = True
+        self.cache.use.await_rows(rows[cached])
         missing = np.unique(ids[~cached])
         host_rows = self.store.find(missing)
         missing, host_rows = missing[host_rows >= 0], host_rows[host_rows >= 0]

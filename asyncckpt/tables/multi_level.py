@@ -125,8 +125,8 @@ class MultiLevelTable(TrainedTable):
         """Bring rows of known ids (int64, any shape) into the cache for a coming batch; return how many came.
 
         A hint: it changes no value, gives no id a row and counts nothing. Rows that an earlier prefetch brought stay
-        until a lookup has used them, so it may run several batches ahead; it stops when no other row can be evicted. It
-        may run on another thread while training uses looked-up rows. Raises UsageError.
+        until a lookup has used them, at most for 256 lookups, so it may run several batches ahead; it stops when no
+        other row can be evicted. It may run on another thread while training uses looked-up rows. Raises UsageError.
         """
         flat = flat_ids(ids, table=self._name)
         with self._lock.hold("prefetch"):

@@ -6,7 +6,8 @@ Only what fbgemm_gpu's training module shows by attributes, with what makes a wr
 - a cached row is newer than the managed one, and wider than its table where tables have different dims;
 - flush() writes to the managed rows, rounds them with the default random numbers, and is never needed;
 - a prefetch moves weights and slots on a stream of its own: before that is waited for they do not fit each other;
-- the backward writes the rows that its forward looked up, also row 0 where an index was out of range.
+- the backward writes the rows that its forward looked up, also row 0 where an index was out of range;
+- no kernel moves torch's version counters, whatever it writes.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class FakeTbe(nn.Module):
         for t in self.cached_tables():
             for row, slot in self.cached(t).items():
                 noise = torch.rand(self.specs[t].dim) * 1e-3
-                self.split_embedding_weights()[t][row] = self.lxu_cache_weights[slot, : self.specs[t].dim] + noise
+                self.split_embedding_weights()[t].data[row] = self.lxu_cache_weights[slot, : self.specs[t].dim] + noise
 
     def reset_cache_states(self) -> None:
         self.resets_count += 1
@@ -198,8 +199,8 @@ class FakeTbe(nn.Module):
         gradient = torch.full_like(values, 0.01 * (step + 1) * (row + 1))
         states = [] if self.optimizer is OptimType.NONE else self.split_optimizer_states()
         for state in states[t] if states else []:
-            state[row] += gradient.float().mean() if state.dim() == 1 else gradient.float()
-        values -= gradient
+            state.data[row] += gradient.float().mean() if state.dim() == 1 else gradient.float()
+        values.data.sub_(gradient)
 
     def newest(self, t: int, row: int) -> torch.Tensor:
         """The live memory of a row: its place in the cache, to where it is moved if need be, or in the table."""
@@ -296,7 +297,7 @@ class FakeTbe(nn.Module):
         for table, begin in self.begins.items():
             if begin <= old < begin + self.specs[table].rows:
                 dim = self.specs[table].dim
-                self.split_embedding_weights()[table][old - begin] = self.lxu_cache_weights[slot, :dim].to(
+                self.split_embedding_weights()[table].data[old - begin] = self.lxu_cache_weights[slot, :dim].to(
                     self.weights_uvm.dtype
                 )
         dim = self.specs[t].dim

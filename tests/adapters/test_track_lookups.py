@@ -259,6 +259,44 @@ def test_loads_are_a_change_of_all_rows() -> None:
     assert touched(tables, before) == [[], None, []]
 
 
+def test_a_loaded_state_of_a_fused_optimizer_is_in_the_next_delta(tmp_path: Any) -> None:
+    """It is copied into the memory of the states, past all hooks: as TorchRec's KeyedOptimizer does it."""
+    tbe, tables = tracked()
+    policy = asyncckpt.DeltaPolicy(bytes_share_max=1e9)
+    with asyncckpt.Saver(path=tmp_path, hashtables=tables, deltas=policy, durability="none") as saver:
+        tbe(*batch([8, 3], [5], [3], [1])).backward()
+        kinds = [saver.save(1).kind]
+        rows_counts = []
+        for step in (2, 3, 4):
+            tbe(*batch([2], [4], [6], [])).backward()
+            if step == 3:
+                for state in tbe.split_optimizer_states():
+                    state[0].detach().copy_(torch.arange(len(state[0])))
+            result = saver.save_async(step).result(60)
+            kinds.append(result.kind)
+            rows_counts.append(result.rows_count)
+    assert kinds == ["full", "delta", "delta", "delta"]
+    assert rows_counts == [3, 20, 3], "all rows are in the delta behind the load, and in no other"
+    fresh = FakeTbe(SPECS, feature_table_map=FEATURES, seed=9)
+    asyncckpt.Loader(tmp_path, fresh).load()
+    for found, expected in zip(fresh.split_optimizer_states(), tbe.split_optimizer_states(), strict=True):
+        assert found[0].tolist() == expected[0].tolist()
+
+
+def test_a_write_that_torch_counts_is_a_change_of_all_rows() -> None:
+    tbe, tables = tracked()
+    before = versions(tables)
+    tbe(*batch([1], [], [], [])).backward()
+    assert touched(tables, before) == [[], [1], []]
+    before = versions(tables)
+    with torch.no_grad():
+        tbe.weights_host.mul_(0.5)
+    assert touched(tables, before) == [None, None, None]
+    before = versions(tables)
+    tbe(*batch([1], [], [], [])).backward()
+    assert touched(tables, before) == [[], [1], []]
+
+
 @pytest.mark.parametrize("optimizer", ["none", "ensemble_row_wise_adagrad", "ema_in_place_row_wise_adagrad", "new"])
 def test_an_optimizer_that_may_write_other_rows_is_not_tracked(optimizer: str) -> None:
     tbe = FakeTbe(SPECS, feature_table_map=FEATURES, optimizer=OptimType.EXACT_SGD)

@@ -187,17 +187,6 @@ def test_a_queued_delta_builds_upon_what_is_committed(tmp_path: Path) -> None:
     assert loaded(tmp_path, 3) == images[3]
 
 
-def test_a_delta_is_not_committed_on_top_of_nothing(tmp_path: Path) -> None:
-    table = filled_table()
-    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
-        save(saver, 1)
-        (tmp_path / "manifests" / f"{1:012d}.json").unlink()
-        with pytest.raises(asyncckpt.ConflictError, match="step 1, which the delta of step 2 builds upon"):
-            save(saver, 2)
-        assert save(saver, 3, kind="full").kind == "full"
-    assert loaded(tmp_path, 3) == content(table)
-
-
 def test_a_cleared_table_is_whole(tmp_path: Path) -> None:
     table = filled_table()
     with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS) as saver:
@@ -340,16 +329,3 @@ def test_a_step_below_the_newest_one_cannot_be_a_delta(tmp_path: Path) -> None:
         assert saver.save(5).kind == "full"
         assert saver.save(6).kind == "delta"
     assert asyncckpt.verify(tmp_path, 6).steps == (6, 5)
-
-
-@pytest.mark.parametrize("kind", ["auto", "delta"])
-def test_a_save_is_full_after_one_whose_parent_others_have_removed(tmp_path: Path, kind: Any) -> None:
-    table = HashTable("t", 2)
-    table.lookup(torch.arange(1000))
-    with Saver(path=tmp_path, hashtables={"t": table}, deltas=DeltaPolicy()) as saver:
-        saver.save(1)
-        (tmp_path / "manifests" / "000000000001.json").unlink()
-        with pytest.raises(asyncckpt.ConflictError, match=r"step 1, which .* of step 2 builds upon, is not there"):
-            saver.save(2, kind=kind)
-        assert [saver.save(3).kind, saver.save(4).kind] == ["full", "delta"]
-    assert asyncckpt.verify(tmp_path).steps == (4, 3)

@@ -8,7 +8,7 @@ from torch import nn
 
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection
-from asyncckpt.embcache.find_collections import DEPTH_MAX, find_collections, saved_tables
+from asyncckpt.embcache.find_collections import CHILDREN_MAX, DEPTH_MAX, find_collections, saved_tables
 from tests.embcache.models import Net, config
 
 UsageError = asyncckpt.UsageError
@@ -49,10 +49,15 @@ def test_collection_within_a_collection_is_found() -> None:
     assert list(saved_tables(outer).tables) == ["user", "ad"]
 
 
-def test_number_of_children_is_not_limited() -> None:
-    root = nn.ModuleList([nn.Identity() for _ in range(2000)])
+def test_500_children_pass_and_501_are_refused() -> None:
+    root = nn.ModuleList([nn.Identity() for _ in range(CHILDREN_MAX - 1)])
     root.append(collection())
-    assert list(find_collections(root)) == ["2000"]
+    assert list(find_collections(root)) == ["499"]
+    root.append(nn.Identity())
+    with pytest.raises(UsageError, match=r"'itself' has too many children, found 501, expected 'at most 500'"):
+        find_collections(root)
+    with pytest.raises(UsageError, match=r"module 'inner\.inner' has too many children"):
+        find_collections(wrapped(root, 2))
 
 
 def test_depth_500_is_found_and_501_refused() -> None:

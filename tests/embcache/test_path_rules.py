@@ -77,7 +77,27 @@ def test_length_of_1024_passes_and_1025_is_refused(folder: Path) -> None:
 
 def test_length_is_that_of_the_absolute_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    refused("/".join(["d" * 200] * 5), "path is too long")
+    rules = replace(STRICT, relative_length_max=None)
+    refused("/".join(["d" * 200] * 5), "path is too long", rules)
+
+
+def test_200_bytes_of_a_relative_path_pass_and_201_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    STRICT.check_target("r" * 200)
+    refused("r" * 201, "relative path is too long, found 201, expected 'at most 200 bytes'")
+    refused("./" + "ü" * 100, "relative path is too long, found 202")
+    STRICT.check_target(folder / ("r" * 201))
+    replace(STRICT, relative_length_max=None).check_target("r" * 201)
+
+
+def test_500_parts_pass_and_501_are_refused(folder: Path) -> None:
+    rules = replace(STRICT, length_max=None)
+    longest = folder.joinpath(*["p"] * (500 - (len(folder.parts) - 1)))
+    assert rules.check_target(longest) == longest
+    refused(longest / "p", "too many parts, found 501, expected 'at most 500'", rules)
+    with pytest.raises(UsageError, match="too many parts"):
+        rules.check_source(longest / "p")
+    replace(rules, parts_max=None).check_target(longest / "p")
 
 
 def test_length_counts_bytes(folder: Path) -> None:
@@ -133,6 +153,7 @@ def test_special_places_are_refused_by_whole_parts(prefix: str) -> None:
     rules = replace(STRICT, permission_max=None, owner_checked=False, symlinks_allowed=True, remote_file_systems=())
     refused(prefix, "is a special one", rules)
     refused(f"{prefix}/runs", "is a special one", rules)
+    refused(f"{prefix}/share/runs", "is a special one", rules)
     refused(f"/usr/../{prefix}/./runs", "is a special one", rules)
     assert str(rules.check_target(f"{prefix}etera/runs")) == f"{prefix}etera/runs"
 
@@ -146,16 +167,29 @@ def test_special_place_behind_a_link_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize("word", SENSITIVE_WORDS)
 def test_sensitive_words_are_refused(folder: Path, word: str) -> None:
-    refused(folder / word, "sensitive word")
-    refused(folder / f"my{word}s" / "run", "sensitive word")
-    refused(f"{folder}/{word}/../run", "sensitive word")
-    STRICT.check_target(folder / word.swapcase())
-    replace(STRICT, sensitive_words=()).check_target(folder / word)
+    for spelling in (word, word.upper(), word.title()):
+        refused(folder / spelling, "sensitive word")
+        refused(folder / f"my_{spelling}s" / "run", "sensitive word")
+        refused(folder / f"1{spelling}.d" / "run", "sensitive word")
+        refused(f"{folder}/{spelling}/../run", "sensitive word")
+        replace(STRICT, sensitive_words=()).check_target(folder / spelling)
+
+
+@pytest.mark.parametrize(
+    "name", ["my_keys", "PASSWORD", "private_key", "APIKeys", "apiKey2", "KeyStore", "mypasswords", "KEYS"]
+)
+def test_words_are_found_within_names(folder: Path, name: str) -> None:
+    refused(folder / name, "sensitive word")
+
+
+@pytest.mark.parametrize("name", ["monkey", "keypoints", "Turkey", "mickeys", "KEYNOTE", "pass_word"])
+def test_other_words_that_hold_a_short_one_pass(folder: Path, name: str) -> None:
+    STRICT.check_target(folder / name)
 
 
 def test_words_are_the_users_to_choose(folder: Path) -> None:
     rules = replace(STRICT, sensitive_words=("secret",))
-    refused(folder / "top_secret", "found 'secret'", rules)
+    refused(folder / "top_Secret", "found 'secret'", rules)
     rules.check_target(folder / "Key")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import asyncckpt
-from asyncckpt.errors import CheckpointError, ConflictError, PeerError, UsageError
+from asyncckpt.errors import ConflictError, PeerError, UsageError
 from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX, group_of, raised
 
 IDS = range(60)
@@ -210,7 +211,54 @@ def the_next_step_after_a_failed_one(rank: int, folder: Path) -> None:
 
 
 def the_parent_is_removed(rank: int, folder: Path) -> None:
-    """By others, as after a mistake: one save fails on all ranks, and the next one is full."""
+    """By others, as after a mistake: the next save is full on all ranks, and a delta that was asked for is refused."""
+    group_of(rank, 2, folder)
+    state = State(rank, 2)
+    calls = changes(2)
+    with saver_of(rank, folder / "checkpoints", state, on_busy="wait") as saver:
+
+        def save(kind: Any = "auto") -> asyncckpt.SaveResult:
+            change = next(calls)
+            state.apply(change)
+            return saver.save_async(change.step, kind=kind).result(WAIT_S_MAX)
+
+        assert [save().kind, save().kind] == ["full", "delta"]
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(next((folder / "checkpoints" / "data").glob("000000000001-*")))
+        dist.barrier()
+        with pytest.raises(ConflictError, match="is not there any more"):
+            save("delta")
+        assert [save().kind, save().kind] == ["full", "delta"]
+
+
+def the_ranks_compact(rank: int, folder: Path) -> None:
+    """Rank 0 does it; all count from what was compacted, also the rank that has called before."""
+    group_of(rank, 2, folder)
+    state = State(rank, 2)
+    calls = changes(2)
+    with saver_of(rank, folder / "checkpoints", state) as saver:
+
+        def save() -> Any:
+            change = next(calls)
+            state.apply(change)
+            return saver.save_async(change.step)
+
+        assert [save().result(WAIT_S_MAX).kind for _ in range(4)] == ["full", *["delta"] * 3]
+        dist.barrier()
+        saver.compact(4).result(WAIT_S_MAX)
+        dist.barrier()
+        assert [save().result(WAIT_S_MAX).kind for _ in range(2)] == ["delta"] * 2
+        future = save() if rank else None
+        dist.barrier()
+        saver.compact(6).result(WAIT_S_MAX)
+        dist.barrier()
+        assert (future or save()).result(WAIT_S_MAX).kind == "delta"
+        assert save().result(WAIT_S_MAX).kind == "delta"
+
+
+def one_rank_has_not_seen_that_the_parent_is_removed(rank: int, folder: Path) -> None:
+    """Because it was removed after its call, say: one save fails on all ranks, and the next one is full."""
     group_of(rank, 2, folder)
     state = State(rank, 2)
     calls = changes(2)
@@ -226,7 +274,9 @@ def the_parent_is_removed(rank: int, folder: Path) -> None:
         if rank == 0:
             (folder / "checkpoints" / "manifests" / "000000000001.json").unlink()
         dist.barrier()
-        with pytest.raises(CheckpointError, match="is not there any more") as caught:
-            save()
-        assert isinstance(caught.value, ConflictError if rank == 0 else PeerError)
+        with pytest.MonkeyPatch.context() as blind:
+            if rank == 1:
+                blind.setattr("asyncckpt.engine.save.start_save._look", lambda target, base, kind: base)
+            with pytest.raises(ConflictError, match="is not there any more"):
+                save()
         assert [save().kind, save().kind] == ["full", "delta"]

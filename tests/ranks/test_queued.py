@@ -64,4 +64,19 @@ def test_the_next_step_is_the_same_on_all_ranks_after_a_failed_one(tmp_path: Pat
 
 def test_ranks_save_in_full_after_their_parent_was_removed(tmp_path: Path) -> None:
     assert run(queued_ranks.the_parent_is_removed, 2, tmp_path) == [0, 0]
+    assert asyncckpt.list_steps(tmp_path / "checkpoints") == [1, 2, 4, 5]
+    for change in list(queued_ranks.changes(2))[3:5]:
+        assert not queued_ranks.differences(tmp_path / "checkpoints", change)
+
+
+def test_ranks_count_from_what_was_compacted(tmp_path: Path) -> None:
+    assert run(queued_ranks.the_ranks_compact, 2, tmp_path) == [0, 0]
+    checkpoints = tmp_path / "checkpoints"
+    assert [asyncckpt.describe(checkpoints, step).parents for step in (5, 6, 7, 8)] == [(4,), (), (6,), (7, 6)]
+    for change in list(queued_ranks.changes(2))[3:8]:
+        assert not queued_ranks.differences(checkpoints, change)
+
+
+def test_ranks_save_in_full_after_rank_0_alone_has_seen_that_their_parent_was_removed(tmp_path: Path) -> None:
+    assert run(queued_ranks.one_rank_has_not_seen_that_the_parent_is_removed, 2, tmp_path) == [0, 0]
     assert asyncckpt.list_steps(tmp_path / "checkpoints") == [3, 4]

@@ -143,7 +143,7 @@ class RankSave:
         job = self.job
         sent = {rank: _notes(begin.notes, rank) for rank, begin in begins.items()}
         try:
-            notes = {"parents": _common_parents(begins, sent), **await self._who_writes(sent)}
+            notes = {"parents": await self._parents_now(begins, sent), **await self._who_writes(sent)}
             await self._check_replicas(sent)
         except ConflictError as error:
             raise Contradiction(str(error)) from error
@@ -256,6 +256,14 @@ class RankSave:
         parent = ParentFacts(self.job.step, outcome.attempt.id, digest) if isinstance(digest, str) else None
         return Committed(self.written, parent, self.parents, self.manifest_bytes)
 
+    async def _parents_now(self, begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> Json:
+        """Return the parents of what all ranks save together; ConflictError when they are not there any more."""
+        parents = _common_parents(begins, sent)
+        if parents:
+            needed = await run_on(committer, self.job.target.commits.chain.look, parents)
+            parents = parents[: len(needed)]
+        return [[item.step, item.attempt, item.digest] for item in parents]
+
     async def _who_writes(self, sent: Mapping[int, Fields]) -> dict[str, Json]:
         """ "share": each what it has captured; "same": as follows from the names; "owners": as is left there.
 
@@ -348,26 +356,25 @@ def _attempt_folder(root: CheckpointRoot, attempt: Attempt) -> Iterator[Director
         ) from error
 
 
-def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> Json:
-    """Return what the ranks with a delta build upon, which is the same; ConflictError otherwise."""
-    chains = {rank: sent[rank].value("parents") for rank, begin in begins.items() if begin.kind == "delta"}
-    if not chains:
-        return []
-    first = min(chains)
+def _common_parents(begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> tuple[ParentFacts, ...]:
+    """Return what the ranks with a delta build upon, which is the same; ConflictError otherwise. Who has called when
+    some of it was compacted lists less of it."""
+    chains = {rank: _parents(sent[rank]) for rank, begin in begins.items() if begin.kind == "delta"}
+    longest = max(chains, key=lambda rank: len(chains[rank]), default=0)
     for rank, chain in chains.items():
-        if chain != chains[first]:
+        if not chain or chain != chains[longest][: len(chain)]:
             raise ConflictError(
-                f"ranks {first} and {rank} build their deltas upon different checkpoints",
+                f"ranks {rank} and {longest} build their deltas upon different checkpoints",
                 hint="save a full checkpoint: kind='full'",
             )
-    return chains[first]
+    return chains.get(longest, ())
 
 
 def _parents(notes: Fields) -> tuple[ParentFacts, ...]:
     items = notes.items("parents", count_max=FACTS_MAX)
     for item in items:
         if type(item) is not list or [type(part) for part in item] != [int, str, str] or not 0 <= item[0] <= STEP_MAX:
-            raise CorruptError("rank 0 sent parents that are none")
+            raise CorruptError(f"{notes.owner} sent parents that are none")
     return tuple(ParentFacts(*item) for item in items)
 
 

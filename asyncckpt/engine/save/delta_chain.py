@@ -44,21 +44,31 @@ class TableLink:
 class ChainLink:
     """A committed checkpoint: itself as a parent, its own parents, and its tables.
 
-    full_bytes, full_time: of the full checkpoint at the end; deltas_bytes: of the deltas_count deltas on top of it.
+    bytes: of this rank in each checkpoint of the chain, newest first. full_time: of the full one at the end.
     """
 
     parent: ParentFacts
     parents: tuple[ParentFacts, ...]
     tables: Mapping[str, TableLink]
-    full_bytes: int
+    bytes: tuple[int, ...]
     full_time: float
-    deltas_count: int = 0
-    deltas_bytes: int = 0
 
     @property
     def chain(self) -> tuple[ParentFacts, ...]:
         """The parents of a delta on top of it, newest first."""
         return (self.parent, *self.parents)
+
+    def ending(self, count: int, *, full_bytes: int | None = None) -> ChainLink:
+        """Return the link when its chain ends with the checkpoint of this number, because that was compacted.
+
+        full_bytes: of this rank in it; None: as many as in the full one before.
+        """
+        if count == len(self.chain):
+            return self
+        end = self.bytes[-1] if full_bytes is None else full_bytes
+        return replace(
+            self, parents=self.parents[: count - 1], bytes=(*self.bytes[: count - 1], end), full_time=time.monotonic()
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def _choose(full: Choice, cut: Cut, step: int, kind: SaveKind, policy: DeltaPoli
     base = _checked(base, step)
     rows = tuple(_rows_of(number, item, base, cut) for number, item in enumerate(cut.tables))
     if kind == "auto" and policy is not None:
-        bytes_share = (base.deltas_bytes + _bytes_of(rows, base, cut)) / max(1, base.full_bytes)
+        bytes_share = (sum(base.bytes[:-1]) + _bytes_of(rows, base, cut)) / max(1, base.bytes[-1])
         if bytes_share > policy.bytes_share_max:
             return full
     return replace(full, base=base, tables=rows)
@@ -114,7 +124,7 @@ def settle(choice: Choice, newest: ChainLink | None, *, step: int) -> Choice:
     """
     if choice.asked == "auto" and (choice.base is None or newest is None or not _can_build_upon(newest, step)):
         return choice  # Ranks whose call came later save in full beside it.
-    if choice.asked == "full" or (choice.base is not None and newest in (None, choice.base)):
+    if choice.asked == "full" or (choice.base is not None and (newest is None or newest.parent == choice.base.parent)):
         return choice
     newest = _checked(newest, step)
     return replace(choice, base=newest, newest=newest)
@@ -146,7 +156,7 @@ def _is_due(base: ChainLink, step: int, policy: DeltaPolicy) -> bool:
     age_s = time.monotonic() - base.full_time
     if not _can_build_upon(base, step):
         return True
-    return base.deltas_count >= policy.deltas_max or (policy.seconds_max is not None and age_s > policy.seconds_max)
+    return len(base.parents) >= policy.deltas_max or (policy.seconds_max is not None and age_s > policy.seconds_max)
 
 
 def _rows_of(number: int, item: CutTable, base: ChainLink, whole: Cut) -> TableRows:

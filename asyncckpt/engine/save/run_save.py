@@ -125,7 +125,8 @@ async def _save_alone(job: SaveJob) -> Committed:
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft)
     except BaseException as error:
-        if isinstance(error, ConflictError) and job.target.memory.newest is job.choice.base:
+        newest = job.target.memory.newest
+        if isinstance(error, ConflictError) and parents and newest is not None and newest.parent == parents[0]:
             job.target.memory.newest = None  # Others have removed what deltas build upon: the next save is a full one.
         await transaction.give_up()
         raise
@@ -155,17 +156,16 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
             committed.parent,
             committed.parents,
             tables,
-            full_bytes=committed.bytes_written,
+            bytes=(*(0 for _ in committed.parents), committed.bytes_written),
             full_time=time.monotonic(),
-            deltas_count=len(committed.parents),
         )
+    base = base.ending(len(committed.parents))
     return replace(
         base,
         parent=committed.parent,
         parents=base.chain,
         tables=tables,
-        deltas_count=base.deltas_count + 1,
-        deltas_bytes=base.deltas_bytes + committed.bytes_written,
+        bytes=(committed.bytes_written, *base.bytes),
     )
 
 

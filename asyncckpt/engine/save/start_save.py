@@ -23,7 +23,7 @@ from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
 from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import DeviceError, UsageError, warn
+from asyncckpt.errors import ConflictError, DeviceError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
@@ -132,8 +132,10 @@ def _begin(
     snapshot: Staged | None = None
     try:
         base = _hold_newest(target, claim)
-        choice = Choice(base=None, newest=base, tables=cut.all_rows())
         policy, audit = options.deltas, options.debug.audit
+        if base is not None and (kind == "delta" or (kind == "auto" and policy is not None)):
+            base = _look(target, base, kind)
+        choice = Choice(base=None, newest=base, tables=cut.all_rows())
         if kind == "delta" or policy is not None or audit:
             # What is in flight beside this one may be the save that a delta builds upon.
             may_settle = target.ranks is not None and len(save_lock.in_flight()) > 1
@@ -189,6 +191,25 @@ def _hold_newest(target: SaveTarget, claim: Claim) -> ChainLink | None:
         claim.parents[:] = [] if newest is None else [newest.parent.step]
         if target.memory.newest is newest:
             return newest
+
+
+def _look(target: SaveTarget, base: ChainLink, kind: SaveKind) -> ChainLink | None:
+    """Return what a delta can build upon now: the chain down to what was compacted since, or None, with a warning,
+    where others have removed some of it. ConflictError for a delta that was asked for.
+
+    Of several ranks, rank 0 looks again when all have called (rank_save.py), and what it sees counts.
+    """
+    try:
+        heads = target.commits.chain.look(base.chain)
+    except ConflictError as error:
+        if kind == "delta":
+            raise
+        if target.rank == 0:
+            warn(f"asyncckpt: {error.what}; this save is a full one", RuntimeWarning)
+        return None
+    end = heads[-1]
+    full_bytes = None if end is None else sum(file.bytes for file in end.files if file.rank == target.rank)
+    return base.ending(len(heads), full_bytes=full_bytes)
 
 
 def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *, deadline_s: float) -> Staged:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncckpt.tables.cache_use import CacheUse
+from asyncckpt.tables.cache_use import AWAITED_LOOKUPS_MAX, CacheUse
 
 ROWS = 12
 LOOKUPS = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), max_size=20)
@@ -77,6 +77,17 @@ def test_queued_rows_that_were_used_since_are_passed_over(policy: str) -> None:
     assert use.victims(2, used=used, awaited_too=False).tolist() == [4, 5]
 
 
+def test_rows_that_nobody_came_for_go() -> None:
+    use = used_after([[0, 1]], policy="lru")
+    use.begin_rows(full()[2:], awaited=True)
+    use.await_rows(full()[:2])
+    for _ in range(AWAITED_LOOKUPS_MAX - 1):
+        use.begin_lookup()
+        assert not use.victims(1, used=full(), awaited_too=False).size
+    use.begin_lookup()
+    assert use.victims(ROWS, used=full(), awaited_too=False).size == ROWS
+
+
 def test_queued_rows_that_are_awaited_since_are_passed_over() -> None:
     rows = 80
     use, used = CacheUse(rows, policy="lru"), np.arange(rows, dtype=np.int64)
@@ -85,7 +96,7 @@ def test_queued_rows_that_are_awaited_since_are_passed_over() -> None:
         use.touch(np.array([row], dtype=np.int64))
     assert use.victims(1, used=used, awaited_too=False).tolist() == [0]
     used[0] = -1
-    use.awaited[[1, 3]] = True
+    use.await_rows(np.array([1, 3], dtype=np.int64))
     assert use.victims(2, used=used, awaited_too=False).tolist() == [2, 4]
 
 

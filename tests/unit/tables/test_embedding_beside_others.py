@@ -158,7 +158,7 @@ def state_of(table: Trained) -> list[Any]:
     if isinstance(table, MultiLevelTable):
         use = table._cache.use
         state += [table.statistics(), table._cache.host_rows.tolist(), use.tick, use.ticks.tolist(), use.hits.tolist()]
-        state += [use.awaited.tolist(), table.companions() and len(table._candidates or ())]
+        state += [use.awaited_until.tolist(), table.companions() and len(table._candidates or ())]
     return state
 
 

@@ -190,6 +190,20 @@ def test_lookup_takes_rows_that_are_waited_for_when_nothing_else_may_go() -> Non
     assert world.table.cache_rows == 2
 
 
+@pytest.mark.parametrize("skipped", [range(20, 29), range(9)], ids=["was cached", "was brought"])
+def test_a_batch_that_was_prefetched_and_skipped_gives_its_room_back(skipped: range) -> None:
+    table, random = new_table(cache_rows=10), np.random.default_rng(0)
+    for first in range(0, 30, 5):
+        table.lookup(batch(range(first, first + 5)))
+    assert bool(table.prefetch(batch(skipped))) == (0 in skipped)
+    for _ in range(2):
+        before = table.statistics()
+        for _ in range(400):
+            table.lookup(batch(random.integers(100, 108, size=3)))
+    # The rows of a hot set that fits are there.
+    assert table.statistics().misses_count == before.misses_count
+
+
 def test_prefetch_on_another_thread_beside_training() -> None:
     world, stop = World(cache_rows=6), threading.Event()
     random = np.random.default_rng(3)

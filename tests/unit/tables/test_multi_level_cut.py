@@ -226,7 +226,7 @@ def state_of(table: MultiLevelTable) -> dict[str, Any]:
     state: dict[str, Any] = {f"cache {name}": column.numpy().tobytes() for name, column in cache.columns().items()}
     state |= {f"host {name}": store.column(name).numpy().tobytes() for name in cache.columns()}
     state["host id"] = store.ids_by_row().tobytes()
-    state |= {name: getattr(cache.use, name).tobytes() for name in ("ticks", "hits", "awaited")}
+    state |= {name: getattr(cache.use, name).tobytes() for name in ("ticks", "hits", "awaited_until")}
     state |= {"map": cache.host_rows.tobytes(), "tick": cache.use.tick, "cached ids": cache.ids_by_row().tobytes()}
     return state | {"runs": store.runs().tolist(), "capacity": table.capacity}
 
