@@ -23,14 +23,14 @@ from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.ranks.holdings import check_said
-from asyncckpt.engine.ranks.open_directory import Opened, open_directory, which_shard
+from asyncckpt.engine.ranks.open_directory import Opened, announce_refused, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import CheckpointError, DeadlineError, UsageError
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -120,23 +120,27 @@ class Saver(Closing):
             raise UsageError("path is missing", expected="the checkpoint directory")
         check_type("ranks", ranks, RankOptions)
         shard_index, shard_num = which_shard(shard_index, shard_num, ranks.process_group)
-        if not callable(filter_func):
-            raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
-        self._busy = BusyPolicy.of(on_busy)
-        options = SaveOptions(
-            parallel=parallel,
-            durability=durability,
-            host_memory_limit=host_memory_limit,
-            keep_latest=keep_latest,
-            deltas=deltas,
-            device=device,
-            debug=debug,
-        )
-        tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
-        check_said(tables, index=shard_index, count=shard_num)
-        row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
-        state = named_state(tensors)
-        check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
+        try:
+            if not callable(filter_func):
+                raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
+            self._busy = BusyPolicy.of(on_busy)
+            options = SaveOptions(
+                parallel=parallel,
+                durability=durability,
+                host_memory_limit=host_memory_limit,
+                keep_latest=keep_latest,
+                deltas=deltas,
+                device=device,
+                debug=debug,
+            )
+            tables = named_tables(tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables)
+            check_said(tables, index=shard_index, count=shard_num)
+            row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
+            state = named_state(tensors)
+            check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
+        except CheckpointError as error:
+            announce_refused(error, index=shard_index, count=shard_num, options=ranks)
+            raise
         self._errors = OpenErrors()
         self._counts = SaveCounts()
         self._closed, self._pid = False, os.getpid()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import asyncckpt
 from asyncckpt import embcache
 from asyncckpt.adapters import FixedTable, tables_of
-from asyncckpt.errors import ConflictError, UsageError
+from asyncckpt.errors import ConflictError, PeerError, UsageError
 from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX, group_of, raised
 
 RANKS_COUNT = 4
@@ -24,13 +24,21 @@ DIM = 2
 IDS = np.concatenate([np.arange(-50, 350), [-(2**63), 2**63 - 1]]).astype(np.int64)
 
 
-class RuledTable(asyncckpt.HashTable):
+class OwnRule:
     """A table of one's own: it owns ids by a rule that only it knows, the remainder of their half."""
 
     index, count = 0, 1
 
     def owned(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return (ids.view(np.uint64) // np.uint64(2)) % np.uint64(self.count) == np.uint64(self.index)
+
+
+class RuledTable(OwnRule, asyncckpt.HashTable):
+    pass
+
+
+class RuledLevels(OwnRule, asyncckpt.MultiLevelTable):
+    pass
 
 
 class ForeignTable:
@@ -141,17 +149,23 @@ def _save_all_kinds(rank: int, folder: Path, table: Any, ids: np.ndarray[Any, An
         saver.save_async(4).result(WAIT_S_MAX)
 
 
-def a_rule_of_its_own(rank: int, folder: Path) -> None:
-    """Refused where two ranks own the same ids by it."""
+def a_rule_of_its_own(kind: str, rank: int, folder: Path) -> None:
+    """Refused where ranks own the same ids by it: one id, or all ids on two ranks or on all of them."""
     group_of(rank, RANKS_COUNT, folder)
-    table = RuledTable("t", DIM, optimizer_slots={"sum": torch.float64})
+    columns: Any = {"optimizer_slots": {"sum": torch.float64}}
+    table: Any = RuledTable("t", DIM, **columns) if kind == "hash" else RuledLevels("t", DIM, cache_rows=16, **columns)
     table.index, table.count = rank, RANKS_COUNT
-    insert(table, IDS[table.owned(IDS)])
-    if rank == 3:
-        insert(table, IDS[~table.owned(IDS)][:1])
-    with saver_of(rank, folder / "twice", {"t": table}) as saver:
-        refused(saver, 1, r"'t': ranks \d and 3 hold the same ids, found -")
-    table.remove(torch.from_numpy(IDS[~table.owned(IDS)]))
+    for host_level in ("copy", "first_touch"):
+        device = asyncckpt.DeviceOptions(host_level=host_level)
+        for number, owner in enumerate((rank, min(rank, 2), 0)):
+            own = IDS.view(np.uint64) // np.uint64(2) % np.uint64(RANKS_COUNT) == np.uint64(owner)
+            table.clear()
+            insert(table, IDS[own])
+            if owner == rank == 3:
+                insert(table, IDS[~own][:1])
+            with saver_of(rank, folder / f"{host_level} {number}", {"t": table}, device=device) as saver:
+                refused(saver, 1, r"'t': ranks \d and \d hold the same ids, found -?\d")
+    table.clear()
     _save_all_kinds(rank, folder, table, IDS[table.owned(IDS)])
 
 
@@ -175,6 +189,21 @@ def unsaid(rank: int, folder: Path) -> None:
         collection = embcache.EmbCacheEmbeddingCollection([config])
         with pytest.raises(UsageError, match="table 't' does not belong to this rank"):
             sparse.save(collection, folder / "collection")
+
+
+def unsaid_on_one(silent: int, rank: int, folder: Path) -> None:
+    """All hear why at once, in the constructor or by the first save; and all meet again, as often as that happens."""
+    group_of(rank, RANKS_COUNT, folder)
+    for number in range(2):
+        table = hash_table(**({} if rank == silent else {"shard": (rank, RANKS_COUNT)}))
+        error = UsageError if rank == silent else PeerError
+        with (
+            pytest.raises(error, match="does not say what this rank holds"),
+            saver_of(rank, folder / str(number), {"t": table}) as saver,
+        ):
+            saver.save_async(1).result(WAIT_S_MAX)
+        dist.barrier()
+    _save_all_kinds(rank, folder, hash_table(shard=(rank, RANKS_COUNT)), mine(rank))
 
 
 # -- said wrongly ------------------------------------------------------------------------------------------------------
@@ -253,9 +282,12 @@ def audited(kind: str, rank: int, folder: Path) -> None:
 def wrong_shards(kind: str, rank: int, folder: Path) -> None:
     """The same shard on several ranks, shards of different sizes that overlap, a shard beside a replica."""
     group_of(rank, RANKS_COUNT, folder)
-    if rank:
-        with pytest.raises(UsageError, match=rf"'t' has the shard of another rank.*\(0, 4\).*\({rank}, 4\)"):
-            saver_of(rank, folder / "same", {"t": MAKERS[kind](shard=(0, 4))})
+    error, other = (UsageError, rf"\({rank}, 4\)") if rank else (PeerError, "")
+    with (
+        pytest.raises(error, match=rf"'t' has the shard of another rank.*\(0, 4\).*{other}"),
+        saver_of(rank, folder / "same", {"t": MAKERS[kind](shard=(0, 4))}) as saver,
+    ):
+        saver.save(1)
     pairs = "'t': ranks 0 and 1 hold the same ids"
     for name, said, match in (
         ("twice", {"shard": (rank // 2, 2)}, pairs),

@@ -36,8 +36,15 @@ def test_replicas_are_saved_once(tmp_path: Path, kind: str) -> None:
     table_ranks.check(tmp_path / "checkpoints", kind, {1: 1, 2: 2, 3: 3, 4: 4})
 
 
-def test_tables_with_a_rule_of_their_own(tmp_path: Path) -> None:
-    assert run(table_ranks.a_rule_of_its_own, 4, tmp_path) == ALL
+@pytest.mark.parametrize("kind", ["hash", "levels"])
+def test_tables_with_a_rule_of_their_own(tmp_path: Path, kind: str) -> None:
+    assert run(partial(table_ranks.a_rule_of_its_own, kind), 4, tmp_path) == ALL
+    table_ranks.check(tmp_path / "checkpoints", "hash", {1: 1, 2: 2, 3: 3, 4: 4})
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_that_says_nothing_is_heard_of_by_all(tmp_path: Path, silent: int) -> None:
+    assert run(partial(table_ranks.unsaid_on_one, silent), 4, tmp_path) == ALL
     table_ranks.check(tmp_path / "checkpoints", "hash", {1: 1, 2: 2, 3: 3, 4: 4})
 
 

@@ -138,6 +138,11 @@ def check_slices(by_rank: Sequence[Mapping[str, TableSlice]], whole: Sequence[se
                 raise ConflictError(what, found=str(own), hint="say the same of it on all ranks")
             holders.setdefault(name, []).append((own, rank))
     for name, held in holders.items():
+        by_rule = [rank for own, rank in held if not own.is_known]
+        if by_rule and len(by_rule) < len(held):
+            known, rank = next((own, rank) for own, rank in held if own.is_known)
+            what = f"table {name!r} holds ids by a rule of its own on rank {by_rule[0]}, and others on rank {rank}"
+            raise ConflictError(what, found=str(known), hint="say the same of it on all ranks")
         twice = _overlap(held)
         if twice is not None:
             (one, first), (other, second) = sorted(twice, key=lambda item: item[1])

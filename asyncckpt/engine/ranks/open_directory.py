@@ -6,6 +6,7 @@ Rank 0 makes the directory and holds its LOCK; the others wait until it has, or 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
-from asyncckpt.coordination.store_channel import open_store_channel
+from asyncckpt.coordination.store_channel import StoreChannel, open_store_channel
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
-from asyncckpt.errors import DeadlineError, NotFoundError, PeerError, UsageError
+from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.model.own_rank import own_rank, rank_in_group
@@ -89,6 +90,32 @@ def leave_out_opening(ranks: Ranks, error: BaseException) -> None:
     announce_failed(ranks, ranks.next_call(), error)
 
 
+def announce_refused(error: BaseException, *, index: int, count: int, options: RankOptions) -> None:
+    """Let the other ranks of a process group hear that this one is refused before it opens the directory.
+
+    They open it with this rank, or save with it, so they would wait for it; and the meetings of a group are numbered.
+    """
+    process_group, wait_s = options.process_group, min(SILENCE_S_MAX, float(options.peer_deadline))
+    if count == 1 or isinstance(process_group, Ranks) or _meets_over_files(process_group, index, count):
+        return
+    with suppress(CheckpointError):
+        channel = open_store_channel(process_group, deadline_s=wait_s)
+        try:
+            ranks = _ranks_over(channel, wait_s)
+            if ranks.is_coordinator:
+                announce_open(ranks, error, call=OPENING)
+                _leave_cause(channel, error)
+            else:
+                announce_failed(ranks, ranks.next_call(), error)
+                ranks.wait_announced()
+        finally:
+            channel.close()
+
+
+def _meets_over_files(process_group: Any, index: int, count: int) -> bool:
+    return process_group is None and rank_in_group() != (index, count)
+
+
 def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
     waits = Limits(begin_s=peer_deadline_s, silence_s=min(SILENCE_S_MAX, peer_deadline_s))
     return Ranks(channel=channel, limits=waits, replicas=Replicas(channel.rank, channel.ranks_count))
@@ -99,7 +126,7 @@ def open_directory(path: Path, *, index: int, count: int, options: RankOptions, 
     if count == 1:
         return _open_alone(path, exact_modes=exact_modes)
     process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
-    if process_group is None and rank_in_group() != (index, count):
+    if _meets_over_files(process_group, index, count):
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
     if isinstance(process_group, Ranks):
         return _join_over_store(path, process_group, process_group.call, peer_deadline_s, exact_modes)
@@ -109,10 +136,14 @@ def open_directory(path: Path, *, index: int, count: int, options: RankOptions, 
         opened = _join_over_store(path, ranks, OPENING, peer_deadline_s, exact_modes)
     except BaseException as error:
         if channel.rank == 0:
-            channel.leave_cause(f"it cannot open the checkpoint directory: {cause_of(error)}")
+            _leave_cause(channel, error)
         channel.close()
         raise
     return replace(opened, owned=channel)
+
+
+def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
+    channel.leave_cause(f"it cannot open the checkpoint directory: {cause_of(error)}")
 
 
 def _open_alone(path: Path, *, exact_modes: bool) -> Opened:

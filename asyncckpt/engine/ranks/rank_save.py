@@ -118,9 +118,9 @@ class RankSave:
         """While it is not known who writes which replica: say which there are here, and what is in them."""
         if not self.share.is_known:
             await self._put(f"list/{self.ranks.rank}", self.share.replicas.encoded())
-            contents = (await run_on(workers, contents_of, self.job, self.share.replicas)).encoded()
-            self.contents = xxhash.xxh3_128_hexdigest(contents)
-            await self._put(f"contents/{self.ranks.rank}", contents)
+            contents = await run_on(workers, contents_of, self.job, self.share.replicas)
+            self.contents = contents.name(self.ranks.rank)
+            await self._put(f"contents/{self.ranks.rank}", contents.encoded())
 
     def begin(self) -> Begin:
         base = self.job.choice.base

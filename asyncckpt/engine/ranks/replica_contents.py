@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from asyncckpt.engine.ranks.holdings import REPLICA_HINT
 from asyncckpt.engine.ranks.replicas import TABLE_PREFIX, ReplicaList
@@ -35,6 +36,11 @@ class Contents:
 
     digests: Mapping[str, str]
     some_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def name(self, rank: int) -> str:
+        """Return a name that is equal on ranks between which nothing can differ: not where ids must."""
+        whose = f" of rank {rank}" if any(self.some_ids.values()) else ""
+        return xxhash.xxh3_128_hexdigest(self.encoded() + whose.encode())
 
     def encoded(self) -> bytes:
         return dumps({"digests": dict(self.digests), "ids": {name: list(ids) for name, ids in self.some_ids.items()}})

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from asyncckpt.devices.current_runtime import device_of
-from asyncckpt.engine.ranks.holdings import is_whole
+from asyncckpt.engine.ranks.holdings import is_whole, slice_of
 from asyncckpt.engine.save.delta_chain import Choice
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.engine.save.state_cut import Cut
@@ -89,14 +89,15 @@ def _can_be_left_open(target: SaveTarget, cut: Cut, choice: Choice) -> list[str]
     if target.filter_func is not identity or target.filters:
         return []
     some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
-    # Of several ranks whether a table that holds all ids is written here, is perhaps known too late for its cut.
+    # Of several ranks whether a table that holds all ids is written here, is perhaps known too late for its cut; and
+    # the ids of one with a rule of its own are compared before anything is written.
     is_share_known = cut.share is None or cut.share.is_known
     return [
         item.name
         for item in cut.tables
         if can_be_exported(item.cut, row_bytes_of(item.schema))
         and item.name not in some_rows
-        and (is_share_known or not is_whole(item.table))
+        and (is_share_known or (not is_whole(item.table) and slice_of(item.table).is_known))
     ]
 
 

@@ -130,7 +130,7 @@ def test_the_same_part_of_a_table_twice(parts: list[TableSlice], ranks: str) -> 
 
 def test_parts_that_are_apart() -> None:
     for parts in (
-        [TableSlice(0, 0, 5), TableSlice(0, 5, 9), TableSlice(0, 5, 5), TableSlice(0, 0, 0)],
+        [TableSlice(0, 0, 5), TableSlice(0, 5, 9), TableSlice(0, 5, 5)],
         [shard(rank, 4) for rank in (3, 1, 2, 0)],
         [shard(0, 2), shard(1, 4), shard(3, 4)],
         [TableSlice(65_536, 0, 16_384), TableSlice(65_536, 16_384, 65_536)],
@@ -142,6 +142,12 @@ def test_parts_that_are_apart() -> None:
 def test_a_replica_on_one_rank_and_a_part_on_another() -> None:
     with pytest.raises(ConflictError, match=r"'t' is a replica on rank 1, and a part of it on rank 0.*shard 0 of 2"):
         check_slices([{"t": shard(0, 2)}, {}], [set(), {"t"}])
+
+
+def test_a_rule_of_its_own_on_one_rank_and_a_shard_on_another() -> None:
+    parts = [{"t": TableSlice(0, 0, 0)}, {}, {"t": TableSlice(2, 1, 2)}]
+    with pytest.raises(ConflictError, match="'t' holds ids by a rule of its own on rank 0, and others on rank 2"):
+        check_slices(parts, [set()] * 3)
 
 
 def test_other_ids_in_a_replica() -> None:

@@ -32,6 +32,12 @@ def test_an_id_on_two_ranks_is_named() -> None:
         check_contents({0: Contents({}, {"t": [1, -7]}), 1: Contents({}), 2: Contents({}, {"t": [-7]})})
 
 
+def test_ids_that_must_differ_have_another_name_on_each_rank() -> None:
+    """Equal names are not compared any further."""
+    assert Contents(SAME, {"t": []}).name(0) == Contents(SAME, {"t": []}).name(1)
+    assert Contents(SAME, {"t": [1]}).name(0) != Contents(SAME, {"t": [1]}).name(1)
+
+
 def test_contents_travel() -> None:
     contents = Contents(SAME, {"t": [1, -(2**63)]})
     assert decode_contents(contents.encoded(), rank=1) == contents
