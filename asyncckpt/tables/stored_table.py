@@ -64,8 +64,7 @@ class StoredTable(LockedTable):
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made
         value = self.__getstate__()
-        arguments, candidates = deepcopy((value.arguments, value.candidates), memo)
-        made.__setstate__(replace(value, arguments=arguments, candidates=candidates))
+        made.__setstate__(replace(value, arguments=deepcopy(value.arguments, memo)))
         return made
 
     def __getstate__(self) -> TableValue:

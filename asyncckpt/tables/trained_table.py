@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -252,8 +253,15 @@ class TrainedTable(StoredTable):
         if self._candidates is not None:
             self._candidates.clear()
 
+    def shrink(self) -> int:
+        """Like that of every table; of the candidates for admission too."""
+        candidates_bytes = 0 if self._candidates is None else self._candidates.shrink()
+        return super().shrink() + candidates_bytes
+
     def __getstate__(self) -> TableValue:
-        return replace(super().__getstate__(), candidates=self._candidates)
+        # Before the rows: an id that is admitted meanwhile is in both, and not in neither.
+        candidates = None if self._candidates is None else deepcopy(self._candidates)
+        return replace(super().__getstate__(), candidates=candidates)
 
     def __setstate__(self, value: TableValue) -> None:
         super().__setstate__(value)

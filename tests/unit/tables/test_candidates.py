@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,40 @@ def test_ids_that_are_not_admitted_train_as_zeros_without_gradient(new_table: An
     values = table.read(batch([1, 7]))
     assert values["embedding"].tolist() == [[0.0] * DIM, [1.0] * DIM]
     assert values["last_seen"].tolist() == [4, 4]
+
+
+@of_both_kinds
+def test_shrinking_gives_the_memory_of_candidates_back_too(new_table: Any) -> None:
+    table = new_table(admit_after=2)
+    candidates = table.companions()["candidates"]
+    for _ in range(2):
+        table.lookup(torch.arange(5000))
+    bytes_before = candidates.statistics().bytes + table.statistics().bytes
+    table.remove(torch.arange(4990))
+    freed_bytes = table.shrink()
+    assert candidates.statistics().bytes + table.statistics().bytes == bytes_before - freed_bytes
+    assert candidates.capacity < 5000
+    assert table.lookup(batch([1, 4999])).tolist()[0] == -1
+    assert counts_of(table) == {1: 1}
+
+
+@of_both_kinds
+def test_an_id_that_is_admitted_while_the_table_is_copied_is_in_the_copy(
+    new_table: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = new_table(admit_after=2)
+    table.lookup(batch([1, 2]))
+    read_all, get_state = type(table)._read_all, CandidateTable.__getstate__
+
+    def admit(*_: Any) -> None:
+        if table._lock._thread is None:
+            table.lookup(batch([2]))
+
+    for kind, name, function in ((type(table), "_read_all", read_all), (CandidateTable, "__getstate__", get_state)):
+        monkeypatch.setattr(kind, name, lambda *args, _own=function, **kw: (admit(), _own(*args, **kw))[1])
+    copied = deepcopy(table)
+    assert 2 in table
+    assert {1, 2} <= set(copied.ids().tolist()) | set(counts_of(copied))
 
 
 @of_both_kinds
