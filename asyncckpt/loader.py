@@ -48,7 +48,8 @@ class Loader(WaitsUntilFree):
     filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources.
                      None: everything, under its own name
     step             None: the newest
-    strict           raise IncompatibleError for missing entries, and for unexpected ones inside a module; else report
+    strict           raise IncompatibleError for missing entries, for unexpected ones inside a module, and for tables of
+                     a module that are not in hashtables while the checkpoint has tables that nothing takes; else report
                      them
     verify           True: check digests while reading. "before": read and check everything (if several ranks have
                      saved, everything that this one needs) before any target is touched. False: do not check

@@ -75,7 +75,7 @@ class Saver(Closing):
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
                             anything with state_dict() (module, optimizer); read anew at every save. Tables that a
-                            module holds must be in hashtables
+                            module or a sparse optimizer holds must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
                             a deadline of its own as BusyPolicy("wait", deadline=60)

@@ -1,63 +1,185 @@
-"""Tables that modules hold, and a checkpoint would leave out without a word: they are no parameters of their module."""
+"""Tables that modules hold, and a checkpoint would leave out without a word: they are no parameters of their module.
+
+What is looked at, each thing once, modules first, then what is nearest, and at most LOOKED_AT_MAX things besides
+modules, numbers, texts, tensors, and lists and dicts of these:
+
+    the state       the modules and the sparse optimizers in it, in mappings, lists and tuples of any depth
+    a module        its children and its attributes
+    an attribute    a table, a module or a sparse optimizer, or a dict, list, tuple, set or deque of them, of any depth;
+                    of any other object its own attributes, but not the attributes of what it holds in turn
+
+So the time is linear in what there is. What a thing is, its class says, and it is read by the built-in methods: no code
+of an attribute runs, which may be a mock, a proxy of something gone, or not ready yet. What such an object hides (in a
+closure, in slots, behind a proxy) is not seen.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum, auto
+from inspect import getattr_static
+from itertools import islice
+from types import ModuleType, NoneType
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Table
+from asyncckpt.tables.sparse_optimizer import SparseOptimizer
 
 SHOWN_MAX = 8
+LOOKED_AT_MAX = 100_000
+
+_TABLE_METHODS = ("schema", "begin_cut", "begin_load")
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+# By the id of their class, which asks nothing of a class.
+_PLAIN = frozenset(
+    map(id, (NoneType, bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter, np.ndarray))
+)
+_ATTRIBUTES_OF_TORCH = frozenset(vars(torch.nn.Module()))
+_PACKAGES_KNOWN = ("asyncckpt", "torch")  # Their other objects hold no tables of a user.
+
+# The names on the way to something, the last one first: (name, (name, ... None)).
+_Way: TypeAlias = tuple[object, Any] | None
+
+
+class _Kind(Enum):
+    MODULE = auto()
+    OPTIMIZER = auto()
+    TABLE = auto()
+    DICT = auto()
+    SEQUENCE = auto()
+    OBJECT = auto()
+    OTHER = auto()
+
+
+class _Holder(Enum):
+    """What holds a thing, be it in containers."""
+
+    STATE = auto()
+    MODULE = auto()
+    OBJECT = auto()
 
 
 def check_all_taken(state: object, taken: Iterable[Table], *, hint: str) -> None:
-    """Raise UsageError, naming them, if modules hold tables that are not taken.
+    """Raise UsageError, naming them, if modules or sparse optimizers hold tables that are not taken.
 
-    state: a module, or mappings and sequences of what may be modules. A module holds what its attributes are, also in
-    a list or a mapping.
+    state: a module, or mappings and sequences of what may be modules.
     """
+    found = tables_left_out(state, taken)
+    if found:
+        raise UsageError("tables of a module would be left out of the checkpoint", found=shown(found), hint=hint)
+
+
+def tables_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:
+    """Return where modules and sparse optimizers of a state hold tables that are not taken, and their names."""
     known = {id(table) for table in taken}
-    left_out: dict[int, str] = {}
-    for path, table in _tables_in(state):
-        if id(table) not in known:
-            left_out.setdefault(id(table), f"{path} (table {table.name!r})")
-    if left_out:
-        found = list(left_out.values())
-        more = [f"{len(found) - SHOWN_MAX} more"] if len(found) > SHOWN_MAX else []
-        what = "tables of a module would be left out of the checkpoint"
-        raise UsageError(what, found=", ".join(found[:SHOWN_MAX] + more), hint=hint)
+    found: dict[int, str] = {}
+    for way, table in _tables_in(state, known):
+        found.setdefault(id(table), f"{_path(way)} (table {table.name!r})")
+    return tuple(found.values())
 
 
-def _tables_in(state: object) -> Iterator[tuple[str, Table]]:
-    """Yield (path, table) of the tables that the modules in a state hold, not of what is in the state itself."""
-    waiting: list[tuple[str, object]] = [("", state)]
-    seen: set[int] = set()
+def shown(left_out: tuple[str, ...]) -> str:
+    """Return the text of an error about tables that are left out."""
+    more = [f"{len(left_out) - SHOWN_MAX} more"] if len(left_out) > SHOWN_MAX else []
+    return ", ".join([*left_out[:SHOWN_MAX], *more])
+
+
+def _tables_in(state: object, known: set[int]) -> Iterator[tuple[_Way, Any]]:
+    """Yield the tables that something in a state holds, not those in the state itself, nor those known by their id."""
+    waiting: deque[tuple[_Way, object, _Holder]] = deque([(None, state, _Holder.STATE)])
+    # The objects stay alive, so that their ids stay theirs.
+    seen: dict[tuple[int, _Holder], object] = {}
+    kinds: dict[int, _Kind] = {}
     while waiting:
-        path, value = waiting.pop()
-        if id(value) in seen:
+        way, value, holder = waiting.popleft()
+        if (id(value), holder) in seen or id(value) in known:
             continue
-        seen.add(id(value))
-        if isinstance(value, torch.nn.Module):
-            waiting += [(_joined(path, name), child) for name, child in value.named_children()]
-            yield from _held(path, value)
-        elif isinstance(value, (Mapping, list, tuple)):
-            waiting += [(_joined(path, str(name)), item) for name, item in _items(value)]
+        seen[id(value), holder] = value
+        cls = type(value)
+        kind = kinds.get(id(cls)) or kinds.setdefault(id(cls), _kind_of(cls))
+        if kind is _Kind.TABLE:
+            if holder is not _Holder.STATE:
+                yield way, value
+            continue
+        parts = (
+            ((name, way), part, its_holder)
+            for name, part, its_holder in _parts(value, kind, holder)
+            if not _is_plain(part)
+        )
+        if kind is _Kind.MODULE:
+            waiting.extendleft(((name, way), child, _Holder.MODULE) for name, child in value.named_children())
+        waiting.extend(islice(parts, max(0, LOOKED_AT_MAX - len(seen) - len(waiting))))
 
 
-def _held(path: str, module: torch.nn.Module) -> Iterator[tuple[str, Table]]:
-    for name, value in vars(module).items():
-        # torch's own dictionaries of children, parameters and hooks begin with an underscore.
-        values = _items(value) if isinstance(value, (Mapping, list, tuple)) and not name.startswith("_") else ()
-        for key, item in [("", value), *values]:
-            if isinstance(item, Table) and not isinstance(item, torch.nn.Module):
-                yield _joined(path, name, str(key)), item
+def _kind_of(cls: type) -> _Kind:
+    """Return the kind of the instances of a class. Asks the class itself alone, by what is written in it."""
+    if issubclass(cls, torch.nn.Module):
+        return _Kind.MODULE
+    if issubclass(cls, SparseOptimizer):
+        return _Kind.OPTIMIZER
+    if all(getattr_static(cls, name, None) is not None for name in _TABLE_METHODS):
+        return _Kind.TABLE
+    if issubclass(cls, dict):
+        return _Kind.DICT
+    if issubclass(cls, _SEQUENCES):
+        return _Kind.SEQUENCE
+    package = getattr_static(cls, "__module__", None)
+    is_known = type(package) is str and package.partition(".")[0] in _PACKAGES_KNOWN
+    return _Kind.OTHER if is_known or issubclass(cls, (type, ModuleType, torch.Tensor)) else _Kind.OBJECT
 
 
-def _items(values: Mapping[object, object] | list[object] | tuple[object, ...]) -> Iterable[tuple[object, object]]:
-    return values.items() if isinstance(values, Mapping) else enumerate(values)
+def _parts(value: Any, kind: _Kind, holder: _Holder) -> Iterator[tuple[object, object, _Holder]]:
+    """Yield what a thing holds, with its name; not the children of a module."""
+    if kind is _Kind.MODULE:
+        for name, part in _attributes(value):
+            if name not in _ATTRIBUTES_OF_TORCH:
+                yield name, part, _Holder.MODULE
+    elif kind is _Kind.OPTIMIZER:
+        for parameter in SparseOptimizer.parameters(value):
+            yield "", parameter.table, _Holder.OBJECT
+    elif kind is _Kind.DICT:
+        for key, item in zip(list(dict.keys(value)), list(dict.values(value)), strict=False):
+            yield key, item, holder
+    elif kind is _Kind.SEQUENCE:
+        base = next(base for base in _SEQUENCES if issubclass(type(value), base))
+        for index, item in enumerate(list(base.__iter__(value))):
+            yield index, item, holder
+    elif holder is _Holder.STATE:
+        if issubclass(type(value), Mapping):  # A save reads it by its own methods, too.
+            for key, item in value.items():
+                yield key, item, holder
+    elif kind is _Kind.OBJECT and holder is _Holder.MODULE:
+        for name, part in _attributes(value):
+            yield name, part, _Holder.OBJECT
 
 
-def _joined(*parts: str) -> str:
-    return ".".join(part for part in parts if part)
+def _is_plain(value: Any) -> bool:
+    """Return whether a thing is a plain value or a container of nothing else, as most things are."""
+    cls = type(value)
+    if cls is dict:
+        return _PLAIN.issuperset(map(id, map(type, value.values())))
+    if cls is list or cls is tuple:
+        return _PLAIN.issuperset(map(id, map(type, value)))
+    return id(cls) in _PLAIN
+
+
+def _attributes(value: object) -> list[tuple[str, object]]:
+    """Return what an object itself holds by name."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:  # It has none, or its class makes one up and fails.
+        return []
+    return list(dict.items(found)) if issubclass(type(found), dict) else []
+
+
+def _path(way: _Way) -> str:
+    names: list[str] = []
+    while way is not None:
+        name, way = way
+        names.append(str(name) if type(name) in (str, int) else type(name).__name__)
+    return ".".join(name for name in reversed(names) if name)

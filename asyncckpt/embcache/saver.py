@@ -13,6 +13,7 @@ import asyncio
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ class Saver(Closing):
         }
         self._peers = Peers(self._rank, self._world_size, deadline_s=self._peers_deadline)
         self._open: OrderedDict[Path, _OpenFolder] = OrderedDict()
+        self._checked: weakref.ref[nn.Module] | None = None  # The module that holds no other tables.
         self._closed = False
 
     @property
@@ -291,7 +293,7 @@ class Saver(Closing):
         try:
             target = self._rules.check_target(path)
             saved = self._saved_tables(module)
-            check_all_taken(module, saved.all.values(), hint=_LEFT_OUT_HINT)
+            self._check_all_taken(module, saved)
             check_step(step)
             self._check_not_busy()
             folder = self._folder(target, saved, ranks, may_wait=may_wait)
@@ -347,6 +349,12 @@ class Saver(Closing):
         saved = saved_tables(module)
         saved.check_shard(rank=self._rank, world_size=self._world_size)
         return saved
+
+    def _check_all_taken(self, module: nn.Module, saved: SavedTables) -> None:
+        """Raise UsageError for a module with other tables too; looks for them when a module is first seen."""
+        if self._checked is None or self._checked() is not module:
+            check_all_taken(module, saved.all.values(), hint=_LEFT_OUT_HINT)
+            self._checked = weakref.ref(module)
 
     def _check_links_below(self, folder: Path) -> None:
         ranks = [place for world in rank_folders(folder).values() for place in world.values()]

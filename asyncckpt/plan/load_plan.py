@@ -97,8 +97,13 @@ def make_load_plan(
     *,
     filter_func: LoadFilter | None = None,
     strict: bool,
+    left_out: Sequence[str] = (),
 ) -> LoadPlan:
-    """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense."""
+    """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense.
+
+    left_out: tables that modules of the targets hold, and are no destinations. With strict they do not fit a checkpoint
+    with tables that nothing takes.
+    """
     if strict:
         _check_readable(contents, chain.step)
     info, missing = _default_info(contents, targets, tables)
@@ -124,6 +129,10 @@ def make_load_plan(
         match.problems += [
             f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
         ]
+        not_taken = [name for name in unexpected if name in contents.tables][:PROBLEMS_SHOWN_MAX]
+        if not_taken:
+            why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
+            match.problems += [f"{place} would be left out of the load: {why}" for place in left_out]
     _raise_problems(match.problems, chain.step)
     plan = LoadPlan(
         dense=tuple(dense),

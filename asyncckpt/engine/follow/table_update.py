@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
@@ -151,7 +152,8 @@ class OpenUpdate:
         """Load the step. changes: what is new in it, for the tables that hold the previous one."""
         begun, bytes_before = time.perf_counter(), reader.bytes_read
         targets = dense_targets(state, tables=iter(tables))
-        plan = make_load_plan(self._chain, self._contents, targets, tables, strict=strict)
+        left_out = tables_left_out(state, tables.values())
+        plan = make_load_plan(self._chain, self._contents, targets, tables, strict=strict, left_out=left_out)
         report = report_of(self.path, self._chain, self._contents, targets, plan)
         whole = replace(plan, tables=tuple(item for item in plan.tables if item.name not in changes))
         changed = [_plan_of_change(item, changes[item.name]) for item in plan.tables if item.name in changes]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
 from asyncckpt.commit.root import CheckpointRoot
@@ -117,7 +118,13 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     targets = dense_targets(request.state, tables=iter(request.tables))
     plan = make_load_plan(
-        chain, contents, targets, request.tables, filter_func=request.filter_func, strict=request.strict
+        chain,
+        contents,
+        targets,
+        request.tables,
+        filter_func=request.filter_func,
+        strict=request.strict,
+        left_out=tables_left_out(request.state, request.tables.values()),
     )
     report = report_of(root.path, chain, contents, targets, plan)
     reader = ChainReader(
