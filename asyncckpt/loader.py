@@ -14,6 +14,7 @@ from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
+from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.closing import WaitsUntilFree
 from asyncckpt.engine.process.event_loop import check_may_wait_for
@@ -65,6 +66,9 @@ class Loader(WaitsUntilFree):
     In a job of several ranks, each one loads by itself: none waits for another, and each reads only the blocks that it
     needs. All of them should name the same step. Never writes or deletes.
 
+    Without hashtables, tensors and filter_func, everything but the tables is loaded into LoadReport.tree, as by
+    asyncckpt.load.
+
     Targets on devices are written after what the caller has queued on the current streams, and are complete for every
     stream when the load returns or its future is done. Source of the interface: RecIS `Loader`.
     """
@@ -107,6 +111,7 @@ class Loader(WaitsUntilFree):
             threads=min(parallel, READ_THREADS_MAX),
             rank=rank,
             ranks_count=ranks_count,
+            whole=WholeRequest() if hashtables is None and tensors is None and filter_func is None else None,
         )
 
     @uninterrupted

@@ -124,6 +124,11 @@ def make_load_plan(
         match.problems += [
             f"{name!r} is unexpected: the model has no such entry" for name in _inside(contents, targets, unexpected)
         ]
+        match.problems += [
+            f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
+            for path in targets.empty
+            if contents.below(path)
+        ]
     _raise_problems(match.problems, chain.step)
     plan = LoadPlan(
         dense=tuple(dense),

@@ -25,7 +25,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, leaves, path_name, tensor_names
+from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, empty_paths, leaves, path_name, tensor_names
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf
@@ -91,7 +91,8 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class DenseTargets:
-    """All dense targets. `values` are the paths of plain values the caller wants back.
+    """All dense targets. `values` are the paths of plain values the caller wants back, `empty` those of containers
+    without anything in them.
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
     write to; the caller gets them back as values.
@@ -100,6 +101,7 @@ class DenseTargets:
     in_place: tuple[InPlace, ...]
     rebuilt: tuple[Rebuilt, ...]
     values: tuple[Path, ...]
+    empty: tuple[Path, ...] = ()
     scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -140,7 +142,8 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    return DenseTargets(tuple(in_place), tuple(owners.values()), values=tuple(outside), scalars=scalars)
+    empty = tuple(path for path in empty_paths(flat.tree) if path)
+    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty=empty, scalars=scalars)
 
 
 def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:

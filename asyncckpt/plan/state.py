@@ -15,7 +15,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node, Path
+from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
@@ -90,7 +90,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
     if isinstance(value, (np.ndarray, np.generic)):
         flat.originals[len(flat.tensors)] = value
         flat.tensors.append(_from_numpy(value, path))
-        return ARRAY
+        return SCALAR if isinstance(value, np.generic) else ARRAY
     if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
         return _container(value, flat, path, parents)
     _value(value, flat, path)
