@@ -69,8 +69,8 @@ class Saver(Closing):
     shard_index, shard_num  this rank and how many there are; all of them save into the same directory, and commit
                             together or not at all (docs/ranks.md)
     parallel                most shard files of one rank for tables, and for tensors
-    path                    the directory, required; its last part is made when missing. One process at a time writes
-                            to it, or the ranks of one job
+    path                    the directory, required; made with its parents when missing. One process at a time writes to
+                            it, or the ranks of one job
     hashtables              mapping name -> Table (of several ranks: with shard or replicated), or a module, whose
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
@@ -116,6 +116,13 @@ class Saver(Closing):
         ranks: RankOptions = RankOptions(),
         debug: DebugOptions = DebugOptions(),
     ) -> None:
+        if isinstance(shard_index, (str, os.PathLike)):
+            raise UsageError(
+                "shard_index is a path",
+                found=shard_index,
+                expected="the index of this rank",
+                hint="name the arguments: Saver(path=..., tensors=...)",
+            )
         if path is _REQUIRED:
             raise UsageError("path is missing", expected="the checkpoint directory")
         check_type("ranks", ranks, RankOptions)

@@ -1,9 +1,9 @@
-"""A checkpoint as a dict: no targets, no table, no loop; the state as it was saved."""
+"""A checkpoint as a dict: save one in one call, and get it back as it was, without targets."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +12,35 @@ import torch
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.errors import UsageError
 from asyncckpt.loader import Loader
+from asyncckpt.model.result import SaveResult
+from asyncckpt.model.table import Table
+from asyncckpt.options import Durability
+from asyncckpt.plan.state import named_state
+from asyncckpt.saver import Saver
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    step: int | None = None,
+    *,
+    hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    durability: Durability = "fsync",
+) -> SaveResult:
+    """Save a state once, as one process, and return when the checkpoint is durable; `load` returns it.
+
+    path        the checkpoint directory, made with its parents when missing
+    state       as the tensors of a Saver: by name, tensors, arrays, plain values, nested containers, modules, ...
+    step        None: one more than the newest there, or 0
+    hashtables, metadata, durability  as for a Saver
+
+    Waits while a save or load of this process is in flight. In a loop, a Saver is faster, and does not make the loop
+    wait. Raises as Saver.save does; ConflictError for a step that exists, and for a directory that a Saver has open.
+    """
+    named = named_state(state, what="state")
+    with Saver(path=path, tensors=named, hashtables=hashtables, durability=durability) as saver:
+        return saver.save(step, metadata=metadata, on_busy="wait")
 
 
 def load(

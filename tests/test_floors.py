@@ -63,7 +63,8 @@ NEIGHBOURS = {
     ("options", "arguments"),
     ("options", "errors"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
-    ("states", "loader"),  # A state is loaded by a Loader without targets.
+    ("states", "saver"),  # A state is saved by a Saver, and loaded by a Loader without targets.
+    ("states", "loader"),
     ("strategies", "saver"),  # They save and load by the usual door.
     ("strategies", "loader"),
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
