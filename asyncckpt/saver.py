@@ -31,6 +31,7 @@ from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -78,7 +79,8 @@ class Saver(Closing):
                             module holds must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
-                            a deadline of its own as BusyPolicy("wait", deadline=60)
+                            a deadline of its own as BusyPolicy("wait", deadline=60). None: save waits, save_async
+                            raises
     durability              "fsync": a result means that the checkpoint survives power loss; "none": only process death
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
@@ -106,7 +108,7 @@ class Saver(Closing):
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         filter_func: Callable[[list[WriteBlock]], Sequence[WriteBlock]] = identity,
         *,
-        on_busy: OnBusy | BusyPolicy = "raise",
+        on_busy: OnBusy | BusyPolicy | None = None,
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
         keep_latest: int | None = None,
@@ -129,7 +131,7 @@ class Saver(Closing):
         shard_index, shard_num = which_shard(shard_index, shard_num, ranks.process_group)
         if not callable(filter_func):
             raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
-        self._busy = BusyPolicy.of(on_busy)
+        self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
         options = SaveOptions(
             parallel=parallel,
             durability=durability,
@@ -217,6 +219,8 @@ class Saver(Closing):
         on_busy: OnBusy | BusyPolicy | None = None,
     ) -> SaveResult:
         """Save and return when the checkpoint is durable; needs two chunk buffers instead of an arena."""
+        if on_busy is None and self._save_waits:
+            on_busy = "wait"
         return self._start(step, kind, metadata, on_busy, staged=False).result(SAVE_DEADLINE_S)
 
     @uninterrupted
@@ -314,6 +318,7 @@ class Saver(Closing):
             ranks = self._target.ranks
             call = None if ranks is None else ranks.next_call()
             try:
+                step = check_step(step)
                 check_choice("kind", kind, SAVE_KINDS)
                 busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
                 self._errors.raise_first()

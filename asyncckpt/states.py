@@ -40,7 +40,7 @@ def save(
     """
     named = named_state(state, what="state")
     with Saver(path=path, tensors=named, hashtables=hashtables, durability=durability) as saver:
-        return saver.save(step, metadata=metadata, on_busy="wait")
+        return saver.save(step, metadata=metadata)
 
 
 def load(
@@ -67,7 +67,7 @@ def load(
     """
     if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):
         raise UsageError("tables is wrong", found=tables, expected="True, False or a list of names")
-    loader = Loader(path, step=step, verify=verify, on_busy="wait")
+    loader = Loader(path, step=step, verify=verify)
     loader._request = replace(loader._request, whole=WholeRequest(device=_device(device), tables=tables))
     tree = loader.load().tree
     assert tree is not None
