@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 import asyncckpt
 from tests.end_to_end.trees import differences, live, states
@@ -52,10 +52,15 @@ def test_any_state_comes_back(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(states)
-def test_two_thousand_states_come_back(state: dict[str, Any]) -> None:
-    check_comes_back(state)
+@pytest.mark.parametrize("part", range(10))
+def test_two_thousand_states_come_back(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(states)
+    def check(state: dict[str, Any]) -> None:
+        check_comes_back(state)
+
+    check()
 
 
 def test_the_comparison_sees_what_differs() -> None:
