@@ -33,6 +33,7 @@ from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.options import BusyPolicy, DebugOptions, DeltaPolicy, DeviceOptions, RankOptions
 from asyncckpt.periodic import PeriodicSaver
 from asyncckpt.saver import Saver
+from asyncckpt.states import load, save
 from asyncckpt.tables import (
     HashEmbedding,
     HashEmbeddingBag,
@@ -93,6 +94,8 @@ __all__ = [
     "filters",
     "follow",
     "list_steps",
+    "load",
+    "save",
     "sharded",
     "table",
     "verify",

@@ -5,9 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
+
 from asyncckpt.errors import UsageError
 
 INT_MAX = 2**63 - 1
+
+
+def as_int(value: Any) -> Any:
+    """Return a NumPy integer as an int, anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def check_int(name: str, value: Any, *, at_least: int, at_most: int = INT_MAX, optional: bool = False) -> None:

@@ -126,7 +126,7 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
 @uninterrupted
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
-    check_step(step)
+    step = check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
         manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
     head = manifest.head
@@ -195,6 +195,6 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyRepor
 
     Raises CorruptError that says what is wrong.
     """
-    check_step(step)
+    step = check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
         return verify_root(root, step)

@@ -33,7 +33,7 @@ def compact(path: str | os.PathLike[str], step: int | None = None) -> SaveResult
     NotFoundError, CorruptError, IncompatibleError, UnsupportedError, IndeterminateError, IOFailedError, UsageError.
     """
     checked = check_path(path)
-    check_step(step)
+    step = check_step(step)
     progress = Progress()
     check_may_wait("a compaction")
     future = rewriters.submit(_compact, checked, step, progress)

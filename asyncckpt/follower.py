@@ -69,8 +69,8 @@ def follow(
     IncompatibleError, UnsupportedError, IOFailedError.
     """
     checked = check_path(path)
-    check_step(after, name="after")
-    check_step(until, name="until")
+    after = check_step(after, name="after")
+    until = check_step(until, name="until")
     if isinstance(poll_seconds, bool) or not isinstance(poll_seconds, (int, float)) or not 0 < poll_seconds <= 86400:
         raise UsageError("poll_seconds is wrong", found=poll_seconds, expected="seconds above 0, at most 86400")
     return Follower(checked, after=after, cursor=_cursor(cursor, checked), poll_seconds=poll_seconds, until=until)

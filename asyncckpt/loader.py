@@ -14,6 +14,7 @@ from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
+from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.process.background import workers
 from asyncckpt.engine.process.closing import WaitsUntilFree
 from asyncckpt.engine.process.event_loop import check_may_wait_for
@@ -55,7 +56,8 @@ class Loader(WaitsUntilFree):
                      saved, everything that this one needs) before any target is touched. False: do not check
     merge            add rows to what a table holds (as RecIS does); by default a table is emptied first
     fallback         if the wanted step is damaged, load the newest older one that is sound, and report that
-    on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy
+    on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy. None: load
+                     waits, load_async raises
     shard_index      rank of this process among shard_num; None: of ranks.process_group, or of torch.distributed if
                      it is initialised, else 0 of 1. It decides which plain values, and which state of objects, are
                      loaded: those of the same rank if as many ranks have saved, else those of all ranks, the lowest
@@ -65,6 +67,9 @@ class Loader(WaitsUntilFree):
 
     In a job of several ranks, each one loads by itself: none waits for another, and each reads only the blocks that it
     needs. All of them should name the same step. Never writes or deletes.
+
+    Without hashtables, tensors and filter_func, everything but the tables is loaded into LoadReport.tree, as by
+    asyncckpt.load.
 
     Targets on devices are written after what the caller has queued on the current streams, and are complete for every
     stream when the load returns or its future is done. Source of the interface: RecIS `Loader`.
@@ -83,16 +88,17 @@ class Loader(WaitsUntilFree):
         verify: bool | Literal["before"] = True,
         merge: bool = False,
         fallback: bool = False,
-        on_busy: OnBusy | BusyPolicy = "raise",
+        on_busy: OnBusy | BusyPolicy | None = None,
         shard_index: int | None = None,
         shard_num: int | None = None,
         ranks: RankOptions = RankOptions(),
     ) -> None:
         check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
         check_choice("verify", verify, (True, False, "before"))
-        check_step(step)
+        step = check_step(step)
         check_type("ranks", ranks, RankOptions)
-        self._busy = BusyPolicy.of(on_busy, actions=("raise", "wait"))
+        self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=("raise", "wait"))
+        self._load_waits = on_busy is None
         rank, ranks_count = own_rank(shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num"))
         self._path = check_path(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
@@ -108,6 +114,7 @@ class Loader(WaitsUntilFree):
             threads=min(parallel, READ_THREADS_MAX),
             rank=rank,
             ranks_count=ranks_count,
+            whole=WholeRequest() if hashtables is None and tensors is None and filter_func is None else None,
         )
 
     @uninterrupted
@@ -117,7 +124,8 @@ class Loader(WaitsUntilFree):
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        ticket = self._acquire(lambda other: None)
+        busy = BusyPolicy("wait") if self._load_waits else self._busy
+        ticket = self._acquire(busy, lambda other: None)
         try:
             return self._run(Progress())
         finally:
@@ -137,7 +145,7 @@ class Loader(WaitsUntilFree):
 
     def _start(self) -> LoadFuture:
         streams = CallerStreams()
-        ticket = self._acquire(check_may_wait_for)
+        ticket = self._acquire(self._busy, check_may_wait_for)
         future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
         def load() -> LoadReport:
@@ -158,9 +166,8 @@ class Loader(WaitsUntilFree):
         save_lock.hand_over(ticket)
         return future
 
-    def _acquire(self, before_wait: Callable[[Ticket], None]) -> Ticket:
+    def _acquire(self, busy: BusyPolicy, before_wait: Callable[[Ticket], None]) -> Ticket:
         ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
-        busy = self._busy
         save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
         return ticket
 

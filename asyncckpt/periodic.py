@@ -21,6 +21,7 @@ from typing import Any, Literal
 from asyncckpt.arguments import check_int, check_seconds, check_timeout
 from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
+from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
@@ -83,7 +84,7 @@ class PeriodicSaver:
     @uninterrupted
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun."""
-        check_int("step", step, at_least=0)
+        step = check_step(step, or_none=False)
         is_due = self._is_due(step)
         try:
             self._collect()

@@ -31,6 +31,7 @@ from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.errors import CheckpointError, DeadlineError, UsageError
+from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.model.table import Table
 from asyncckpt.model.write_block import WriteBlock
@@ -69,8 +70,8 @@ class Saver(Closing):
     shard_index, shard_num  this rank and how many there are; all of them save into the same directory, and commit
                             together or not at all (docs/ranks.md)
     parallel                most shard files of one rank for tables, and for tensors
-    path                    the directory, required; its last part is made when missing. One process at a time writes
-                            to it, or the ranks of one job
+    path                    the directory, required; made with its parents when missing. One process at a time writes to
+                            it, or the ranks of one job
     hashtables              mapping name -> Table (of several ranks: with shard or replicated), or a module, whose
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
@@ -78,7 +79,8 @@ class Saver(Closing):
                             module or a sparse optimizer holds must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
-                            a deadline of its own as BusyPolicy("wait", deadline=60)
+                            a deadline of its own as BusyPolicy("wait", deadline=60). None: save waits, save_async
+                            raises
     durability              "fsync": a result means that the checkpoint survives power loss; "none": only process death
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
@@ -106,7 +108,7 @@ class Saver(Closing):
         tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
         filter_func: Callable[[list[WriteBlock]], Sequence[WriteBlock]] = identity,
         *,
-        on_busy: OnBusy | BusyPolicy = "raise",
+        on_busy: OnBusy | BusyPolicy | None = None,
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
         keep_latest: int | None = None,
@@ -116,6 +118,13 @@ class Saver(Closing):
         ranks: RankOptions = RankOptions(),
         debug: DebugOptions = DebugOptions(),
     ) -> None:
+        if isinstance(shard_index, (str, os.PathLike)):
+            raise UsageError(
+                "shard_index is a path",
+                found=shard_index,
+                expected="the index of this rank",
+                hint="name the arguments: Saver(path=..., tensors=...)",
+            )
         if path is _REQUIRED:
             raise UsageError("path is missing", expected="the checkpoint directory")
         check_type("ranks", ranks, RankOptions)
@@ -123,7 +132,7 @@ class Saver(Closing):
         try:
             if not callable(filter_func):
                 raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
-            self._busy = BusyPolicy.of(on_busy)
+            self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
             options = SaveOptions(
                 parallel=parallel,
                 durability=durability,
@@ -214,6 +223,8 @@ class Saver(Closing):
         on_busy: OnBusy | BusyPolicy | None = None,
     ) -> SaveResult:
         """Save and return when the checkpoint is durable; needs two chunk buffers instead of an arena."""
+        if on_busy is None and self._save_waits:
+            on_busy = "wait"
         return self._start(step, kind, metadata, on_busy, staged=False).result(SAVE_DEADLINE_S)
 
     @uninterrupted
@@ -311,6 +322,7 @@ class Saver(Closing):
             ranks = self._target.ranks
             call = None if ranks is None else ranks.next_call()
             try:
+                step = check_step(step)
                 check_choice("kind", kind, SAVE_KINDS)
                 busy = self._busy if on_busy is None else BusyPolicy.of(on_busy, deadline=self._busy.deadline)
                 self._errors.raise_first()

@@ -39,6 +39,7 @@ FLOORS = {
     "saver": 6,
     "table": 6,
     "loader": 6,
+    "states": 6,
     "periodic": 6,
     "checkpoints": 6,
     "compaction": 6,
@@ -62,6 +63,8 @@ NEIGHBOURS = {
     ("options", "arguments"),
     ("options", "errors"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
+    ("states", "saver"),  # A state is saved by a Saver, and loaded by a Loader without targets.
+    ("states", "loader"),
     ("strategies", "saver"),  # They save and load by the usual door.
     ("strategies", "loader"),
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.

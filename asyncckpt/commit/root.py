@@ -1,6 +1,6 @@
 """A checkpoint directory, held open: the root, `manifests/` and `data/`.
 
-A writer makes what is missing (the root itself, but not its parents) and syncs it; a reader makes nothing.
+A writer makes what is missing, also parents of the root, and syncs it; a reader makes nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class CheckpointRoot:
 
     @staticmethod
     def for_writing(path: Path, *, exact_modes: bool = False) -> CheckpointRoot:
-        """Open or make the directory; UsageError when its parent is missing or it is a file.
+        """Open or make the directory, with its parents; UsageError when one of them is a file, or it is in use.
 
         exact_modes: what is made here gets its modes whatever the umask (see Directory).
         """
         _check_host()
+        _check_not_here(path)
         if not os.path.exists(path):
             _make_root(path, exact_modes=exact_modes)
         with contextlib.ExitStack() as opened:
@@ -88,26 +89,44 @@ def _check_host() -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder above a checkpoint directory, durably, if it is missing. Not its parents. Raises IOFailedError."""
+    """Make a folder above a checkpoint directory, and its parents, durably, where they are missing.
+
+    Raises IOFailedError; UsageError when one of them is a file.
+    """
+    missing = []
+    for folder in (path, *path.parents):
+        if os.path.isdir(folder):
+            break
+        if os.path.lexists(folder):
+            raise UsageError("path is not in a folder", found=str(folder))
+        missing.append(folder)
+    for folder in reversed(missing):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise io_failed(f"folder {str(folder)!r} cannot be made", error) from error
+        _sync_parent(folder)
+
+
+def _check_not_here(path: Path) -> None:
+    """Refuse to make a checkpoint directory of the current folder of a program among other things that are there."""
     try:
-        path.mkdir()
-    except FileExistsError:
+        is_here = os.path.samefile(path, os.curdir)
+        if not is_here or os.path.lexists(path / MANIFESTS_DIR) or not os.listdir(path):
+            return
+    except OSError:
         return
-    except OSError as error:
-        raise io_failed(f"folder {str(path)!r} cannot be made", error) from error
-    _sync_parent(path)
+    raise UsageError(
+        "path is the current folder, which holds other things", found=str(path), hint="name a folder of its own: 'ckpt'"
+    )
 
 
 def _make_root(path: Path, *, exact_modes: bool) -> None:
     if os.path.islink(path):
         raise UsageError("path is a symbolic link to nothing", found=str(path))
-    if not os.path.isdir(path.parent):
-        if os.path.exists(path.parent):
-            raise UsageError("path is not in a folder", found=str(path.parent))
-        raise UsageError(
-            f"folder {str(path.parent)!r} does not exist",
-            hint="only the last part of the path is made; make its parent",
-        )
+    make_folder(path.parent)
     try:
         path.mkdir(FOLDER_MODE)
         if exact_modes:

@@ -28,7 +28,7 @@ from typing import Literal
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot, make_folder
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import background, short_handovers
 from asyncckpt.engine.process.held_directory import held_directory, start_retention
@@ -50,9 +50,6 @@ class CoordinatedAttempt:
 
     def __init__(self, path: Path, step: int | None, options: SaveOptions) -> None:
         """Begin. UsageError, ConflictError for a step that exists or a directory that another process writes to."""
-        for folder in reversed(path.parents):  # DCP's own writer makes them, and callers rely on it.
-            if not folder.exists():
-                make_folder(folder)
         self._options = options
         with contextlib.ExitStack() as held:
             self.root = held.enter_context(CheckpointRoot.for_writing(path))

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from asyncckpt.commit.proof import Draft
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
@@ -82,7 +82,8 @@ def export_checkpoint(
     """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this one process.
 
     The dense tensors in full, and the plain values; tables are left out. Needs memory for all of it. What is written
-    holds pickles: that is the format of the target. ConflictError when there is a checkpoint in dcp_dir already.
+    holds pickles: that is the format of the target, and keys of mappings become text there, as in all of DCP; for a
+    file of torch.save, save what asyncckpt.load returns. ConflictError when there is a checkpoint in dcp_dir already.
     """
     folder = check_path(dcp_dir)
     if (folder / METADATA_NAME).exists():
@@ -93,8 +94,9 @@ def export_checkpoint(
     for name, item in metadata.state_dict_metadata.items():
         value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
         set_element(state, metadata.planner_data[name], value)
-    load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    # As torch's own converters (format_utils) do it: `load` and `save` of torch 2.4 lack no_dist.
+    _load_state_dict(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    _save_state_dict(state, storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], list[MetadataIndex]]:

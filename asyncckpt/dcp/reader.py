@@ -59,7 +59,7 @@ class StorageReader(DcpStorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True) -> None:
-        check_step(step)
+        step = check_step(step)
         check_choice("verify", verify, (True, False))
         self._path = check_path(path)
         self._step = step

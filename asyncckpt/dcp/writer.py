@@ -106,7 +106,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         device: DeviceOptions = DeviceOptions(),
     ) -> None:
         AsyncStager.__init__(self, host_memory_limit=host_memory_limit, device=device)
-        check_step(step)
+        step = check_step(step)
         self._path = check_path(path)
         self._step = step
         self._options = SaveOptions(

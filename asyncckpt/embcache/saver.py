@@ -101,7 +101,7 @@ class Saver(Closing):
     path_rules          what a path must be like; strict by default
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
-                        saves, "queue"; or a BusyPolicy
+                        saves, "queue"; or a BusyPolicy. None: save and load wait, save_async raises
     durability, host_memory_limit, device, deltas, keep_latest, filters   as for asyncckpt.Saver
     peers_deadline      seconds that ranks wait for each other to come to a save or a load
 
@@ -117,7 +117,7 @@ class Saver(Closing):
         world_size: int | None = None,
         path_rules: PathRules = STRICT,
         parallel: int = 8,
-        on_busy: OnBusy | BusyPolicy = "raise",
+        on_busy: OnBusy | BusyPolicy | None = None,
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
         device: DeviceOptions = DeviceOptions(),
@@ -129,7 +129,8 @@ class Saver(Closing):
         self._rank, self._world_size = which_rank(rank, world_size)
         if not isinstance(path_rules, PathRules):
             raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
-        self._busy = BusyPolicy.of(on_busy, actions=ON_BUSY)
+        self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=ON_BUSY)
+        self._on_busy = on_busy
         check_seconds("peers_deadline", peers_deadline, above_zero=True)
         self._rules = path_rules
         self._peers_deadline = float(peers_deadline)
@@ -170,7 +171,7 @@ class Saver(Closing):
         Raises UsageError, ConflictError, SaveInProgressError, PeerError (another rank failed), IOFailedError, ...
         """
         folder, step = self._begin(module, path, step)
-        return folder.saver.save(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
+        return folder.saver.save(step, kind=kind, metadata=folder.metadata)
 
     @uninterrupted
     def save_async(
@@ -188,7 +189,7 @@ class Saver(Closing):
         another rank, or later, the future raises.
         """
         folder, step = self._begin(module, path, step, may_wait=False)
-        return folder.saver.save_async(step, kind=kind, metadata=folder.metadata, on_busy=self._busy)
+        return folder.saver.save_async(step, kind=kind, metadata=folder.metadata)
 
     @uninterrupted
     def load(
@@ -220,10 +221,10 @@ class Saver(Closing):
             try:
                 source = self._rules.check_source(path)
                 saved = self._saved_tables(module)
-                check_step(step)
+                step = check_step(step)
                 # For the folders of all ranks.
                 wanted = Ticket(kind="load", path=source, step=step, thread=threading.get_ident())
-                on_busy: OnBusy = "raise" if self._busy.action == "raise" else "wait"
+                on_busy: OnBusy = "wait" if self._on_busy is None or self._busy.action != "raise" else "raise"
                 ticket = wanted
                 save_lock.acquire(wanted, on_busy=on_busy, deadline_s=self._busy.deadline)
                 prepared = self._prepare(source, saved, step, incremental, momentum_slots)
@@ -294,8 +295,8 @@ class Saver(Closing):
             target = self._rules.check_target(path)
             saved = self._saved_tables(module)
             self._check_all_taken(module, saved)
-            check_step(step)
-            self._check_not_busy()
+            step = check_step(step)
+            self._check_not_busy(may_wait=may_wait)
             folder = self._folder(target, saved, ranks, may_wait=may_wait)
             return folder, folder.next_step(step)
         except BaseException as error:
@@ -326,7 +327,7 @@ class Saver(Closing):
             self._world_size,
             path=target,
             hashtables=saved.tables,
-            on_busy=self._busy,
+            on_busy=self._on_busy,
             ranks=RankOptions(ranks, peer_deadline=self._peers_deadline),
             **self._options,
         )
@@ -361,10 +362,10 @@ class Saver(Closing):
         for place in (folder / MANIFESTS_DIR, folder / DATA_DIR, *ranks):
             self._rules.check_links(place)
 
-    def _check_not_busy(self) -> None:
+    def _check_not_busy(self, *, may_wait: bool) -> None:
         """Find out before another module's Saver is closed, which would wait."""
         in_flight = save_lock.in_flight()
-        if self._busy.action == "raise" and in_flight:
+        if self._busy.action == "raise" and in_flight and not (may_wait and self._on_busy is None):
             hint = "await it, or give the Saver on_busy='wait' or 'queue'"
             raise SaveInProgressError(f"a {in_flight[0]} is in flight", hint=hint)
 

@@ -2,12 +2,12 @@
 
 A node is a nested tuple, cheap to compare, so that a plan is reused while the tree stays the same:
 
-    TENSOR, ARRAY, VALUE                     leaves (torch tensor, NumPy array, plain value)
+    TENSOR, ARRAY, SCALAR, VALUE             leaves (torch tensor, NumPy array, NumPy scalar, plain value)
     ("dict", keys, children)                 keys: str, or (type name, value) for int, bool, float, None
     ("list", children), ("tuple", children)
     ("state", child)                         an object with state_dict(); child is that dict
 
-Leaves are numbered in depth-first order, tensors and arrays in one sequence, values in another.
+Leaves are numbered in depth-first order, values in one sequence, all others in another.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from asyncckpt.format.strict_json import Json, shown
 
 TENSOR = ("tensor",)
 ARRAY = ("array",)
+SCALAR = ("numpy scalar",)
 VALUE = ("value",)
 Node = tuple[Any, ...]
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
 
 _RESERVED_NAMES = ("__metadata__",)  # Of safetensors.
-_LEAVES = {"t": TENSOR, "a": ARRAY, "v": VALUE}
+_LEAVES = {"t": TENSOR, "a": ARRAY, "n": SCALAR, "v": VALUE}
 _KEY_TYPES: dict[str, type] = {"int": int, "bool": bool, "float": float, "NoneType": type(None)}
 
 
@@ -55,8 +56,20 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*prefix, ("int", index)))
 
 
+def empty_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
+    """Return the paths of containers without anything in them, but for those inside of objects."""
+    if len(node) == 1 or node[0] == "state":
+        return
+    if not node[1]:
+        yield prefix
+    is_dict = node[0] == "dict"
+    keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
+    for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
+        yield from empty_paths(child, (*prefix, key))
+
+
 def tensor_paths(node: Node) -> list[Path]:
-    """Return the paths of tensors and arrays, by the numbers of their leaves."""
+    """Return the paths of tensors, arrays and scalars, by the numbers of their leaves."""
     return [path for path, leaf in leaves(node) if leaf is not VALUE]
 
 
@@ -126,6 +139,17 @@ def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
         return rebuild(node[1], tensors, values)
     children = [rebuild(child, tensors, values) for child in node[1]]
     return children if node[0] == "list" else tuple(children)
+
+
+def leaf_of(node: Node, tensor: Any) -> Any:
+    """Return a loaded tensor as what its leaf was: a tensor, an array or a NumPy scalar."""
+    if node is TENSOR:
+        return tensor
+    try:
+        array = tensor.numpy()
+    except TypeError:  # A write filter has cast it to a dtype that NumPy lacks.
+        return tensor
+    return array[()] if node is SCALAR else array
 
 
 def _encode_key(key: Key, path: Path) -> Json:

@@ -65,6 +65,8 @@ class LoadReport:
     path          the checkpoint directory
     values        plain values of the state by dotted name, for example {"epoch": 3}; NumPy scalars, if they are
                   among the targets, too
+    tree          the whole state as it was saved, of a Loader without targets and filter (see asyncckpt.load); else
+                  None
     metadata      the user metadata given to the save
     loaded        destination -> sources that filled it, RecIS' form {destination: {source: [columns]}}
     missing       destinations of the model that the checkpoint lacks (strict=False only)
@@ -76,6 +78,7 @@ class LoadReport:
     step: int
     path: Path
     values: Mapping[str, Any] = field(default_factory=dict)
+    tree: dict[str, Any] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     loaded: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()

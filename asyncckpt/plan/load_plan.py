@@ -10,6 +10,7 @@ sources.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, OwnsIds, Table
 from asyncckpt.model.table_shard import Shard, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
-from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, overlap, owner_of
+from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, other_groups, overlap, owner_of
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 LoadInfo = dict[str, dict[str, list[str]]]
 LoadFilter = Callable[[LoadInfo], Mapping[str, Mapping[str, list[str]]]]
 PROBLEMS_SHOWN_MAX = 20
+_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,12 @@ def make_load_plan(
         if not_taken:
             why = f"not in hashtables, and the checkpoint has tables that nothing takes: {not_taken}"
             match.problems += [f"{place} would be left out of the load: {why}" for place in left_out]
-    _raise_problems(match.problems, chain.step)
+        match.problems += [
+            f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
+            for path in targets.empty
+            if contents.below(path)
+        ]
+    _raise_problems(match.problems, chain.step, hint=_wrapped_hint(missing, unexpected))
     plan = LoadPlan(
         dense=tuple(dense),
         tables=tuple(planned),
@@ -192,6 +199,8 @@ class _Match:
             left_out = [path for path in wanted[item.path] if path not in loaded]
             if item.is_module or not left_out:
                 chosen.append(item)
+                if (problem := other_groups(item, self._contents.tree)) is not None:
+                    self.problems.append(problem)
             elif len(left_out) < len(wanted[item.path]):
                 name = path_name(left_out[0])
                 self.problems.append(f"state of {path_name(item.path)!r} is incomplete: {name!r} was filtered out")
@@ -268,12 +277,11 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
         info[name] = {name: [column for column in columns if column in stored.columns]}
     by_path = {item.path: item.name for item in contents.dense.values()}
     taken = [leaf.name for leaf in targets.in_place]
-    for leaf in targets.in_place:
-        source = by_path.get(leaf.path)
-        if source is None:
-            missing.append(leaf.name)
-        else:
-            info[leaf.name] = {source: []}
+    absent = [leaf for leaf in targets.in_place if leaf.path not in by_path]
+    info |= {leaf.name: {by_path[leaf.path]: []} for leaf in targets.in_place if leaf.path in by_path}
+    # Tied weights are filled under any of their names.
+    filled = {leaf.memory() for leaf in targets.in_place if leaf.path in by_path} if absent else set()
+    missing += [leaf.name for leaf in absent if leaf.memory() not in filled]
     for item in targets.rebuilt:
         if not contents.has(item.path):
             missing.append(path_name(item.path))
@@ -317,12 +325,20 @@ def _may_share_ids(stored: Shard, table: Table) -> bool:
     return isinstance(table, OwnsIds) or may_share_ids(stored, table.shard)
 
 
-def _raise_problems(problems: list[str], step: int) -> None:
+def _wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
+    """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
+    bare = {_WRAPPERS.sub("", name) for name in missing} & {_WRAPPERS.sub("", name) for name in unexpected}
+    if not bare:
+        return ""
+    return "; names differ only in 'module.' (DDP) or '_orig_mod.' (torch.compile): give the module that was wrapped"
+
+
+def _raise_problems(problems: list[str], step: int, *, hint: str) -> None:
     if not problems:
         return
     shown = "; ".join(problems[:PROBLEMS_SHOWN_MAX])
     more = f"; and {len(problems) - PROBLEMS_SHOWN_MAX} more" if len(problems) > PROBLEMS_SHOWN_MAX else ""
     raise IncompatibleError(
         f"checkpoint of step {step} does not fit the model, {len(problems)} problems: {shown}{more}",
-        hint="nothing was changed; strict=False lets missing and unexpected entries pass",
+        hint=f"nothing was changed; strict=False lets missing and unexpected entries pass{hint}",
     )

@@ -25,7 +25,7 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, leaves, path_name, tensor_names
+from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, empty_paths, leaves, path_name, tensor_names
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf
@@ -70,6 +70,11 @@ class InPlace:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
+    def memory(self) -> tuple[Any, ...]:
+        """Return what is the same for leaves that are the same elements in the same memory."""
+        tensors = [piece.tensor for piece in self.pieces]
+        return self.dtype, *((piece.data_ptr(), tuple(piece.shape), piece.stride()) for piece in tensors)
+
 
 @dataclass(frozen=True)
 class Rebuilt:
@@ -91,7 +96,8 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class DenseTargets:
-    """All dense targets. `values` are the paths of plain values the caller wants back.
+    """All dense targets. `values` are the paths of plain values the caller wants back, `empty` those of containers
+    without anything in them.
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
     write to; the caller gets them back as values.
@@ -100,6 +106,7 @@ class DenseTargets:
     in_place: tuple[InPlace, ...]
     rebuilt: tuple[Rebuilt, ...]
     values: tuple[Path, ...]
+    empty: tuple[Path, ...] = ()
     scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     @cached_property
@@ -140,7 +147,8 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
             item.tensors[path] = leaf
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
-    return DenseTargets(tuple(in_place), tuple(owners.values()), values=tuple(outside), scalars=scalars)
+    empty = tuple(path for path in empty_paths(flat.tree) if path)
+    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty=empty, scalars=scalars)
 
 
 def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:
@@ -250,6 +258,25 @@ def _parameters(item: Rebuilt, values: Mapping[Path, Any]) -> Iterator[tuple[Key
     for number, parameter in zip(numbers, own, strict=True):
         if hasattr(parameter, "device_mesh") and hasattr(parameter, "placements"):
             yield (number if isinstance(number, str) else (type(number).__name__, number)), parameter
+
+
+def other_groups(item: Rebuilt, stored: Node) -> str | None:
+    """Return in what the groups of a torch optimizer differ from the stored ones, so that it would refuse them.
+
+    stored: the tree of the checkpoint. None: in nothing, or nobody but the optimizer can tell.
+    """
+    own, base = item.owner, torch.optim.Optimizer
+    if not isinstance(own, base) or type(own).load_state_dict is not base.load_state_dict:
+        return None
+    groups = descend(stored, (*item.path, "param_groups"))
+    if own._optimizer_load_state_dict_pre_hooks or groups is None or groups[0] != "list":
+        return None
+    params = [descend(group, ("params",)) for group in groups[1]]
+    found = [0 if node is None or len(node) == 1 else len(node[1]) for node in params]
+    sizes = [len(group["params"]) for group in own.param_groups]
+    if found == sizes:
+        return None
+    return f"{path_name(item.path)!r} has groups of {sizes} parameters, the checkpoint {found}"
 
 
 def _stored_list(item: Rebuilt, group: int, values: Mapping[Path, Any]) -> Iterator[Any]:

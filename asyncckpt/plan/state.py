@@ -15,12 +15,13 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Key, Node, Path
+from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
 
 STATE_DEPTH_MAX = 64
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _KEY_TYPES = (int, bool, float, type(None))
 # Tensors of these types are all there; others may be spread over ranks.
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else None))
@@ -90,7 +91,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
     if isinstance(value, (np.ndarray, np.generic)):
         flat.originals[len(flat.tensors)] = value
         flat.tensors.append(_from_numpy(value, path))
-        return ARRAY
+        return SCALAR if isinstance(value, np.generic) else ARRAY
     if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
         return _container(value, flat, path, parents)
     _value(value, flat, path)
@@ -132,6 +133,7 @@ def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list
     if isinstance(value, (list, tuple)):
         children = tuple(_node(child, flat, (*path, index), parents) for index, child in enumerate(value))
         return ("list" if isinstance(value, list) else "tuple", children)
+    value = _unwrapped(value)
     flat.stateful.append((tuple(_key(key, path) for key in path), value))
     return ("state", _node(value.state_dict(), flat, path, parents))
 
@@ -179,6 +181,17 @@ def _key(key: Any, path: tuple[Any, ...]) -> Key:
             expected=f"no NaN, and ints of at most {limits.KEY_BITS_MAX} bits",
         )
     return (type(key).__name__, key)
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the module inside of DDP, DataParallel or torch.compile, so that names are the same with and without."""
+    while True:
+        if isinstance(value, _PARALLEL):
+            value = value.module
+        elif isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
+            value = value._modules["_orig_mod"]
+        else:
+            return value
 
 
 def _has_state(value: Any) -> bool:

@@ -38,7 +38,7 @@ TENSORS = "tensors"
 
 
 def writing_path(checkpoint_dir: str | os.PathLike[str], name: str) -> Path:
-    """Return the path of a part, in a folder that is made if it is missing (but not its parents). IOFailedError."""
+    """Return the path of a part, in a folder that is made, with its parents, if missing. UsageError, IOFailedError."""
     folder = check_path(checkpoint_dir)
     make_folder(folder)
     return folder / name

@@ -21,7 +21,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import ARRAY, VALUE, Node, descend, leaves, path_name, rebuild, tensor_paths
+from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.loader import Loader
@@ -98,7 +98,7 @@ class StoredState:
             if facts is None:
                 raise CorruptError(f"tensor {owner} was not written by any rank")
             new = torch.empty(facts.shape, dtype=facts.dtype)
-            tensors.append(new.numpy() if leaf is ARRAY else new)
+            tensors.append(leaf_of(leaf, new))
         return rebuild(node, iter(tensors), iter(values))
 
 

@@ -15,8 +15,7 @@ class StepCounter:
     """How many steps were trained. An int where one is wanted: `saver.save_async(int(step))`."""
 
     def __init__(self, value: int = 0) -> None:
-        check_step(value, name="the first step", or_none=False)
-        self.value = value
+        self.value: int = check_step(value, name="the first step", or_none=False)
 
     def advance(self) -> int:
         """Count one step; returns its number."""

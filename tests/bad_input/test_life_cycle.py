@@ -344,7 +344,8 @@ def test_case_117_waits_end_and_name_what_they_waited_for(tmp_path: Path, saver:
         saver.wait_idle(0.01)
     with pytest.raises(TimeoutError):  # A DeadlineError is one.
         future.result(0)
-    with asyncckpt.Saver(path=tmp_path, on_busy=asyncckpt.BusyPolicy("wait", deadline=0.01)) as other:
+    options = {"tensors": {"x": torch.ones(3)}, "on_busy": asyncckpt.BusyPolicy("wait", deadline=0.01)}
+    with asyncckpt.Saver(path=tmp_path, **options) as other:
         for call in (other.save_async, other.save):
             with pytest.raises(DeadlineError, match=r"save of step 7 in .* did not end within 0\.01 s"):
                 call()

@@ -239,10 +239,26 @@ def test_case_056_path_too_long(tmp_path: Path) -> None:
 
 
 def test_case_057_parent_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not exist.*only the last part of the path is made"):
-        asyncckpt.Saver(path=tmp_path / "a" / "b")
-    assert list(tmp_path.iterdir()) == []
     refused_as_missing(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    save_one(tmp_path / "a" / "b" / "c")
+    assert asyncckpt.list_steps(tmp_path / "a" / "b" / "c") == [0]
+
+
+def test_case_057_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that says "." does not want its folders among its sources."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    for path in (".", tmp_path):
+        with pytest.raises(UsageError, match="current folder"):
+            asyncckpt.Saver(path=path)
+    assert [item.name for item in tmp_path.iterdir()] == ["train.py"]
+    (tmp_path / "train.py").unlink()
+    save_one(tmp_path)
+    (tmp_path / "notes").write_text("")
+    monkeypatch.chdir(tmp_path)
+    save_one(Path("."), 1)
+    assert asyncckpt.list_steps(".") == [0, 1]
 
 
 def test_case_057_root_or_parent_is_a_file(tmp_path: Path) -> None:

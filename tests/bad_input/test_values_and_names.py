@@ -37,7 +37,7 @@ def save(root: Path, tensors: dict[str, Any], **options: Any) -> None:
 
 
 def metadata_after_a_round_trip(root: Path, metadata: Any) -> Any:
-    save(root, {}, metadata=metadata)
+    save(root, {"n": 1}, metadata=metadata)
     return asyncckpt.Loader(root).load().metadata
 
 

@@ -201,6 +201,7 @@ def nested_state() -> dict[str, Any]:
         "scalar": torch.tensor(1.5 + 2j, dtype=torch.complex128),
         "empty": torch.empty(0, 7),
         "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "number": np.float32(2.5),
         "strided": torch.arange(20.0).reshape(4, 5).t(),
         "mixed": [torch.ones(2), ("text", {1: torch.zeros(1), None: 2, 1.5: True, False: -0.0, "a.b": b"\x00"})],
         "values": [2**80, -(2**60), math.inf, 1 - 2j, None, (), {}, "\u00e9\n"],
@@ -226,8 +227,8 @@ def user_table(rows_count: int = 400) -> asyncckpt.HashTable:
 
 def same(found: Any, expected: Any) -> bool:
     """Bit for bit, types included."""
-    if isinstance(expected, np.ndarray):
-        expected = torch.from_numpy(expected)
+    if isinstance(expected, (np.ndarray, np.generic)):
+        expected = torch.from_numpy(np.asarray(expected))
     if isinstance(expected, torch.Tensor):
         return (
             isinstance(found, torch.Tensor)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,13 +30,64 @@ def test_raise_names_step_path_and_age(tmp_path: Path) -> None:
         assert str(tmp_path) in message
         assert "s old" in message
         with pytest.raises(asyncckpt.SaveInProgressError):
-            saver.save(121)
+            saver.save(121, on_busy="raise")
         with pytest.raises(asyncckpt.SaveInProgressError):
-            asyncckpt.Loader(tmp_path, tensors=state).load()
+            asyncckpt.Loader(tmp_path, tensors=state, on_busy="raise").load()
+        with pytest.raises(asyncckpt.SaveInProgressError):
+            asyncckpt.Loader(tmp_path, tensors=state).load_async()
         gate.open()
         first.result(60)
         saver.save_async(121).result(60)
     assert asyncckpt.list_steps(tmp_path) == [120, 121]
+
+
+def test_blocking_calls_wait_by_default(tmp_path: Path) -> None:
+    """Also for another directory: who blocks anyway has nothing to gain from an error."""
+    state = {"w": torch.ones(3)}
+    asyncckpt.save(tmp_path / "other", state)
+    calls = (
+        lambda saver: saver.save(),
+        lambda saver: asyncckpt.Loader(tmp_path / "other", tensors=state).load(),
+        lambda saver: asyncckpt.load(tmp_path / "other"),
+        lambda saver: asyncckpt.save(tmp_path / "other", state),
+    )
+    for number, call in enumerate(calls):
+        gate = Gate()
+        with asyncckpt.Saver(path=tmp_path / str(number), tensors=state, filter_func=gate) as saver:
+            first = saver.save_async()
+            assert gate.reached.wait(60)
+            opens = threading.Timer(0.05, gate.open)
+            opens.start()
+            call(saver)
+            assert first.done()
+            opens.join()
+
+
+def test_what_a_saver_was_told_counts_for_blocking_saves_too(tmp_path: Path) -> None:
+    gate = Gate()
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(3)}, filter_func=gate, on_busy="raise") as saver:
+        saver.save_async(1)
+        with pytest.raises(asyncckpt.SaveInProgressError):
+            saver.save(2)
+        gate.open()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numpy_integers_are_steps(tmp_path: Path, kind: Any) -> None:
+    state = {"w": torch.ones(3)}
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        assert type(saver.save(kind(1)).step) is int
+        assert saver.save_async(kind(2)).result(60).step == 2
+        assert asyncckpt.PeriodicSaver(saver, every_steps=3).step(kind(3)).result(60).step == 3
+        assert saver.compact(kind(2)).result(60).skipped
+    assert asyncckpt.Loader(tmp_path, tensors=state, step=kind(1)).load().step == 1
+    assert asyncckpt.describe(tmp_path, kind(2)).step == asyncckpt.verify(tmp_path, kind(2)).step == 2
+    assert asyncckpt.compact(tmp_path, kind(2)).skipped
+    assert asyncckpt.save(tmp_path, state, kind(7)).step == 7
+    assert asyncckpt.load(tmp_path, kind(7)).keys() == {"w"}
+    for wrong in (np.bool_(True), np.float64(1), kind(1).reshape(1)):
+        with pytest.raises(asyncckpt.UsageError, match="step is wrong"):
+            asyncckpt.load(tmp_path, wrong)
 
 
 def test_skip_resolves_at_once(tmp_path: Path) -> None:

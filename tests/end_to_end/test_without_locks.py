@@ -326,7 +326,7 @@ def test_a_save_whose_files_another_process_has_swept_is_not_acknowledged(
     def write_and_be_swept(*arguments: Any) -> Any:
         written = write_files(*arguments)
         lose_lock(tmp_path)
-        other = f"import asyncckpt; asyncckpt.Saver(path={str(tmp_path)!r}, tensors={{}}).save(2)"
+        other = f"import asyncckpt; asyncckpt.Saver(path={str(tmp_path)!r}, tensors={{'n': 1}}).save(2)"
         subprocess.run([sys.executable, "-c", other], check=True, timeout=WAIT_S_MAX)
         return written
 

@@ -188,11 +188,11 @@ LOAD = "fill load_state_dict"
 OPERATIONS = (
     _made("save_async", save_async, "writes, saves, locks, raises when busy, uses its Saver", SAVE),
     _made("delta", _delta, "writes, saves, locks, raises when busy, uses its Saver, builds upon a step", SAVE),
-    _made("blocking save", save, "writes, saves, locks, raises when busy, uses its Saver", SAVE),
+    _made("blocking save", save, "writes, saves, locks, uses its Saver", SAVE),
     _made("queued save", _queued, "writes, saves, locks, uses its Saver", SAVE),
     _made("cancelled save", cancel, "cancels, writes, saves, locks, raises when busy, uses its Saver", "state_dict"),
     _made("retention", prune, "writes, saves, locks, removes", SAVE),
-    _made("load", load, "fills, locks, raises when busy", LOAD),
+    _made("load", load, "fills, locks", LOAD),
     _made("load_async", load_async, "fills, locks", LOAD),
     _made("follow", follow, "fills, locks", LOAD),
     _made("verify", verify, "names a step", "read"),
@@ -208,7 +208,7 @@ OPERATIONS = (
     _made("sharded load", sharded_load, "locks, dense, wants all tensors", "fill", "mcore"),
     _made("remove_sharded_tensors", remove_tensors, "writes, removes tensors", room="mcore"),
     _made("module save", module_save, "writes, locks, raises when busy, uses its module's Saver", room="emb"),
-    _made("module load", module_load, "locks, module, raises when busy, uses its module's Saver", "read", "emb"),
+    _made("module load", module_load, "locks, module, uses its module's Saver", "read", "emb"),
     _made("module close", module_close, "closes modules", room="emb"),
 )
 BY_NAME = {operation.name: operation for operation in OPERATIONS}

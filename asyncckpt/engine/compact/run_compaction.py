@@ -126,7 +126,7 @@ def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:
     Other ranks leave the work to rank 0 and skip it. UsageError; NotFoundError when there is no step at all.
     """
     target.commits.check_not_in_doubt()
-    check_step(step)
+    step = check_step(step)
     chosen = newest_step(target.root) if step is None else step
     what = f"compaction of step {chosen}"
     future = SaveFuture(step=chosen, path=target.root.path, what=what, pools=(rewriters,))

@@ -24,10 +24,11 @@ from asyncckpt.commit.discover import committed_steps, look_again, mark_verified
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.verify import verify_blocks
+from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError
 from asyncckpt.format.manifest import Chain, Manifest
-from asyncckpt.format.tree import VALUE, Node, descend, leaves, path_name, rebuild, unique_names
+from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.result import LoadReport
@@ -42,7 +43,10 @@ from asyncckpt.snapshot.restore import OpenLoads, restore
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The validated arguments of a Loader. This process is `rank` of the `ranks_count` ranks of its job."""
+    """The validated arguments of a Loader. This process is `rank` of the `ranks_count` ranks of its job.
+
+    whole: load everything into targets that are made for it, and no other ones.
+    """
 
     tables: Mapping[str, Table]
     state: Mapping[str, Any]
@@ -55,6 +59,7 @@ class LoadRequest:
     threads: int = 1
     rank: int = 0
     ranks_count: int = 1
+    whole: WholeRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class OpenStep:
     plan: LoadPlan
     report: LoadReport
     reader: ChainReader
+    whole: WholeState | None = None
 
 
 def run_load(
@@ -116,15 +122,17 @@ def open_step(root: CheckpointRoot, request: LoadRequest, step: int) -> OpenStep
 def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> OpenStep:
     chain = read_chain(root, step)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
-    targets = dense_targets(request.state, tables=iter(request.tables))
+    whole = None if request.whole is None else WholeState(chain, contents, request.whole)
+    tables = request.tables if whole is None else whole.tables
+    targets = dense_targets(request.state, tables=iter(tables)) if whole is None else whole.targets
     plan = make_load_plan(
         chain,
         contents,
         targets,
-        request.tables,
+        tables,
         filter_func=request.filter_func,
         strict=request.strict,
-        left_out=tables_left_out(request.state, request.tables.values()),
+        left_out=tables_left_out(request.state, tables.values()),
     )
     report = report_of(root.path, chain, contents, targets, plan)
     reader = ChainReader(
@@ -135,7 +143,7 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
         progress=progress,
         wanted=plan.wanted_blocks(chain),
     )
-    return OpenStep(chain, contents, targets, plan, report, reader)
+    return OpenStep(chain, contents, targets, plan, report, reader, whole)
 
 
 def load_open(
@@ -155,7 +163,9 @@ def load_open(
     give_state_dicts(plan, contents, rebuilt)
     if is_verified:
         mark_verified(root, chain.step)
-    return replace(with_scalars(opened.report, opened.targets), rows=rows, bytes_read=bytes_read)
+    report = with_scalars(opened.report, opened.targets)
+    tree = None if opened.whole is None else opened.whole.tree()
+    return replace(report, tree=tree, rows=rows, bytes_read=bytes_read)
 
 
 def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
@@ -231,9 +241,7 @@ def _stored_state(
 ) -> Any:
     node = descend(contents.tree, item.path)
     assert node is not None
-    leaf_tensors = [
-        tensors[p].numpy() if kinds[p][0] == "array" else tensors[p] for p in kinds if kinds[p] is not VALUE
-    ]
+    leaf_tensors = [leaf_of(kind, tensors[p]) for p, kind in kinds.items() if kind is not VALUE]
     values = [contents.values[p] for p in kinds if kinds[p] is VALUE]
     return rebuild(node, iter(leaf_tensors), iter(values))
 

@@ -55,6 +55,8 @@ def start_save(
     if not staged:
         check_may_wait("a blocking save")
     encoded = _encode_metadata(metadata)
+    if target.ranks is None and not (target.tables or target.state or encoded):
+        raise UsageError("there is nothing to save", hint="give the Saver hashtables or tensors")
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
     before_wait = check_may_wait_for if staged else lambda other: None
     if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait):

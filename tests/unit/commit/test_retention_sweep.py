@@ -62,7 +62,7 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(saved: Written) -> 
 
 
 def test_a_save_goes_on_beside_what_cannot_be_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Saver(path=tmp_path, tensors={}) as saver:
+    with Saver(path=tmp_path, tensors={"n": 1}) as saver:
         saver.save(1)
         stuck, other = leave(tmp_path, 0, folder=True), leave(tmp_path, 9)
         saver.save(2)

@@ -1,0 +1,154 @@
+"""Targets for all that a checkpoint holds, made after it: its tree with leaves to fill, and tables as plain columns.
+
+So the state comes back as it was saved, through the same load as into any other targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.manifest import Chain
+from asyncckpt.format.tree import TENSOR, VALUE, Node, Path, leaf_of, leaves, rebuild, unique_names
+from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
+from asyncckpt.model.table_shard import Shard
+from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.load_targets import DenseTargets, writable
+from asyncckpt.plan.stored_tables import StoredTable
+
+
+@dataclass(frozen=True)
+class WholeRequest:
+    """device: where tensors are made; arrays stay on the host. tables: names of those to load, True: all of them."""
+
+    device: torch.device | str = "cpu"
+    tables: Collection[str] | bool = False
+
+
+class WholeState:
+    """The targets for one checkpoint; `tree`, once they are filled.
+
+    A tensor that a write filter has dropped is left out, of a list it is None. One that a filter has renamed is under
+    its new name, behind all others.
+    """
+
+    def __init__(self, chain: Chain, contents: Contents, wanted: WholeRequest) -> None:
+        stored = {item.path: item for item in contents.dense.values()}
+        self._node = _without_dropped(contents.tree, stored, ())
+        self._values = [contents.values.get(path) for path, node in leaves(self._node) if node is VALUE]
+        kinds = {path: node for path, node in leaves(self._node) if node is not VALUE}
+        renamed = {path: TENSOR for path in stored if path not in kinds}
+        self._leaves = [
+            (node, _empty(stored[path], wanted.device if node is TENSOR else "cpu"))
+            for path, node in (kinds | renamed).items()
+        ]
+        top = [] if self._node[0] != "dict" else self._node[1]
+        self._renamed = unique_names((stored[path].name for path in renamed), taken=top)
+        in_place = [
+            writable(stored[path].name, path, leaf)
+            for path, (_, leaf) in zip(kinds | renamed, self._leaves, strict=True)
+        ]
+        self.targets = DenseTargets(tuple(in_place), (), ())
+        self.tables = {name: _columns_of(chain, contents.tables[name], wanted) for name in _chosen(contents, wanted)}
+        for name in self.tables:
+            if name in top or name in self._renamed:
+                raise UsageError(
+                    f"{name!r} is a table of step {chain.step} and an entry of its state",
+                    hint="load them one after the other: the table with a Loader into a HashTable",
+                )
+
+    def tree(self) -> dict[str, Any]:
+        """Return the state; its leaves are the filled targets themselves."""
+        filled = iter([leaf_of(node, leaf) for node, leaf in self._leaves])
+        state: dict[str, Any] = rebuild(self._node, filled, iter(self._values))
+        state |= dict(zip(self._renamed, filled, strict=True))
+        return state | {name: table.columns() for name, table in self.tables.items()}
+
+
+class TableColumns:
+    """A table that is loaded once, into plain columns: every id gets the next row."""
+
+    shard: Shard = (0, 1)
+
+    def __init__(self, name: str, schema: TableSchema, device: torch.device | str) -> None:
+        self.name = name
+        self._schema = schema
+        self._device = device
+        self._columns: dict[str, torch.Tensor] = {}
+        self._count = 0
+
+    def schema(self) -> TableSchema:
+        return self._schema
+
+    def begin_cut(self) -> TableCut:
+        raise UsageError(f"table {self.name!r} is only loaded")
+
+    def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str]) -> TableColumns:
+        for column in self._schema.columns:
+            shape = (rows_count, *column.row_shape)
+            self._columns[column.name] = torch.empty(shape, dtype=column.dtype, device=self._device)
+        return self
+
+    def insert(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(self._count, self._count + len(ids))
+        self._columns[ID_COLUMN][self._count : self._count + len(ids)] = ids
+        self._count += len(ids)
+        return rows
+
+    def first_row(self) -> int:
+        return self._count
+
+    def column(self, name: str) -> torch.Tensor:
+        return self._columns[name]
+
+    def end(self, ok: bool) -> None:
+        if ok and len(torch.unique(self._columns[ID_COLUMN])) != self._count:
+            raise CorruptError(f"table {self.name!r} holds the same id twice")
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """Return the columns by name, `id` first, all in the same order of rows."""
+        return dict(self._columns)
+
+
+def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path) -> Node:
+    """Return a node without the tensors that were not stored; in a list or tuple a value stands for such a one."""
+    if len(node) == 1:
+        return node if node is VALUE or path in stored else VALUE
+    if node[0] == "state":
+        return _without_dropped(node[1], stored, path)
+    if node[0] == "dict":
+        pairs = [
+            (key, _without_dropped(child, stored, (*path, key)))
+            for key, child in zip(node[1], node[2], strict=True)
+            if len(child) > 1 or child is VALUE or (*path, key) in stored
+        ]
+        return ("dict", tuple(key for key, _ in pairs), tuple(child for _, child in pairs))
+    children = (_without_dropped(child, stored, (*path, ("int", index))) for index, child in enumerate(node[1]))
+    return (node[0], tuple(children))
+
+
+def _empty(stored: StoredDense, device: torch.device | str) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=dtype_by_name(stored.dtype, owner=stored.name).dtype, device=device)
+
+
+def _chosen(contents: Contents, wanted: WholeRequest) -> list[str]:
+    if isinstance(wanted.tables, bool):
+        return list(contents.tables) if wanted.tables else []
+    for name in wanted.tables:
+        if name not in contents.tables:
+            raise UsageError(f"there is no table {name!r}", expected=f"some of {sorted(contents.tables)}")
+    return list(wanted.tables)
+
+
+def _columns_of(chain: Chain, stored: StoredTable, wanted: WholeRequest) -> TableColumns:
+    columns = []
+    for name, numbers in stored.columns.items():
+        spec = chain.blocks[numbers[0]].placed.spec
+        dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+        columns.append(Column(name=name, dtype=dtype, row_shape=tuple(spec.shape[1:]), role=spec.role))
+    return TableColumns(stored.name, TableSchema(tuple(columns)), wanted.device)

@@ -1,0 +1,87 @@
+"""A checkpoint as a dict: save one in one call, and get it back as it was, without targets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from asyncckpt.engine.load.whole_state import WholeRequest
+from asyncckpt.errors import UsageError
+from asyncckpt.loader import Loader
+from asyncckpt.model.result import SaveResult
+from asyncckpt.model.table import Table
+from asyncckpt.options import Durability
+from asyncckpt.plan.state import named_state
+from asyncckpt.saver import Saver
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    step: int | None = None,
+    *,
+    hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    durability: Durability = "fsync",
+) -> SaveResult:
+    """Save a state once, as one process, and return when the checkpoint is durable; `load` returns it.
+
+    path        the checkpoint directory, made with its parents when missing
+    state       as the tensors of a Saver: by name, tensors, arrays, plain values, nested containers, modules, ...
+    step        None: one more than the newest there, or 0
+    hashtables, metadata, durability  as for a Saver
+
+    Waits while a save or load of this process is in flight. In a loop, a Saver is faster, and does not make the loop
+    wait. Raises as Saver.save does; ConflictError for a step that exists, and for a directory that a Saver has open.
+    """
+    named = named_state(state, what="state")
+    with Saver(path=path, tensors=named, hashtables=hashtables, durability=durability) as saver:
+        return saver.save(step, metadata=metadata)
+
+
+def load(
+    path: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    tables: bool | Collection[str] = False,
+    device: torch.device | str | int | None = None,
+    verify: bool | Literal["before"] = True,
+) -> dict[str, Any]:
+    """Return a checkpoint (default: the newest) as the state that was saved: the same tree, keys, types and bits.
+
+    Objects come as their state dicts, tensors without grad and contiguous, NumPy arrays and scalars and plain values as
+    they were; subclasses of containers as dict, list or tuple. All of it is new memory of the caller.
+
+    tables  names of tables to add, or True for all: under its name, each is a dict of its columns, `id` ([rows], int64)
+            first, all in the same order of rows
+    device  where tensors and columns go; None: the CPU
+    verify  as of a Loader
+
+    Of a checkpoint of several ranks, tensors and tables are whole; the tree and its plain values are this rank's, if as
+    many ranks load as have saved, else of all ranks, the lowest first. Waits while a save or load of this process is in
+    flight. Raises NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError, DeviceError, DeadlineError.
+    """
+    if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):
+        raise UsageError("tables is wrong", found=tables, expected="True, False or a list of names")
+    loader = Loader(path, step=step, verify=verify)
+    loader._request = replace(loader._request, whole=WholeRequest(device=_device(device), tables=tables))
+    tree = loader.load().tree
+    assert tree is not None
+    return tree
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return torch.device("cpu")
+    try:
+        found = torch.device(device)
+        if found.type == "meta":
+            raise RuntimeError("it holds no data")
+        torch.empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UsageError(f"device is wrong: {str(error).partition(chr(10))[0]}", found=device) from error
+    return found

@@ -1,0 +1,106 @@
+"""Random states as people have them, and what must come back of one: the same tree, types, keys and bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+import asyncckpt
+
+DTYPES = sorted(asyncckpt.checkpoints.supported_dtypes(), key=str)
+ARRAY_DTYPES = tuple(
+    np.dtype(code) for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+)
+
+
+def live(value: Any) -> Any:
+    """What a state is at this moment, as it must come back: state dicts of objects, containers of plain types."""
+    if callable(getattr(value, "state_dict", None)):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        return {key: live(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(live(item) for item in value)
+    return value
+
+
+def differences(found: Any, expected: Any, where: str = "state") -> Iterator[str]:
+    """Yield every place where a state is not bit for bit what is expected; keys in order, types included."""
+    if isinstance(expected, torch.Tensor):
+        expected = expected.detach()
+        if type(found) is not torch.Tensor or (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            yield f"{where}: {found!r} for {expected!r}"
+        elif raw(found) != raw(expected):
+            yield f"{where}: other bits"
+    elif type(found) is not type(expected):
+        yield f"{where}: {found!r} for {expected!r}"
+    elif isinstance(expected, dict):
+        keys = [(type(key), repr(key)) for key in expected]
+        if [(type(key), repr(key)) for key in found] != keys:
+            yield f"{where}: keys {list(found)} for {list(expected)}"
+        else:
+            for key, item in expected.items():
+                yield from differences(found[key], item, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        if len(found) != len(expected):
+            yield f"{where}: {len(found)} items for {len(expected)}"
+        for index, (item, other) in enumerate(zip(found, expected, strict=False)):
+            yield from differences(item, other, f"{where}[{index}]")
+    elif isinstance(expected, (np.ndarray, np.generic)):
+        same = (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+        if not same:
+            yield f"{where}: {found!r} for {expected!r}"
+    elif repr(found) != repr(expected):  # Tells -0.0 from 0.0, and takes NaN for itself.
+        yield f"{where}: {found!r} for {expected!r}"
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    count = math.prod(shape) * dtype.itemsize
+    data = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), dtype=np.uint8).copy()
+    if dtype is torch.bool:
+        return torch.from_numpy(data % 2).bool().reshape(shape)
+    tensor = torch.from_numpy(data).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    return tensor.transpose(0, 1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    dtype = draw(st.sampled_from(ARRAY_DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    values = draw(st.lists(st.integers(0, 1), min_size=math.prod(shape), max_size=math.prod(shape)))
+    return np.array(values).astype(dtype).reshape(shape)
+
+
+scalars = st.sampled_from(ARRAY_DTYPES).flatmap(lambda dtype: st.integers(0, 100).map(dtype.type))
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.binary(max_size=8)
+    | st.text(max_size=8)
+)
+keys = st.text(max_size=6) | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False)
+leaves = plain | tensors() | arrays() | scalars
+nodes = st.recursive(
+    leaves,
+    lambda inner: (
+        st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=4) | st.lists(inner, max_size=4).map(tuple)
+    ),
+    max_leaves=12,
+)
+states = st.dictionaries(st.text(max_size=8), nodes, min_size=1, max_size=5)
