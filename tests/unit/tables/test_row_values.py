@@ -246,7 +246,7 @@ def test_a_view_of_the_table_is_a_value_like_any_other(table: Table) -> None:
         lambda view: table.update(table.lookup(ids), lambda rows: rows.__setitem__("embedding", view.detach())),
         lambda view: table.update(table.lookup(ids), lambda rows: rows.__setitem__("embedding", view.flip(0).flip(0))),
     ):
-        view = table.embedding[1:3]
+        view = table.embedding[:2]
         as_it_was = view.clone()
         write(view)
         assert torch.equal(table.read(ids)["embedding"], as_it_was)
