@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
@@ -269,3 +270,11 @@ def test_a_wrong_step_is_refused_where_it_is_set(step: Any) -> None:
         module.step = step
     module(torch.tensor([1]))
     assert module.table.read(torch.tensor([1]))["last_seen"].tolist() == [7]  # type: ignore[attr-defined]
+
+
+def test_a_forward_that_is_computed_again_is_a_second_lookup() -> None:
+    table = HashTable("user", DIM, metadata={"count": torch.int64}, initializer=1.0)
+    module = HashEmbedding(table)
+    scale = torch.ones((), requires_grad=True)
+    checkpoint(lambda ids: (module(ids) * scale).sin(), IDS, use_reentrant=False).sum().backward()
+    assert table.read(IDS)["count"].tolist() == [2] * len(IDS)
