@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import torch
 from torch import nn
@@ -159,12 +159,12 @@ class EmbCacheCollection(nn.Module):
     def step(self) -> int | None:
         """The step that training forwards stamp on the rows they read, where a table has a `last_seen` column.
 
-        None, as it is to begin with: they stamp nothing.
+        Counted from 1, like HashEmbedding.step. None, as it is to begin with: they stamp nothing.
         """
         return self._modules_in_order()[0].step
 
     @step.setter
-    def step(self, step: int | None) -> None:
+    def step(self, step: SupportsIndex | None) -> None:
         for module in self._modules_in_order():
             module.step = step
 

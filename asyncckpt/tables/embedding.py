@@ -9,9 +9,10 @@ unseen ids read as zero rows, nothing gets a gradient, and caches stay as they a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import torch
@@ -73,9 +74,9 @@ class HashEmbedding(nn.Module):
 
     table is a HashTable, a MultiLevelTable or any other TrainableTable; or a dim for a new HashTable made with name,
     optimizer_slots and initializer. step_column names the int64 metadata column, row shape (), to which training
-    forwards write `step`; None: `last_seen`, if the table has it. The caller sets `step`, a number of a step or of
-    seconds; while it is None, nothing is written. If the table has an int64 metadata column `count`, row shape (), a
-    training forward adds how often each id is mentioned. `pending` holds gradients until an optimizer takes them.
+    forwards write `step`; None: `last_seen`, if the table has it. If the table has an int64 metadata column `count`,
+    row shape (), a training forward adds how often each id is mentioned. `pending` holds gradients until an optimizer
+    takes them.
     """
 
     def __init__(
@@ -99,10 +100,23 @@ class HashEmbedding(nn.Module):
             self.table = HashTable(
                 name, table, optimizer_slots=optimizer_slots, metadata=metadata, initializer=initializer
             )
-        self.step: int | None = None
+        self._step: int | None = None
         self.pending = PendingGradients()
         self._step_column = _checked_step_column(self.table, step_column)
         self._count_column = _scalar_column(self.table, COUNT_COLUMN)
+
+    @property
+    def step(self) -> int | None:
+        """The number that training forwards write to the step column: of a step, counted from 1, or of seconds.
+
+        An int64 of any kind, also of NumPy or a tensor. 0 is the initial value of the column: it stamps nothing, and
+        `evict` keeps such ids. None, as it is to begin with: nothing is written. Setting it raises UsageError.
+        """
+        return self._step
+
+    @step.setter
+    def step(self, step: SupportsIndex | None) -> None:
+        self._step = None if step is None else _checked_step(step, table=self.table.name)
 
     def extra_repr(self) -> str:
         return repr(self.table)
@@ -215,6 +229,17 @@ class HashEmbeddingBag(HashEmbedding):
         if weights.shape != ids.shape:
             shape = tuple(weights.shape)
             raise UsageError(f"per_sample_weights {what} are wrong", found=shape, expected=tuple(ids.shape))
+
+
+def _checked_step(step: SupportsIndex, *, table: str) -> int:
+    is_bool = isinstance(step, bool) or (isinstance(step, torch.Tensor) and step.dtype is torch.bool)
+    try:
+        number = None if is_bool else operator.index(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None or not -(2**63) <= number < 2**63:
+        raise UsageError(f"step for table {table!r} is wrong", found=step, expected="an int64 or None")
+    return number
 
 
 def _checked_step_column(table: TrainableTable, name: str | None) -> str | None:

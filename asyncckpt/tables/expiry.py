@@ -1,7 +1,8 @@
 """Which rows are evicted by age or count: those whose metadata column is below a bound.
 
-Age is counted from the newest number of the column itself. So no step that somebody forgot to set, and no clock that is
-wrong, makes all rows old. A row that holds the initial value of the column was never stamped, and has no age.
+Age is counted from the newest number of the column itself. So a step that somebody forgot to set, and a clock that
+stands still or goes back, make no other row old; but one stamp far ahead makes all others old. A row that holds the
+initial value of the column was never stamped, and has no age.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def is_older(values: torch.Tensor, age: float, *, fill: float) -> NDArray[np.boo
     if not is_set.any():
         return is_set
     newest = values[torch.from_numpy(is_set)].max().item()
-    older: NDArray[np.bool_] = is_set & is_below(values, newest - age)
+    # Integers are subtracted as integers: a float has no room for stamps above 2**53.
+    is_exact = isinstance(newest, int) and age != math.inf
+    older: NDArray[np.bool_] = is_set & is_below(values, newest - (math.floor(age) if is_exact else _as_float(age)))
     return older
 
 

@@ -14,7 +14,10 @@ import numpy as np
 
 from asyncckpt.native import Rule
 from asyncckpt.tables.row_update import RuleStep
-from asyncckpt.tables.sparse_optimizer import Modules, SparseOptimizer, check_betas, check_flag, check_positive
+from asyncckpt.tables.sparse_optimizer import Modules, SparseOptimizer, read_betas, read_flag, read_positive
+
+# The rule of FTRL divides by lr, in float32.
+LR_MIN = float(np.finfo(np.float32).tiny)
 
 
 class SparseSGD(SparseOptimizer):
@@ -24,7 +27,7 @@ class SparseSGD(SparseOptimizer):
     """
 
     _slot_parts = ("momentum_buffer",)
-    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {"nesterov": check_flag}
+    _readers: ClassVar[Mapping[str, Callable[..., Any]]] = {"nesterov": read_flag}
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class SparseAdam(SparseOptimizer):
 
     _slot_parts = ("exp_avg", "exp_avg_sq")
     _may_be_rowwise = True
-    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {"betas": check_betas}
+    _readers: ClassVar[Mapping[str, Callable[..., Any]]] = {"betas": read_betas}
     _decay_is_decoupled: ClassVar[bool] = False
 
     def __init__(
@@ -137,11 +140,12 @@ class SparseFTRL(SparseOptimizer):
     """FTRL-Proximal (McMahan et al., 2013) on rows that got a gradient, with alpha = lr.
 
     The squares are the optimizer slot `accumulator`, z is `linear`, both as wide as the embedding; slots renames them.
-    l1 makes weights exactly 0. lr is above 0.
+    l1 makes weights exactly 0. lr is above 0. In steps in which a scheduler has it at 0 or below, rows stay as they
+    are, slots too.
     """
 
     _slot_parts = ("accumulator", "linear")
-    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {"lr": check_positive}
+    _readers: ClassVar[Mapping[str, Callable[..., Any]]] = {"lr": read_positive}
 
     def __init__(
         self,
@@ -155,7 +159,9 @@ class SparseFTRL(SparseOptimizer):
     ) -> None:
         super().__init__(modules, {"lr": lr, "l1": l1, "l2": l2, "beta": beta}, slots)
 
-    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep | None:
+        if group["lr"] < LR_MIN:
+            return None
         numbers = 1 / group["lr"], group["l1"], group["l2"] + group["beta"] / group["lr"]
         return RuleStep(Rule.FTRL, numbers, tuple(group["slots"]))
 

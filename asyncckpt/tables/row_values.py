@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -72,17 +74,23 @@ class RowValues:
             self._values[name] = values.view((*self._shape, *row_shape))
         return self._values[name]
 
-    def __setitem__(self, name: str, values: torch.Tensor | float) -> None:
-        """Set a column: by a tensor of its shape and dtype, or by one number for all."""
+    def __setitem__(self, name: str, values: torch.Tensor | float | np.generic) -> None:
+        """Set a column: by a tensor of its shape and dtype, or by one number for all, also one of NumPy."""
         row_shape, dtype = self._column(name)
         shape = (*self._shape, *row_shape)
-        if isinstance(values, (int, float)):
-            values = torch.full(shape, values, dtype=dtype, device=self._level.place.device)
         what = f"values for column {name!r} of table {self._table!r}"
+        number = values.item() if isinstance(values, np.generic) else values
+        if isinstance(number, (int, float)):
+            if not _holds(dtype, number):
+                raise UsageError(f"{what} are wrong", found=values, expected=f"a number of {dtype}")
+            number = float(number) if dtype.is_floating_point else int(number)
+            values = torch.full(shape, number, dtype=dtype, device=self._level.place.device)
         if not isinstance(values, torch.Tensor):
             raise UsageError(f"{what} are wrong", found=type(values), expected="torch.Tensor or a number")
         if values.dtype is not dtype or tuple(values.shape) != shape:
             raise UsageError(f"{what} are wrong", found=(values.dtype, tuple(values.shape)), expected=(dtype, shape))
+        if any(_overlaps(values, column) for column in self._level.columns().values()):
+            values = values.detach().clone()  # A view of the table would be written while it is read.
         self._values[name] = values
 
     def end(self) -> tuple[I64, dict[str, torch.Tensor]]:
@@ -103,6 +111,20 @@ class RowValues:
             expected = list(self._level.columns())
             raise UsageError(f"table {self._table!r} has no such column", found=name, expected=expected)
         return column.row_shape, column.dtype
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Return whether a dtype has a number, or for floating point one near it."""
+    if dtype.is_floating_point:
+        return abs(number) <= torch.finfo(dtype).max or (isinstance(number, float) and not math.isfinite(number))
+    least, greatest = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return least <= number <= greatest and number == int(number)
+
+
+def _overlaps(values: torch.Tensor, column: torch.Tensor) -> bool:
+    """Return whether values may lie in the memory of a column."""
+    begin = column.data_ptr()
+    return values.device == column.device and begin <= values.data_ptr() < begin + column.nbytes
 
 
 def check_distinct(numbers: I64, *, what: str) -> None:

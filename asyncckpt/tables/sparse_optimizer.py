@@ -10,6 +10,10 @@ it (docs/decisions/0023-rows-update-when-touched.md).
 
 What belongs to a row is a slot of the table and saved with it. `state_dict()` has the rest in torch's shape: per table
 the number of its steps, per group the hyper-parameters and the names of tables and slots.
+
+Hyper-parameters are numbers of any kind, also of NumPy, and tensors of one element. What the caller gives for a new
+group is checked for its sign. What a scheduler sets is not, nor is what a state has of it: schedulers end at -2e-19 for
+0, by rounding, and torch takes that too.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -45,12 +51,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     _slot_parts: ClassVar[tuple[str, ...]] = ()
     # Whether the last slot may have one number a row.
     _may_be_rowwise: ClassVar[bool] = False
-    # Names of hyper-parameters that are more than a finite number of at least 0, and their checks.
-    _checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
+    # Names of hyper-parameters that are not just a finite number of at least 0, and what reads them.
+    _readers: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def __init__(self, modules: Modules, defaults: dict[str, Any], slots: Mapping[str, str] | None) -> None:
         defaults = {**defaults, "slots": self._named_slots(slots)}
-        self._check_numbers(defaults, defaults)
+        self._read_numbers(defaults, defaults, is_new=True)
         super().__init__(_groups(modules), defaults)
 
     @classmethod
@@ -87,14 +93,15 @@ class SparseOptimizer(torch.optim.Optimizer):
                 raise UsageError(what, hint="give all modules of a table to one group")
         tables = [parameter.table.name for parameter in parameters]
         group.update(params=parameters, tables=tables)
-        self._check_group(group)
+        self._read_group(group, is_new=True)
         super().add_param_group(group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the rows with a pending gradient and drop the gradients; skip ids removed since their forward.
 
         closure: called first, with gradients enabled; what it returns is returned. A table that is in a cut is waited
-        for. Raises UsageError for wrong hyper-parameters; then nothing is updated, and the gradients stay.
+        for. Raises UsageError for hyper-parameters that are no finite numbers; then nothing is updated, and the
+        gradients stay.
         """
         loss = None
         if closure is not None:
@@ -121,8 +128,8 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     # -- for each of the optimizers ------------------------------------------------------------------------------------
 
-    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep:
-        """Return what to do in the steps_count-th step, counted from 1, of a table of a group."""
+    def _rule_step(self, group: dict[str, Any], steps_count: int) -> RuleStep | None:
+        """Return what to do in the steps_count-th step, counted from 1, of a table of a group; None: nothing."""
         raise NotImplementedError
 
     def _slots_used(self, group: dict[str, Any]) -> Sequence[str]:
@@ -134,16 +141,16 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     @uninterrupted
     def _update_tables(self) -> None:
-        for group in self.param_groups:
-            self._check_group(group)
-        for group in self.param_groups:
+        for group in [self._read_group(group, is_new=False) for group in self.param_groups]:
             for parameter in group["params"]:
                 entry = parameter.pending()
                 if entry is None or entry.leaf.grad is None:
                     continue
                 state = self.state[parameter]
                 steps_count = state.get("step", 0) + 1
-                update_rows(parameter.table, entry.ids, entry.leaf.grad, self._rule_step(group, steps_count))
+                step = self._rule_step(group, steps_count)
+                if step is not None:
+                    update_rows(parameter.table, entry.ids, entry.leaf.grad, step)
                 state["step"] = steps_count
                 parameter.drop()
 
@@ -160,21 +167,25 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Return the names of the hyper-parameters."""
         return [name for name in self.defaults if name != "differentiable"]  # That one torch adds in a load.
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        self._check_numbers(group, self._names())
+    def _read_group(self, group: dict[str, Any], *, is_new: bool) -> dict[str, Any]:
+        """Check a group and return it with plain numbers."""
+        group = {**group, **self._read_numbers(group, self._names(), is_new=is_new)}
         for parameter in group["params"]:
             used = self._slots_used(group)
             for name in used:
                 _check_slot(parameter.table, name, may_be_rowwise=self._may_be_rowwise and name == used[-1])
+        return group
 
-    def _check_numbers(self, group: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _read_numbers(self, group: Mapping[str, Any], names: Iterable[str], *, is_new: bool) -> dict[str, Any]:
+        numbers = {}
         for name in names:
-            if name == "slots":
-                slots = group[name]
-                if not isinstance(slots, (list, tuple)) or len(slots) != len(self._slot_parts):
-                    raise UsageError("slots of a sparse optimizer are wrong", found=slots, expected=self._slot_parts)
-            else:
-                self._checks.get(name, check_number)(name, group[name])
+            if name != "slots":
+                numbers[name] = self._readers.get(name, read_number)(name, group[name], is_new=is_new)
+                continue
+            slots = group[name]
+            if not isinstance(slots, (list, tuple)) or len(slots) != len(self._slot_parts):
+                raise UsageError("slots of a sparse optimizer are wrong", found=slots, expected=self._slot_parts)
+        return numbers
 
     def _check_stored(self, own: dict[str, Any], stored: object) -> None:
         expected = sorted(self._names())
@@ -187,34 +198,51 @@ class SparseOptimizer(torch.optim.Optimizer):
         params = stored.get("params")
         if not isinstance(params, list) or len(params) != len(own["params"]):
             raise UsageError("params of the state of a sparse optimizer are wrong", found=params)
-        self._check_group({**own, **{name: stored[name] for name in expected}})
+        self._read_group({**own, **{name: stored[name] for name in expected}}, is_new=False)
 
 
-def check_number(name: str, value: object) -> None:
-    """Check for a finite number of at least 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
-        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a finite number >= 0")
+def read_number(name: str, value: object, *, is_new: bool) -> float:
+    """Return a finite number as a float; that of a new group is at least 0."""
+    number = _as_float(value)
+    if not math.isfinite(number) or (is_new and number < 0):
+        expected = "a finite number >= 0" if is_new else "a finite number"
+        raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected=expected)
+    return number
 
 
-def check_positive(name: str, value: object) -> None:
-    """Check for a finite number above 0."""
-    check_number(name, value)
-    if value == 0:
+def read_positive(name: str, value: object, *, is_new: bool) -> float:
+    """Return a finite number as a float; that of a new group is above 0."""
+    number = read_number(name, value, is_new=is_new)
+    if is_new and number == 0:
         raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a finite number > 0")
+    return number
 
 
-def check_betas(name: str, value: object) -> None:
-    """Check for two numbers of [0, 1)."""
-    pair = value if isinstance(value, (tuple, list)) else ()
-    if len(pair) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in pair):
+def read_betas(name: str, value: object, *, is_new: bool) -> tuple[float, ...]:
+    """Return two numbers below 1 as floats; those of a new group are at least 0, others above -1."""
+    betas = tuple(_as_float(beta) for beta in value) if isinstance(value, (tuple, list)) else ()
+    if len(betas) != 2 or not all(abs(beta) < 1 and (beta >= 0 or not is_new) for beta in betas):
         raise UsageError(f"{name} of a sparse optimizer are wrong", found=value, expected="two numbers in [0, 1)")
+    return betas
 
 
-def check_flag(name: str, value: object) -> None:
-    """Check for a bool."""
+def read_flag(name: str, value: object, *, is_new: bool) -> bool:
+    """Return a bool."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} of a sparse optimizer is wrong", found=value, expected="a bool")
+    return value
+
+
+def _as_float(value: object) -> float:
+    """Return a number, or the one of a tensor or array, as a float; nan if it is none."""
+    if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) == 1:
+        value = value.item()
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # An int beyond all floats.
+        return math.inf
 
 
 def _groups(modules: object) -> list[dict[str, Any]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from asyncckpt.errors import UsageError
 from asyncckpt.model.table import Role
@@ -236,3 +238,43 @@ def test_wrong_bag_modes_are_refused() -> None:
         HashEmbeddingBag(DIM, mode="min")
     with pytest.raises(UsageError, match=r"per_sample_weights .* need mode 'sum', found 'mean'"):
         HashEmbeddingBag(DIM)(torch.tensor([[1]]), None, torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("step", [5, np.int64(5), np.int32(5), np.uint8(5), np.array(5), torch.tensor(5), IDS[:1] - 2])
+def test_a_step_is_an_integer_of_any_kind(step: Any) -> None:
+    module = HashEmbedding(HashTable("user", DIM, metadata={"last_seen": torch.int64}))
+    module.step = step
+    assert type(module.step) is int
+    module(torch.tensor([1]))
+    assert module.table.read(torch.tensor([1]))["last_seen"].tolist() == [5]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("step", [2**63 - 1, -(2**63), 0, None])
+def test_a_step_goes_to_the_ends_of_int64(step: int | None) -> None:
+    module = HashEmbedding(HashTable("user", DIM, metadata={"last_seen": torch.int64}))
+    module.step = 3
+    module.step = step
+    module(torch.tensor([1]))
+    assert module.table.read(torch.tensor([1]))["last_seen"].tolist() == [step or 0]  # type: ignore[attr-defined]
+
+
+WRONG_STEPS: list[Any] = [1.5, 2.0, np.float64(1), torch.tensor(1.0), float("nan"), True, np.bool_(True), "1", 1j]
+WRONG_STEPS += [torch.tensor(True), torch.tensor([1, 2]), np.array([1, 2]), 2**63, -(2**63) - 1, np.uint64(2**63), [1]]
+
+
+@pytest.mark.parametrize("step", WRONG_STEPS, ids=repr)
+def test_a_wrong_step_is_refused_where_it_is_set(step: Any) -> None:
+    module = HashEmbedding(HashTable("user", DIM, metadata={"last_seen": torch.int64}))
+    module.step = 7
+    with pytest.raises(UsageError, match=r"step for table 'user' is wrong, found .*, expected 'an int64 or None'"):
+        module.step = step
+    module(torch.tensor([1]))
+    assert module.table.read(torch.tensor([1]))["last_seen"].tolist() == [7]  # type: ignore[attr-defined]
+
+
+def test_a_forward_that_is_computed_again_is_a_second_lookup() -> None:
+    table = HashTable("user", DIM, metadata={"count": torch.int64}, initializer=1.0)
+    module = HashEmbedding(table)
+    scale = torch.ones((), requires_grad=True)
+    checkpoint(lambda ids: (module(ids) * scale).sin(), IDS, use_reentrant=False).sum().backward()
+    assert table.read(IDS)["count"].tolist() == [2] * len(IDS)

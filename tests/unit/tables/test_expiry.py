@@ -122,3 +122,18 @@ def test_numbers_that_are_not_finite_have_no_age() -> None:
 def test_an_eviction_has_one_bound(bounds: Any) -> None:
     with pytest.raises(UsageError, match=r"(bound|age) of an eviction from table 't' is wrong"):
         tables()[0].evict("last_seen", **bounds)
+
+
+@pytest.mark.parametrize("age", [0, 0.0, 0.5, 1.0, 1.5, 2, 2.5, 2.0**70, 10**400, math.inf])
+@pytest.mark.parametrize("newest", [2**53 + 1, 2**60 + 3, 2**63 - 1, 3])
+def test_ages_of_large_stamps_are_exact(newest: int, age: float) -> None:
+    stamps = [newest, newest - 1, newest - 2, newest - 3]
+    expected = [stamp != 0 and newest - stamp > age for stamp in stamps]
+    assert is_older(torch.tensor(stamps), age, fill=0).tolist() == expected
+
+
+@pytest.mark.parametrize("age", [0, 1.5, 10**400, math.inf])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float16, torch.float64])
+def test_ages_of_any_dtype(dtype: torch.dtype, age: float) -> None:
+    stamps = torch.tensor([5, 4, 3, 0], dtype=dtype)
+    assert is_older(stamps, age, fill=0).tolist() == [False, age < 1, age < 2, False]

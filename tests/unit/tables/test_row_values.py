@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -181,3 +182,71 @@ def test_on_a_device(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             rows.embedding = 0 * rows.embedding + 4.0
         found = place.runtime.read(table.embedding)[table.lookup_rows(np.array([0, 2]), insert=False), 0]
         assert found.tolist() == [4.0, 4.0]
+
+
+NUMBERS = [3, 3.0, np.int64(3), np.uint8(3), np.float16(3), np.float32(3), np.float64(3)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+def test_one_number_for_all_may_be_one_of_numpy(number: Any) -> None:
+    table = HashTable("t", 2, metadata={"n": torch.int64, "x": torch.float64, "b": torch.bool})
+    table.lookup(batch(1, 2))
+    with table.rows(batch(2, 1)) as rows:
+        rows.embedding = rows["n"] = rows["x"] = number
+        rows["b"] = np.bool_(True)
+    read = table.read(batch(1, 2))
+    assert [read[name].tolist() for name in ("embedding", "n", "x", "b")] == [
+        [[3.0] * 2] * 2,
+        [3, 3],
+        [3.0] * 2,
+        [True] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("column", "number"),
+    [("n", number) for number in (1.5, np.float32(0.5), 2**63, -(2**63) - 1, 10**400, math.nan, math.inf)]
+    + [("embedding", number) for number in (1e39, np.float64(-1e39), 10**400)]
+    + [("x", 10**400)]
+    + [("b", 2), ("b", 0.5), ("u", -1), ("u", np.int64(256)), ("n", np.complex64(1)), ("n", np.str_("1"))],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_number_that_the_column_cannot_have_is_refused(column: str, number: Any) -> None:
+    table = HashTable(
+        "t", 2, metadata={"n": torch.int64, "u": torch.uint8, "b": torch.bool, "x": torch.float64}, initializer=1.0
+    )
+    table.lookup(batch(1))
+    before = table.read(batch(1))
+    with table.rows(batch(1)) as rows, pytest.raises(UsageError, match=f"values for column '{column}' of table 't'"):
+        rows[column] = number
+    assert all(torch.equal(values, before[name]) for name, values in table.read(batch(1)).items())
+
+
+def test_large_numbers_of_floats(table: Table) -> None:
+    with table.rows(batch(1, 2)) as rows:
+        rows.embedding = 2**70
+    assert embeddings(table, 1, 2) == [2.0**70] * 2
+    with table.rows(batch(1, 2)) as rows:
+        rows.embedding = math.inf
+    assert embeddings(table, 1, 2) == [math.inf, math.inf]
+
+
+def test_a_view_of_the_table_is_a_value_like_any_other(table: Table) -> None:
+    ids = batch(3, 1)
+    table.lookup(ids)
+    with table.rows(ids) as rows:
+        view = table.embedding[:2]
+        as_it_was = view.clone()
+        rows.embedding = view
+        rows.embedding += 1.0
+        assert torch.equal(view, as_it_was), "the block has changed the table itself"
+    assert torch.equal(table.read(ids)["embedding"], as_it_was + 1.0)
+    for write in (
+        lambda view: table.insert(ids, view),
+        lambda view: table.update(table.lookup(ids), lambda rows: rows.__setitem__("embedding", view.detach())),
+        lambda view: table.update(table.lookup(ids), lambda rows: rows.__setitem__("embedding", view.flip(0).flip(0))),
+    ):
+        view = table.embedding[:2]
+        as_it_was = view.clone()
+        write(view)
+        assert torch.equal(table.read(ids)["embedding"], as_it_was)
