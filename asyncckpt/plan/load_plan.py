@@ -280,7 +280,7 @@ def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str
     absent = [leaf for leaf in targets.in_place if leaf.path not in by_path]
     info |= {leaf.name: {by_path[leaf.path]: []} for leaf in targets.in_place if leaf.path in by_path}
     # Tied weights are filled under any of their names.
-    filled = {leaf.memory() for leaf in targets.in_place if leaf.path in by_path} if absent else set()
+    filled = {leaf.memory() for leaf in targets.in_place if leaf.path in by_path} - {None} if absent else set()
     missing += [leaf.name for leaf in absent if leaf.memory() not in filled]
     for item in targets.rebuilt:
         if not contents.has(item.path):

@@ -70,9 +70,11 @@ class InPlace:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
 
-    def memory(self) -> tuple[Any, ...]:
-        """Return what is the same for leaves that are the same elements in the same memory."""
-        tensors = [piece.tensor for piece in self.pieces]
+    def memory(self) -> tuple[Any, ...] | None:
+        """Return what is the same for leaves that are the same elements in the same memory; None for no elements."""
+        tensors = [piece.tensor for piece in self.pieces if piece.tensor.numel()]
+        if not tensors:
+            return None
         return self.dtype, *((piece.data_ptr(), tuple(piece.shape), piece.stride()) for piece in tensors)
 
 
