@@ -340,8 +340,13 @@ def hands_over(cut: TableCut) -> TypeGuard[HandsOver]:
     return _offers_all(cut, HandsOver)
 
 
-def _offers_all(cut: TableCut, protocol: type) -> bool:
-    key = (type(cut), protocol)
+def owns_ids(table: Table) -> TypeGuard[OwnsIds]:
+    """Return whether a table owns ids by a rule of its own."""
+    return _offers_all(table, OwnsIds)
+
+
+def _offers_all(item: Table | TableCut, protocol: type) -> bool:
+    key = (type(item), protocol)
     if key not in _offers:
-        _offers[key] = isinstance(cut, protocol)
+        _offers[key] = isinstance(item, protocol)
     return _offers[key]

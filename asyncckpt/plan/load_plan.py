@@ -22,7 +22,7 @@ from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import Path, path_name, unique_names
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.table import ID_COLUMN, Column, OwnsIds, Table
+from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, may_share_ids
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, other_groups, overlap, owner_of
@@ -322,7 +322,7 @@ def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
 
 def _may_share_ids(stored: Shard, table: Table) -> bool:
     """Return whether a stored shard may hold ids of a table."""
-    return isinstance(table, OwnsIds) or may_share_ids(stored, table.shard)
+    return owns_ids(table) or may_share_ids(stored, table.shard)
 
 
 def _wrapped_hint(missing: list[str], unexpected: list[str]) -> str:

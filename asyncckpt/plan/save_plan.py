@@ -27,7 +27,7 @@ from asyncckpt.format.coverage import covers
 from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name, tensor_names
 from asyncckpt.model.block import BlockSpec, TableFacts
-from asyncckpt.model.table import DeferredCut, OwnsIds, Table, TableCut, TableSchema, can_be_deferred
+from asyncckpt.model.table import DeferredCut, Table, TableCut, TableSchema, can_be_deferred, owns_ids
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
@@ -52,7 +52,7 @@ class CutTable:
     @property
     def shard(self) -> Shard:
         """As the manifest records it: of a table that owns its ids by another rule than their modulo, nothing."""
-        return (0, 1) if isinstance(self.table, OwnsIds) else self.table.shard
+        return (0, 1) if owns_ids(self.table) else self.table.shard
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.encodings import decode
-from asyncckpt.model.table import ID_COLUMN, OwnsIds, Table
+from asyncckpt.model.table import ID_COLUMN, Table, owns_ids
 from asyncckpt.model.table_shard import owned_mask
 from asyncckpt.native import core
 from asyncckpt.native.contract import I64, U8
@@ -124,7 +124,7 @@ def _newest(stack: tuple[TableLoadPlan, list[LayerRows]]) -> list[I64 | None]:
 
 def _owned(table: Table, ids: I64, counted: I64 | None) -> I64 | None:
     """Return the rows that count and whose ids the table owns: those of its shard, unless it says else."""
-    if isinstance(table, OwnsIds):
+    if owns_ids(table):
         owned = table.owned(ids)
     elif table.shard == (0, 1):
         return counted
