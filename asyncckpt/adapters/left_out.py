@@ -91,7 +91,7 @@ def shown(left_out: tuple[str, ...]) -> str:
 
 def _tables_in(state: object, known: set[int]) -> Iterator[tuple[_Way, Any]]:
     """Yield the tables that something in a state holds, not those in the state itself, nor those known by their id."""
-    waiting: deque[tuple[_Way, object, _Holder]] = deque([(None, state, _Holder.STATE)])
+    waiting: deque[tuple[_Way, Any, _Holder]] = deque([(None, state, _Holder.STATE)])
     # The objects stay alive, so that their ids stay theirs.
     seen: dict[tuple[int, _Holder], object] = {}
     kinds: dict[int, _Kind] = {}
