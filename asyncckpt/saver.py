@@ -59,7 +59,10 @@ from asyncckpt.storage.directory import check_path
 
 __all__ = ["Saver", "SaverStatistics"]
 
-LEFT_OUT_HINT = "name them in hashtables, or give the module as asyncckpt.adapters.dense_state_of(module)"
+LEFT_OUT_HINT = (
+    "name them in hashtables, or give the module as asyncckpt.adapters.dense_state_of(module), "
+    "an optimizer in a TrainerState"
+)
 # `path` comes behind parameters that have defaults, so Python wants one for it too.
 _REQUIRED: Any = ...
 
