@@ -19,7 +19,6 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
 
 from asyncckpt.errors import ConflictError, UsageError
 from asyncckpt.guard import Guard
@@ -37,11 +36,12 @@ class _Registry:
         self.held: dict[tuple[int, int], tuple[int, int]] = {}
         self.released: deque[tuple[int, int]] = deque()  # Shares that were given back and are still counted.
 
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def __enter__(self) -> None:
+        self.guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
         try:
-            with self.guard:
-                yield
+            self.guard.__exit__(*error)
         finally:
             self.settle()
 
@@ -79,7 +79,7 @@ class OwnerLock:
     @staticmethod
     def acquire(root: Directory, name: str) -> OwnerLock:
         """Lock `name` in `root`. Raises ConflictError, naming the holder, if another process has it."""
-        with _registry.guarded():
+        with _registry:
             key = root.identity
             fd, count = _registry.held.get(key) or (_lock_file(root, name), 0)
             _registry.held[key] = fd, count + 1
@@ -96,7 +96,7 @@ class OwnerLock:
         Raises ConflictError if another process has locked it by now.
         """
         self.check()
-        with _registry.guarded():
+        with _registry:
             fd, count = _registry.held[self._key]
             status = os.fstat(fd)
             if not root.has(self._name, (status.st_dev, status.st_ino)):

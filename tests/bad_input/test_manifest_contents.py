@@ -211,7 +211,7 @@ def test_case_041_rows_in_two_parts_are_one_tensor(small: Crafted) -> None:
     assert torch.equal(targets.tensors["w"], torch.cat([small_tensors()["w"]] * 2))
 
 
-@pytest.mark.parametrize("state", [{}, {"a": {}, "b": [], "c": ()}, {"model": torch.nn.Identity(), "x": {"y": {}}}])
+@pytest.mark.parametrize("state", [{"a": {}, "b": [], "c": ()}, {"model": torch.nn.Identity(), "x": {"y": {}}}])
 @pytest.mark.parametrize("staged", [False, True])
 def test_case_042_empty_state_makes_the_round_trip(tmp_path: Path, state: dict[str, Any], staged: bool) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:

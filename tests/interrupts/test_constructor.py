@@ -109,13 +109,17 @@ def _fail_at_each(make: Callable[[FailsAt], None]) -> int:
             return number
 
 
-def test_every_step_may_fail(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_every_step_may_fail(tmp_path: Path, is_new: bool) -> None:
+    """In a directory that is there, and in one that is not."""
+    construct(tmp_path / "run")
+
     def make(fails: FailsAt) -> None:
         sys.setprofile(fails)
-        construct(tmp_path / f"run-{fails.number % 2}")
+        construct(tmp_path / (f"run-{fails.number}" if is_new else "run"))
 
     assert fail_at_each(make) > 50
-    construct(tmp_path / "run-0")
+    construct(tmp_path / "run")
 
 
 @pytest.mark.parametrize("argument", WRONG)
