@@ -55,7 +55,10 @@ def test_no_finalizer_waits_for_a_lock_that_its_thread_holds(tmp_path: Path, eve
 def test_a_destructor_calls_everything_where_a_lock_is_held(tmp_path: Path, every: int) -> None:
     found = play("destructors", tmp_path, every)
     assert found["deadlocks"] == found["found"] == []
-    assert sum(place.startswith("new asyncckpt-") for place in found["reached"]) >= 5, "the threads of the pools"
+    started_count = sum(place.startswith("new asyncckpt-") for place in found["reached"])
+    assert started_count >= (5 if every == 2 else 2), (
+        "the threads of the pools"
+    )  # Of every eighth, it depends on which.
     assert len(found["reached"]) >= 40 // every, "the scenes take fewer locks than they did"
 
 
