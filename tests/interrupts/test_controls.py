@@ -23,7 +23,7 @@ CONTROLS = {
     "asyncckpt.saver:uninterrupted": "test_interrupts.py::test_calls_of_a_saver[_close_and_open]",
     "asyncckpt.loader:Loader.load": "test_interrupts.py::test_loads[_load]",
     "asyncckpt.loader:uninterrupted": "test_interrupts.py::test_loads[_load_async]",
-    "asyncckpt.tables.multi_level:uninterrupted": "test_interrupts.py::test_admission[lookup]",
+    "asyncckpt.tables.trained_table:uninterrupted": "test_interrupts.py::test_admission[lookup]",
     "asyncckpt.strategies.load_state:use_stored": "test_other_calls.py::test_strategies[_load]",
 }
 
