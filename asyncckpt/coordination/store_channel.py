@@ -27,6 +27,7 @@ from asyncckpt.coordination.store_line import Answer, LineBroken, StoreLine
 from asyncckpt.coordination.store_values import (
     Inbox,
     delete_value,
+    drop_log,
     find_value,
     log_entry,
     log_key,
@@ -171,16 +172,17 @@ class StoreChannel:
     def forget(self, call: int) -> None:
         with self._guard:
             states = {known: self._calls.pop(known) for known in sorted(self._calls) if known <= call}
-        # Ranks that are gone forget nothing, so rank 0 drops the logs of all.
-        others: list[int | None] = [None] if self.rank else [None, *range(1, self.ranks_count)]
+        # Ranks that are gone forget nothing, and others are later than rank 0: it drops what any of them has not read.
+        others = () if self.rank else range(1, self.ranks_count)
 
         def drop(store: Any) -> None:
             for known, state in states.items():
                 state.inbox.drop(store)
                 for key, pieces in state.keys.items():
                     delete_value(store, key, pieces=pieces)
-                for to in others:
-                    store.delete_key(log_key(known, to))
+                store.delete_key(log_key(known, None))
+                for rank in others:
+                    drop_log(store, known, rank)
 
         self._ask(drop)
 

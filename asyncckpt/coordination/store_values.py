@@ -86,7 +86,7 @@ class Inbox:
     """What has come for this rank in one call. Only the line's thread uses it."""
 
     def __init__(self, call: int, rank: int) -> None:
-        self._call = call
+        self._call, self._rank = call, rank
         self._readers: list[int | None] = [rank] if rank == 0 else [rank, None]  # None: what is for all.
         self._taken_bytes = [0] * len(self._readers)
 
@@ -117,8 +117,13 @@ class Inbox:
 
     def drop(self, store: Any) -> None:
         """Delete the log of this rank, and the messages in it that were not read."""
-        rank, key = self._readers[0], log_key(self._call, self._readers[0])
-        store.append(key, b"")
-        for sender, number, pieces in _ENTRY.iter_unpack(bytes(store.get(key))[self._taken_bytes[0] :]):
-            delete_value(store, message_key(self._call, rank, sender=sender, number=number), pieces=pieces)
-        store.delete_key(key)
+        drop_log(store, self._call, self._rank, taken_bytes=self._taken_bytes[0])
+
+
+def drop_log(store: Any, call: int, rank: int, *, taken_bytes: int = 0) -> None:
+    """Delete the log of a rank, and the messages in it from some byte on."""
+    key = log_key(call, rank)
+    store.append(key, b"")
+    for sender, number, pieces in _ENTRY.iter_unpack(bytes(store.get(key))[taken_bytes:]):
+        delete_value(store, message_key(call, rank, sender=sender, number=number), pieces=pieces)
+    store.delete_key(key)
