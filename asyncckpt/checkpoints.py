@@ -1,36 +1,71 @@
-"""Inspect a checkpoint directory: what it holds, and whether it is sound. Reads only."""
+"""Inspect a checkpoint directory, what it holds and whether it is sound; choose what stays in it (removals.py).
+
+What only looks needs neither torch nor NumPy: the rest is imported when it is first used.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncckpt.commit.discover import committed_steps, look_again, newest_step, read_manifest
+from asyncckpt.commit.discover import (
+    by_step,
+    committed_steps,
+    look_again,
+    newest_step,
+    read_manifest,
+    read_summary,
+)
+from asyncckpt.commit.pins import is_pinned, pins_among
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.load.run_load import metadata_of
-from asyncckpt.engine.load.verify import VerifyReport
-from asyncckpt.engine.load.verify import verify as verify_root
+from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SealedHead
+from asyncckpt.model.block import TableFacts
+from asyncckpt.model.result import GarbageReport, PruneReport, VerifyReport
 from asyncckpt.model.table import Role
+from asyncckpt.plan.contents import metadata_of, named_values, tied_names
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
+
+if TYPE_CHECKING:
+    from asyncckpt.removals import collect_garbage, pin, pinned_steps, prune, remove, remove_after, unpin
+
+_REMOVALS = ("collect_garbage", "pin", "pinned_steps", "prune", "remove", "remove_after", "unpin")
 
 __all__ = [
     "BlockInfo",
     "CheckpointInfo",
+    "CheckpointSummary",
+    "GarbageReport",
+    "PruneReport",
     "RankInfo",
     "TableInfo",
     "VerifyReport",
+    "collect_garbage",
     "describe",
     "list_steps",
+    "pin",
+    "pinned_steps",
+    "prune",
+    "remove",
+    "remove_after",
+    "summaries",
     "supported_dtypes",
+    "unpin",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _REMOVALS:
+        return getattr(import_module("asyncckpt.removals"), name)
+    raise AttributeError(f"module 'asyncckpt.checkpoints' has no attribute {name!r}", name=name)
 
 
 @dataclass(frozen=True)
@@ -82,17 +117,19 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
-    """One committed checkpoint, from its manifest.
+class CheckpointSummary:
+    """One committed checkpoint in short.
 
-    kind         "full" or "delta"
-    parents      steps that a delta builds upon, newest first; empty for a full one
-    compacted    whether it was folded into a full checkpoint after it was saved
-    bytes        the size of its own files; a delta needs those of its parents too
-    tables       rows per table in its own files, of all ranks
-    table_infos  more about the same tables
-    blocks       in manifest order, without padding
-    ranks        what each rank has written, in their order
+    kind           "full" or "delta"
+    parents        steps that a delta builds upon, newest first; empty for a full one
+    compacted      whether it was folded into a full checkpoint after it was saved
+    bytes          the size of its own files; a delta needs those of its parents too
+    tables         rows per table in its own files, of all ranks
+    table_infos    more about the same tables
+    tensors_count  of all ranks
+    blocks_count   of all ranks, without padding
+    ranks_count    how many ranks saved it together
+    pinned         whether retention must keep it
     """
 
     step: int
@@ -105,15 +142,29 @@ class CheckpointInfo:
     files: tuple[str, ...]
     tables: Mapping[str, int]
     table_infos: Mapping[str, TableInfo]
+    tensors_count: int
+    blocks_count: int
+    ranks_count: int
+    digest: str
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class CheckpointInfo(CheckpointSummary):
+    """One committed checkpoint, from its manifest.
+
+    blocks    in manifest order, without padding
+    metadata  the user's
+    values    plain values of the state by dotted name; where those of ranks differ, the lower rank's
+    ranks     what each rank has written, in their order
+    tied      names of tensors without blocks, each with the name of the tensor that is stored for both
+    """
+
     blocks: tuple[BlockInfo, ...]
     metadata: Mapping[str, Any]
-    digest: str
-    ranks: tuple[RankInfo, ...] = ()
-
-    @property
-    def ranks_count(self) -> int:
-        """How many ranks saved it together."""
-        return len(self.ranks)
+    values: Mapping[str, Any]
+    ranks: tuple[RankInfo, ...]
+    tied: Mapping[str, str]
 
 
 @uninterrupted
@@ -124,28 +175,82 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
 
 
 @uninterrupted
+def summaries(path: str | os.PathLike[str]) -> dict[int, CheckpointSummary | CheckpointError]:
+    """Return every committed checkpoint of a directory in short, or why it cannot be read, by step, ascending.
+
+    Raises NotFoundError if it is not a checkpoint directory.
+    """
+    found: dict[int, CheckpointSummary | CheckpointError] = {}
+    with CheckpointRoot.for_reading(check_path(path)) as root:
+        listed = root.manifests.names()
+        pinned = pins_among(listed)
+        for step, names in sorted(by_step(listed).items()):
+            uninterrupted.look()
+            try:
+                found[step] = _short(root, step, names, pinned=step in pinned)
+            except NotFoundError:  # It was removed since it was listed.
+                continue
+            except CheckpointError as error:
+                found[step] = error
+    return found
+
+
+def _short(root: CheckpointRoot, step: int, names: Sequence[str], *, pinned: bool) -> CheckpointSummary:
+    try:
+        read = read_summary(root, step, names)
+    except CheckpointError:
+        read = look_again(root, lambda: read_summary(root, step))
+    counts = {"tensors_count": read.tensors_count, "blocks_count": read.blocks_count}
+    return _summary(read, read.tables, **counts, pinned=pinned)
+
+
+@uninterrupted
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
     step = check_step(step)
     with CheckpointRoot.for_reading(check_path(path)) as root:
         manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
+        pinned = is_pinned(root, manifest.step)
+    return _info(manifest, pinned=pinned)
+
+
+def _info(manifest: Manifest, *, pinned: bool) -> CheckpointInfo:
     head = manifest.head
-    table_infos = _table_infos(manifest)
+    blocks = [_block_info(block, head) for block in manifest.blocks if block.placed.spec.role is not Role.PAD]
+    tensors_count = len({block.name for block in blocks if block.role == Role.DENSE})
+    counts = {"tensors_count": tensors_count, "blocks_count": len(blocks)}
+    short = _summary(manifest, manifest.tables, **counts, pinned=pinned)
     return CheckpointInfo(
+        **vars(short),
+        blocks=tuple(blocks),
+        metadata=metadata_of(manifest),
+        values=named_values(manifest),
+        ranks=tuple(map(_rank_info, manifest.parts, head.files_of_ranks)),
+        tied=tied_names(manifest),
+    )
+
+
+def _summary(
+    sealed: SealedHead, tables: tuple[TableFacts, ...], *, tensors_count: int, blocks_count: int, pinned: bool
+) -> CheckpointSummary:
+    head = sealed.head
+    table_infos = _table_infos(tables)
+    return CheckpointSummary(
         step=head.step,
         kind=head.kind,
         parents=tuple(parent.step for parent in head.parents),
         compacted=head.replaces is not None,
         created=head.created,
         writer=head.writer,
-        bytes=manifest.bytes_total,
+        bytes=sum(file.bytes for file in head.files),
         files=tuple(file.path for file in head.files),
         tables={name: info.rows for name, info in table_infos.items()},
         table_infos=table_infos,
-        blocks=tuple(_block_info(block, head) for block in manifest.blocks if block.placed.spec.role is not Role.PAD),
-        metadata=metadata_of(manifest),
-        digest=manifest.digest,
-        ranks=tuple(map(_rank_info, manifest.parts, head.files_of_ranks)),
+        tensors_count=tensors_count,
+        blocks_count=blocks_count,
+        ranks_count=head.ranks_count,
+        digest=sealed.digest,
+        pinned=pinned,
     )
 
 
@@ -167,9 +272,9 @@ def _block_info(block: BlockFacts, head: ManifestHead) -> BlockInfo:
     )
 
 
-def _table_infos(manifest: Manifest) -> dict[str, TableInfo]:
+def _table_infos(tables: tuple[TableFacts, ...]) -> dict[str, TableInfo]:
     infos: dict[str, TableInfo] = {}
-    for table in manifest.tables:
+    for table in tables:
         known = infos.get(table.name, TableInfo(rows=0, whole=True, removed=0, filters=table.filters))
         infos[table.name] = replace(
             known,
@@ -189,12 +294,13 @@ def _rank_info(part: RankPart, files: list[FileFacts]) -> RankInfo:
     )
 
 
-@uninterrupted
 def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyReport:
     """Read and check every byte of one checkpoint (default: the newest), and for a delta of its whole chain.
 
     Raises CorruptError that says what is wrong.
     """
+    from asyncckpt.engine.load.verify import verify as verify_root  # With NumPy and the core, which a list needs not.
+
     step = check_step(step)
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with uninterrupted, CheckpointRoot.for_reading(check_path(path)) as root:
         return verify_root(root, step)

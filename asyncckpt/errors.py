@@ -14,6 +14,7 @@ wrapped once, at the storage or native door, and stay reachable as `__cause__`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import warnings
@@ -23,7 +24,12 @@ from typing import Any
 
 _UNSET: Any = object()
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
-_OUR_FRAMES = (_PACKAGE, contextlib.__file__)  # Its context managers and decorators are between ours.
+_OUR_FRAMES = (
+    _PACKAGE,
+    contextlib.__file__,
+    importlib.__file__,
+)  # Its context managers and decorators are between ours.
+_OF_IMPORTS = "<frozen importlib._bootstrap"
 
 
 class CheckpointError(Exception):
@@ -158,8 +164,9 @@ class PeerInDoubtError(PeerError, IndeterminateError):
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the line of the caller's program that led here: the nearest one outside of this package."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OUR_FRAMES):
-        frame, level = frame.f_back, level + 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_OUR_FRAMES, _OF_IMPORTS)):
+        frame = frame.f_back
+        level += not frame.f_code.co_filename.startswith(_OF_IMPORTS)  # `warnings` does not count these either.
     warnings.warn(text, category, stacklevel=level)
 
 

@@ -26,9 +26,10 @@ from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.encodings.cast import FLOATS, INTEGERS
 from asyncckpt.format.encodings.compression import LEVEL_MAX, LEVEL_MIN, zstandard
+from asyncckpt.model.write_block import WriteBlock
 from asyncckpt.pipeline.filter_rules import EncodeBlocks, KeepRows, Predicate, RowFilter, check_filters
 
-__all__ = ["RowFilter", "cast", "check_filters", "compress", "keep_rows", "quantize", "skip_zero_rows"]
+__all__ = ["RowFilter", "WriteBlock", "cast", "check_filters", "compress", "keep_rows", "quantize", "skip_zero_rows"]
 
 
 def keep_rows(table: str, predicate: Predicate) -> RowFilter:

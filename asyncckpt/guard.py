@@ -15,7 +15,6 @@ a lock. What they call may want the same lock, or wait for a thread that does. S
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from asyncckpt.errors import UsageError
 from asyncckpt.signals import uninterrupted
+from asyncckpt.system import register_at_fork
 
 if TYPE_CHECKING:
     from threading import _RLock as _OwnedLock
@@ -100,4 +100,4 @@ def _free_all() -> None:
             guard._at_fork_reinit()  # type: ignore[attr-defined]  # As the locks of threading do.
 
 
-os.register_at_fork(after_in_child=_free_all)
+register_at_fork(after_in_child=_free_all)

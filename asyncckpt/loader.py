@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -54,6 +55,9 @@ class Loader(WaitsUntilFree):
                      them
     verify           True: check digests while reading. "before": read and check everything (if several ranks have
                      saved, everything that this one needs) before any target is touched. False: do not check
+    cast             fill targets of other dtypes than were saved, tables too: floats from floats, rounded to the
+                     nearest as torch does it, and integers from integers whose values they all hold. Else another dtype
+                     is an IncompatibleError
     merge            add rows to what a table holds (as RecIS does); by default a table is emptied first
     fallback         if the wanted step is damaged, load the newest older one that is sound, and report that
     on_busy          "raise" or "wait" while a save or load of this process is in flight, or a BusyPolicy. None: load
@@ -86,6 +90,7 @@ class Loader(WaitsUntilFree):
         step: int | None = None,
         strict: bool = True,
         verify: bool | Literal["before"] = True,
+        cast: bool = False,
         merge: bool = False,
         fallback: bool = False,
         on_busy: OnBusy | BusyPolicy | None = None,
@@ -95,6 +100,7 @@ class Loader(WaitsUntilFree):
     ) -> None:
         check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
         check_choice("verify", verify, (True, False, "before"))
+        check_type("cast", cast, bool)
         step = check_step(step)
         check_type("ranks", ranks, RankOptions)
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=("raise", "wait"))
@@ -109,6 +115,7 @@ class Loader(WaitsUntilFree):
             step=step,
             strict=strict,
             verify=verify,
+            cast=cast,
             merge=merge,
             fallback=fallback,
             threads=min(parallel, READ_THREADS_MAX),
@@ -117,19 +124,13 @@ class Loader(WaitsUntilFree):
             whole=WholeRequest() if hashtables is None and tensors is None and filter_func is None else None,
         )
 
-    @uninterrupted
     def load(self) -> LoadReport:
         """Load now. Touches no target before reading begins.
 
         Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError, UsageError, IOFailedError,
         SaveInProgressError, DeviceError.
         """
-        busy = BusyPolicy("wait") if self._load_waits else self._busy
-        ticket = self._acquire(busy, lambda other: None)
-        try:
-            return self._run(Progress())
-        finally:
-            save_lock.release(ticket)
+        return load_now(self._path, self._request, BusyPolicy("wait") if self._load_waits else self._busy)
 
     def load_async(self) -> LoadFuture:
         """Load on a background thread; the targets must not be used until the future is done."""
@@ -145,14 +146,19 @@ class Loader(WaitsUntilFree):
 
     def _start(self) -> LoadFuture:
         streams = CallerStreams()
-        ticket = self._acquire(self._busy, check_may_wait_for)
+        ticket = _acquire(self._path, self._request, self._busy, check_may_wait_for)
         future = LoadFuture(step=self._request.step, path=self._path, what="load")
 
         def load() -> LoadReport:
             try:
                 streams.follow()
                 try:
-                    return self._run(future.native_progress, on_read=lambda: future.enter(FutureState.COMMITTING))
+                    return _load(
+                        self._path,
+                        self._request,
+                        future.native_progress,
+                        on_read=lambda: future.enter(FutureState.COMMITTING),
+                    )
                 finally:  # Nothing is written after the future has ended, even if it fails.
                     streams.wait()
             finally:
@@ -166,11 +172,25 @@ class Loader(WaitsUntilFree):
         save_lock.hand_over(ticket)
         return future
 
-    def _acquire(self, busy: BusyPolicy, before_wait: Callable[[Ticket], None]) -> Ticket:
-        ticket = Ticket(kind="load", path=self._path, step=self._request.step, thread=threading.get_ident())
-        save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
-        return ticket
 
-    def _run(self, progress: Progress, *, on_read: Callable[[], bool] = lambda: True) -> LoadReport:
-        with CheckpointRoot.for_reading(self._path) as root:
-            return run_load(root, self._request, progress, on_read=on_read)
+@uninterrupted
+def load_now(path: Path, request: LoadRequest, busy: BusyPolicy) -> LoadReport:
+    """Load when no other save or load of this process is in flight."""
+    ticket = _acquire(path, request, busy, lambda other: None)
+    try:
+        return _load(path, request, Progress())
+    finally:
+        save_lock.release(ticket)
+
+
+def _acquire(path: Path, request: LoadRequest, busy: BusyPolicy, before_wait: Callable[[Ticket], None]) -> Ticket:
+    ticket = Ticket(kind="load", path=path, step=request.step, thread=threading.get_ident())
+    save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
+    return ticket
+
+
+def _load(
+    path: Path, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
+) -> LoadReport:
+    with CheckpointRoot.for_reading(path) as root:
+        return run_load(root, request, progress, on_read=on_read)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-
-from asyncckpt.arguments import check_choice, check_int, check_seconds, check_type
+from asyncckpt.arguments import as_int, check_choice, check_int, check_seconds, check_type
 from asyncckpt.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 OnBusy = Literal["raise", "wait", "skip", "queue"]
 Durability = Literal["fsync", "none"]
@@ -28,6 +30,10 @@ BUSY_DEADLINE_S = 3600.0  # Waiting for the save lock or for an arena.
 PEER_DEADLINE_S = 300.0  # Waiting for other ranks to come to a save.
 DEVICE_DEADLINE_S = 3600.0  # Waiting for a device to be done with copies, and with what was queued before them.
 SAVE_DEADLINE_S = 6 * 3600.0  # Waiting for one background save to end.
+RESTORE_DEADLINE_S = 3600.0  # Waiting for other ranks to restore a checkpoint.
+# Keys in the metadata of a save at the end of training: by what exception it was ended; and True where the state may be
+# that of the middle of a step, so that retention prefers others.
+INTERRUPTED, HALF_WAY = "asyncckpt.interrupted", "asyncckpt.half_way"
 PARALLEL_MAX = 499  # Files of tables and files of tensors together have numbers of three digits.
 
 
@@ -52,6 +58,73 @@ class DeltaPolicy:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                 raise UsageError(f"{name} is wrong", found=value, expected="a number above 0")
+
+
+@dataclass(frozen=True)
+class KeepPolicy:
+    """Which checkpoints stay: those that any of these rules keeps, those that are pinned, and what they build upon.
+
+    latest       so many of the newest steps, not counting those that were saved half-way (decision 0026)
+    every_steps  the first of every so many steps: of 1000, the first in 0 to 999, the first in 1000 to 1999, ...
+    every_hours  likewise by the time of the commit: the first in every so many hours of UTC
+    best         so many with the best metric, of equal ones the first
+    metric       the name of a number in the metadata of every save; nan is never best
+    mode         which is best, the "min" or the "max"
+    """
+
+    latest: int = 1
+    every_steps: int | None = None
+    every_hours: float | None = None
+    best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("latest", "every_steps", "best"):
+            object.__setattr__(self, name, as_int(getattr(self, name)))
+            check_int(name, getattr(self, name), at_least=1, optional=name != "latest")
+        hours = self.every_hours
+        if hours is not None and (type(hours) not in (int, float) or not 0 < hours < math.inf):
+            raise UsageError("every_hours is wrong", found=hours, expected="a number above 0, or None")
+        check_choice("mode", self.mode, ("min", "max"))
+        if self.metric is not None:
+            check_type("metric", self.metric, str)
+        if (self.best is None) != (self.metric is None):
+            raise UsageError("best and metric go together", found=(self.best, self.metric))
+
+    @staticmethod
+    def of(keep: int | KeepPolicy | None, *, has_metadata: bool = True) -> KeepPolicy | None:
+        """Return the policy that was given, or that of so many of the newest; None keeps all. UsageError.
+
+        has_metadata: whether saves are given metadata, among which a metric could be.
+        """
+        if isinstance(keep, KeepPolicy) and keep.metric is not None and not has_metadata:
+            raise UsageError("keep has a metric, but saves here are given no metadata", found=keep.metric)
+        if keep is None or isinstance(keep, KeepPolicy):
+            return keep
+        if type(as_int(keep)) is not int or keep < 1:
+            raise UsageError("keep is wrong", found=keep, expected="an int of at least 1, a KeepPolicy or None")
+        return KeepPolicy(latest=keep)
+
+    def check_metadata(self, metadata: Mapping[str, Any] | None) -> None:
+        """Raise UsageError unless the metadata of a save holds the metric."""
+        if self.metric is None:
+            return
+        value = (metadata or {}).get(self.metric)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UsageError(
+                f"metadata has no number {self.metric!r}, which keep needs to find the best checkpoints",
+                found=sorted(metadata or ()) if value is None else value,
+                hint=f"save(metadata={{{self.metric!r}: ...}}), with nan where it is not known",
+            )
+
+    def with_metric(self, metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return metadata with the metric: nan where it is not known, as of a step that was not to be saved."""
+        try:
+            self.check_metadata(metadata)
+        except UsageError:
+            return {**metadata, str(self.metric): math.nan}
+        return metadata
 
 
 @dataclass(frozen=True)
@@ -115,6 +188,8 @@ class DeviceOptions:
             check_type(name, getattr(self, name), Sequence)
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for optimizer in self.optimizers:
+            import torch  # Not above: whoever only looks at checkpoints needs it not.
+
             check_type("one of the optimizers", optimizer, torch.optim.Optimizer)
         check_type("fingerprints", self.fingerprints, bool)
         check_choice("host_level", self.host_level, HOST_LEVELS)
@@ -165,7 +240,7 @@ class SaveOptions:
     parallel: int = 8
     durability: Durability = "fsync"
     host_memory_limit: int | None = None
-    keep_latest: int | None = None
+    keep: KeepPolicy | None = None
     deltas: DeltaPolicy | None = None
     device: DeviceOptions = DeviceOptions()
     debug: DebugOptions = DebugOptions()
@@ -174,7 +249,8 @@ class SaveOptions:
         check_int("parallel", self.parallel, at_least=1, at_most=PARALLEL_MAX)
         check_choice("durability", self.durability, DURABILITIES)
         check_int("host_memory_limit", self.host_memory_limit, at_least=0, optional=True)
-        check_int("keep_latest", self.keep_latest, at_least=1, optional=True)
+        if self.keep is not None:
+            check_type("keep", self.keep, KeepPolicy)
         if self.deltas is not None:
             check_type("deltas", self.deltas, DeltaPolicy)
         check_type("device", self.device, DeviceOptions)

@@ -1,29 +1,39 @@
 """Fire-and-forget checkpoints from a training loop.
 
-    with asyncckpt.Saver(path=..., tensors=..., keep_latest=3) as saver:
-        periodic = asyncckpt.PeriodicSaver(saver, every_steps=500)
+    with asyncckpt.Saver(path=..., tensors=...) as saver, asyncckpt.PeriodicSaver(saver, every_steps=500) as periodic:
         for step in range(steps):
             train(step)
             periodic.step(step)
 
 A checkpoint that is due while another save is in flight is skipped and counted. The next `.step` raises errors of
-background saves; the end of the `with` block of the Saver (or `drain`) waits for everything in flight.
+background saves. However the `with` block is left, the last step that has ended is saved then, unless it was already.
+If an exception has ended it, the save's metadata says so, for the state may be half a step further:
+
+    {"asyncckpt.interrupted": "KeyboardInterrupt", "asyncckpt.half_way": True}
+
+half_way: an optimizer has begun another step, or nobody can tell. Retention does not count such a checkpoint. Of
+several ranks none saves behind an exception but SystemExit: the others are in the middle of a step, and would not come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncckpt.arguments import check_int, check_seconds, check_timeout
+from asyncckpt.arguments import check_int, check_seconds, check_timeout, check_type
+from asyncckpt.commit.discover import is_committed
 from asyncckpt.engine.process.future import FutureState, SaveFuture
+from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.save.start_save import encode_metadata
+from asyncckpt.engine.save.step_watch import StepWatch
 from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import SAVE_DEADLINE_S
+from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
 
@@ -38,6 +48,14 @@ class PeriodicStatistics:
     skipped_count: int = 0
     failed_count: int = 0
     last_result: SaveResult | None = None
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A step of training that has ended."""
+
+    step: int
+    metadata: Mapping[str, Any] | None
 
 
 class PeriodicSaver:
@@ -55,6 +73,7 @@ class PeriodicSaver:
         on_error: ErrorHandler = "raise",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_type("saver", saver, Saver)
         if (every_steps is None) == (every_seconds is None):
             raise UsageError(
                 "exactly one of every_steps and every_seconds is needed", found=(every_steps, every_seconds)
@@ -79,12 +98,15 @@ class PeriodicSaver:
         self._clock = clock
         self._last_time = clock()
         self._future: SaveFuture | None = None
+        self._last: _Ended | None = None
+        self._watch = StepWatch(saver._target.state)
         self._statistics = PeriodicStatistics()
 
     @uninterrupted
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun."""
         step = check_step(step, or_none=False)
+        self._note_end(step, metadata)
         is_due = self._is_due(step)
         try:
             self._collect()
@@ -93,6 +115,8 @@ class PeriodicSaver:
                 self._saver._leave_out_call(error)
             raise
         if not is_due:
+            return None
+        if self._is_last_saved():  # By save_now.
             return None
         # Restart the clock even if the save is skipped, so that a slow disk does not make every step try again.
         self._last_time = self._clock()
@@ -119,6 +143,22 @@ class PeriodicSaver:
         return future
 
     @uninterrupted
+    def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
+        """Save the state as it is now, whether or not it is due, and return when the checkpoint is durable.
+
+        step None: that of the last `.step`; a save of it that is in flight, or has committed, is the one.
+        Waits for what is in flight. Every rank calls it. Raises as Saver.save, and errors of earlier saves behind it.
+        """
+        step = check_step(step)
+        if step is not None:
+            if self._last is not None and step < self._last.step:
+                raise UsageError("steps do not ascend", found=step, expected=f"at least {self._last.step}")
+            self._note_end(step, metadata)
+        if self._last is None:
+            raise UsageError("there is no step to save yet", hint="give its number: save_now(step)")
+        return self._save_last(self._last_with({**(self._last.metadata or {}), **(metadata or {})}))
+
+    @uninterrupted
     def drain(self, timeout: float | None = None) -> None:
         """Wait for the save in flight and report its error. DeadlineError after `timeout` seconds."""
         check_timeout(timeout)
@@ -134,7 +174,7 @@ class PeriodicSaver:
     @uninterrupted
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with closing_beside(error, "the last periodic save failed"):
-            self.drain()
+            self._finish(error)
 
     async def __aenter__(self) -> PeriodicSaver:
         return self
@@ -142,7 +182,115 @@ class PeriodicSaver:
     async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         with closing_beside(error, "the last periodic save failed"):
             await asyncio.to_thread(self._wait, SAVE_DEADLINE_S)
+            if not self._is_last_to_save(error):
+                self._collect()
+                return
+            with self._reporting():
+                await self._saver.when_free()
+                last = self._last_of_loop(self._interruption(error))
+                self._saved(await self._saver.save_async(last.step, metadata=last.metadata))
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Wait for what is in flight, and save the last step unless that has done so. error: what ends the loop."""
+        self._wait(SAVE_DEADLINE_S)
+        if not self._is_last_to_save(error):
             self._collect()
+            return
+        try:
+            self._save_last(self._last_of_loop(self._interruption(error)))
+        except CheckpointError as failed:
+            self._handle(failed)
+
+    def _forget_last(self) -> None:
+        """Note that the state is that of another step now, which is saved: nothing is left to be saved."""
+        self._last = None
+        self._watch.step_ended()
+
+    def _note_end(self, step: int, metadata: Mapping[str, Any] | None) -> None:
+        self._last = _Ended(step, metadata)
+        self._watch.step_ended()
+
+    def _is_last_to_save(self, error: BaseException | None) -> bool:
+        """Return whether the last step has to be saved at the end, when nothing is in flight any more."""
+        is_alone = self._saver.ranks_count == 1 or error is None or isinstance(error, SystemExit)
+        return is_alone and self._last is not None and not self._is_last_saved()
+
+    def _is_last_saved(self) -> bool:
+        target, last = self._saver._target, self._last
+        if last is None or target.memory.newest is None or target.memory.newest.parent.step != last.step:
+            return False
+        # Somebody may have removed it. Ranks that look at different times would not save alike.
+        return self._saver.ranks_count > 1 or is_committed(target.root, last.step)
+
+    def _interruption(self, error: BaseException | None) -> Mapping[str, Any]:
+        """Return the metadata of a save behind the end of a loop."""
+        is_changed = self._watch.is_changed
+        if error is None:
+            return {HALF_WAY: True} if is_changed else {}
+        return {INTERRUPTED: type(error).__name__, HALF_WAY: is_changed is not False}
+
+    @uninterrupted
+    def _save_and_leave(self, step: int, metadata: Mapping[str, Any] | None) -> None:
+        """Save this step as the last one of a loop that is about to be left, and return when it is durable."""
+        self._note_end(step, metadata)
+        self._save_last(self._last_of_loop({}))
+
+    def _save_last(self, last: _Ended) -> SaveResult:
+        """Save the last step, blocking, unless it is saved."""
+        self._wait(SAVE_DEADLINE_S)
+        with self._reporting():
+            result = self._statistics.last_result
+            if not self._is_last_saved():
+                result = self._saver.save(last.step, metadata=last.metadata, on_busy="wait")
+                self._saved(result)
+            elif result is None or result.step != last.step:  # By somebody else who has the Saver.
+                result = SaveResult(step=last.step, kind="full", path=self._saver._target.root.path)
+        return result
+
+    def _last_of_loop(self, more: Mapping[str, Any]) -> _Ended:
+        """Return the last step with metadata that no save refuses: it is too late to say that they are wrong."""
+        assert self._last is not None
+        metadata: Mapping[str, Any] = {}
+        try:
+            encode_metadata(self._last.metadata)
+            metadata = self._last.metadata or {}
+        except Exception as error:
+            log_warning("metadata of the last step, %d, were left out: %s", self._last.step, error)
+        return self._last_with({**metadata, **more})
+
+    def _last_with(self, metadata: Mapping[str, Any]) -> _Ended:
+        assert self._last is not None
+        keep = self._saver._target.options.keep
+        return replace(self._last, metadata=metadata if keep is None else keep.with_metric(metadata))
+
+    def _saved(self, result: SaveResult) -> None:
+        self._count(begun_count=1)
+        self._statistics = replace(self._statistics, last_result=result)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report errors of earlier saves behind this block, which makes another one; or as the cause of its error."""
+        earlier = self._errors_so_far()
+        try:
+            yield
+        except CheckpointError as error:
+            self._count(failed_count=1)
+            if earlier and error.__cause__ is None:
+                raise error from earlier[0]
+            raise
+        for other in earlier:
+            self._handle(other)
+
+    def _errors_so_far(self) -> list[BaseException]:
+        """Take all errors of earlier saves that nobody has got: the next call on the Saver would raise them."""
+        error = self._outcome()
+        errors = [] if error is None else [error]
+        while True:
+            try:
+                self._saver._errors.raise_first()
+                return errors
+            except Exception as other:
+                errors.append(other)
 
     def _wait(self, timeout: float) -> None:
         if self._future is not None:
@@ -156,22 +304,28 @@ class PeriodicSaver:
         return self._clock() - self._last_time >= self._every_seconds
 
     def _collect(self) -> None:
-        """Take the outcome of the last save if it is done."""
+        """Take the outcome of the last save if it is done, and report its error."""
+        error = self._outcome()
+        if error is not None:
+            self._handle(error)
+
+    def _outcome(self) -> BaseException | None:
+        """Take the outcome of the last save if it is done; return its error, if nobody has it already."""
         future = self._future
         if future is None or not future.done():
-            return
+            return None
         self._future = None
         error = future._inner.exception(0)
         if isinstance(error, SaveCancelledError):
-            return  # By whoever has the future; that is no failure.
+            return None  # By whoever has the future; that is no failure.
         if error is not None:
             self._count(failed_count=1)
-            if future._claim.take() is not None:  # Else somebody has it already.
-                self._handle(error)
-        elif future.result().skipped:  # By another rank.
+            return None if future._claim.take() is None else error
+        if future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
             self._statistics = replace(self._statistics, last_result=future.result())
+        return None
 
     def _handle(self, error: BaseException) -> None:
         if self._on_error == "raise":

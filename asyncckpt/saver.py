@@ -43,6 +43,7 @@ from asyncckpt.options import (
     DeltaPolicy,
     DeviceOptions,
     Durability,
+    KeepPolicy,
     OnBusy,
     RankOptions,
     SaveKind,
@@ -87,7 +88,7 @@ class Saver(Closing):
     durability              "fsync": a result means that the checkpoint survives power loss; "none": only process death
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
-    keep_latest             how many checkpoints to keep; None keeps all
+    keep                    how many of the newest checkpoints stay, or a KeepPolicy; None keeps all
     deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background
@@ -114,7 +115,7 @@ class Saver(Closing):
         on_busy: OnBusy | BusyPolicy | None = None,
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
-        keep_latest: int | None = None,
+        keep: int | KeepPolicy | None = None,
         deltas: DeltaPolicy | None = None,
         filters: Sequence[RowFilter] = (),
         device: DeviceOptions = DeviceOptions(),
@@ -140,7 +141,7 @@ class Saver(Closing):
                 parallel=parallel,
                 durability=durability,
                 host_memory_limit=host_memory_limit,
-                keep_latest=keep_latest,
+                keep=KeepPolicy.of(keep),
                 deltas=deltas,
                 device=device,
                 debug=debug,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import signal
 import sys
 import threading
@@ -29,6 +28,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
+
+from asyncckpt.system import register_at_fork
 
 # The functions of C below those of `signal`, which convert to enums and take ten times as long.
 _signal: Any = import_module("_signal")
@@ -44,7 +45,8 @@ _REAL_TIME = getattr(signal, "SIGRTMIN", signal.NSIG)  # From here on nobody's i
 _NUMBERS = tuple(
     sorted({int(n) for n in signal.valid_signals() if n < _REAL_TIME} - {getattr(signal, n, 0) for n in _FAULTS})
 )
-_sigaction: Any = ctypes.PyDLL(None).sigaction
+# Windows has neither actions nor this.
+_sigaction: Any = ctypes.PyDLL(None).sigaction if hasattr(signal, "siginterrupt") else lambda *_: 0
 ACTION_BYTES = 512  # No system's is as large.
 
 
@@ -175,7 +177,7 @@ class Uninterrupted:
 
 
 uninterrupted = Uninterrupted()
-os.register_at_fork(after_in_child=uninterrupted._renew_in_child)
+register_at_fork(after_in_child=uninterrupted._renew_in_child)
 
 
 @uninterrupted

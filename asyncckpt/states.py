@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from asyncckpt.arguments import check_choice
+from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.errors import UsageError
-from asyncckpt.loader import Loader
+from asyncckpt.format.limits import check_step
+from asyncckpt.loader import READ_THREADS_MAX, load_now
+from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.table import Table
-from asyncckpt.options import Durability
+from asyncckpt.options import BusyPolicy, Durability
 from asyncckpt.plan.state import named_state
 from asyncckpt.saver import Saver
+from asyncckpt.storage.directory import check_path
 
 
 def save(
@@ -54,7 +58,8 @@ def load(
     """Return a checkpoint (default: the newest) as the state that was saved: the same tree, keys, types and bits.
 
     Objects come as their state dicts, tensors without grad and contiguous, NumPy arrays and scalars and plain values as
-    they were; subclasses of containers as dict, list or tuple. All of it is new memory of the caller.
+    they were; subclasses of containers as dict, list or tuple. All of it is new memory of the caller. Those that shared
+    memory share memory again (strided as they were): tied weights are one tensor.
 
     tables  names of tables to add, or True for all: under its name, each is a dict of its columns, `id` ([rows], int64)
             first, all in the same order of rows
@@ -67,9 +72,17 @@ def load(
     """
     if isinstance(tables, str) or not isinstance(tables, (bool, Collection)):
         raise UsageError("tables is wrong", found=tables, expected="True, False or a list of names")
-    loader = Loader(path, step=step, verify=verify)
-    loader._request = replace(loader._request, whole=WholeRequest(device=_device(device), tables=tables))
-    tree = loader.load().tree
+    check_choice("verify", verify, (True, False, "before"))
+    rank, ranks_count = rank_in_group() or (0, 1)
+    request = LoadRequest(
+        step=check_step(step),
+        verify=verify,
+        threads=READ_THREADS_MAX,
+        rank=rank,
+        ranks_count=ranks_count,
+        whole=WholeRequest(device=_device(device), tables=tables),
+    )
+    tree = load_now(check_path(path), request, BusyPolicy("wait")).tree
     assert tree is not None
     return tree
 

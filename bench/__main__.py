@@ -27,6 +27,7 @@ from bench.optimizers import run_optimizers
 from bench.path import run_path
 from bench.peers import PEERS
 from bench.rounds import REPOSITORY
+from bench.start import run_start
 from bench.state_bench import run_state
 from bench.touched import run_touched
 
@@ -262,6 +263,13 @@ def endurance(
 ) -> None:
     """What a process holds after thousands of saves: descriptors, threads, memory. Not part of `all`."""
     run_endurance(saves=60 if smoke else saves, directory=directory, out=_out(out, "endurance", smoke))
+
+
+@application.command()
+def start(rounds: Rounds = 9, directory: Directory = None, out: Out = None, smoke: Smoke = False) -> None:
+    """How long the command line takes, beside Python itself. Not part of `all`."""
+    steps_count, rounds = (20, 1) if smoke else (5000, rounds)
+    run_start(steps_count=steps_count, rounds=rounds, directory=directory, out=_out(out, "start", smoke))
 
 
 @application.command(name="all")

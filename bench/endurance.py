@@ -60,7 +60,7 @@ def run_endurance(*, saves: int, directory: Path | None, out: Path) -> None:
 def _saved(path: Path, saves: int) -> Sequence[Held]:
     fails = False
 
-    def filter_func(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def filter_func(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         if fails:
             raise ValueError("a filter fails")
         return blocks
@@ -71,7 +71,7 @@ def _saved(path: Path, saves: int) -> Sequence[Held]:
     notes = []
     begun = time.perf_counter()
     with asyncckpt.Saver(
-        path=path, hashtables={"t": table}, tensors=tensors, filter_func=filter_func, keep_latest=3, durability="none"
+        path=path, hashtables={"t": table}, tensors=tensors, filter_func=filter_func, keep=3, durability="none"
     ) as saver:
         for number in range(saves):
             way = WAYS[number % len(WAYS)]

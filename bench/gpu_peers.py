@@ -104,7 +104,7 @@ def dcp_with_ours(device: BenchDevice, state: State, path: Path) -> Saves:
         state,
         path,
         stager=own.AsyncStager(use_async_staging=has_async_staging),
-        writer=lambda folder: own.StorageWriter(folder, keep_latest=1),
+        writer=lambda folder: own.StorageWriter(folder, keep=1),
     )
 
 

@@ -143,7 +143,7 @@ class OurSaves:
             tensors=state,
             device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes),
             filter_func=_keep if is_written else _drop,
-            keep_latest=1,
+            keep=1,
         )
         self._saver.prepare()
         self._future: asyncckpt.SaveFuture | None = None
@@ -159,9 +159,9 @@ class OurSaves:
         self._saver.close()
 
 
-def _keep(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def _keep(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     return blocks
 
 
-def _drop(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     return []

@@ -72,7 +72,7 @@ def call_seconds(count: int, scratch_bytes: int, path: Path) -> float:
     return median_of(seconds)
 
 
-def _drop(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     """Nothing need be written."""
     return []
 

@@ -1,7 +1,8 @@
-"""What marks cost training: one process trains, with marks at every other step and without them in between.
+"""What marks cost training: the work of a step on tables with marks and without them, beside the whole step.
 
 The steps are those of the other benches, lookups and Adagrad updates of Zipf-distributed ids and matrix products, about
-ten milliseconds. The time inside the marking calls is taken too, for it is a smaller part of a step than steps differ.
+ten milliseconds. Each batch is trained twice, once with marks; of the time between lookup and update of all tables the
+median difference is what marks cost, and the matrix products, which clear the caches in between, are left out of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ IDS_PER_STEP = 8192
 BATCHES_COUNT = 64
 CALIBRATION_STEPS = 64
 LEARNING_RATE = 0.01
-MARKING_METHODS = ("mark", "mark_used")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ZipfTrainer:
 
     def __init__(self, rows_count: int, *, matmuls: int = 0, seed: int = 11) -> None:
         self.tables = recommender_tables(rows_count, hashtables=True, filled=True)
-        self.matmuls = matmuls
+        self.matmuls, self.table_seconds = matmuls, 0.0
         generator = np.random.default_rng(seed)
         self._draw = lambda: np.unique(zipf(generator, rows_count, IDS_PER_STEP // TABLES_COUNT))
         self._batches = [[table.ids.numpy()[self._draw()] for table in self.tables] for _ in range(BATCHES_COUNT)]
@@ -59,10 +59,12 @@ class ZipfTrainer:
         self.train([table.ids.numpy()[self._draw()] for table in self.tables])
 
     def train(self, batch: list[Any]) -> None:
+        begin = time.perf_counter()
         for table, ids in zip(self.tables, batch, strict=True):
             rows = table.hashtable.lookup(ids)
             gradient = self._gradient[: len(ids)]
             table.update(rows, gradient, lr=LEARNING_RATE)
+        self.table_seconds = time.perf_counter() - begin
         for _ in range(self.matmuls):
             torch.mm(self._left, self._left, out=self._product)
 
@@ -76,53 +78,39 @@ def matmuls_of_a_step(work: Work, seconds: float) -> int:
 
 
 def run_one(spec: MarkingSpec) -> dict[str, Any]:
-    from asyncckpt.tables.touched_rows import TouchedRows
+    from asyncckpt.tables.touched_rows import FREE, TouchedRows
 
     trainer = ZipfTrainer(spec.state_bytes // TABLES_COUNT // ROW_BYTES)
     trainer.matmuls = matmuls_of_a_step(trainer, spec.step_seconds)
     step_seconds(trainer, spec.steps_count)
-    plain = {name: getattr(TouchedRows, name) for name in MARKING_METHODS}
-    counts = {"seconds": 0.0, "ids": 0, "depth": 0}
+    plain = {name: getattr(TouchedRows, name) for name in ("mark", "mark_used", "to_set")}
+    without = {
+        "mark": lambda self, rows: None,
+        "mark_used": lambda self, rows: (self._marks.take(rows) != FREE) & (rows >= 0),
+        "to_set": lambda self, rows_count: (np.empty(0, dtype=np.uint8), FREE),
+    }
 
-    def timed(name: str) -> Any:
-        def method(self: Any, rows: Any) -> None:
-            counts["depth"] += 1  # One of them calls the other.
-            begin = time.perf_counter()
-            plain[name](self, rows)
-            counts["depth"] -= 1
-            if not counts["depth"]:
-                counts["seconds"] += time.perf_counter() - begin
-                counts["ids"] += rows.size
-
-        return method
-
-    def steps_with(methods: dict[str, Any], count: int) -> list[float]:
+    def step_with(methods: dict[str, Any], index: int) -> tuple[float, float]:
         for name, method in methods.items():
             setattr(TouchedRows, name, method)
-        try:
-            return step_seconds(trainer, count)
-        finally:
-            for name, method in plain.items():
-                setattr(TouchedRows, name, method)
+        trainer._index = index
+        seconds = step_seconds(trainer, 1)[0]
+        return seconds, trainer.table_seconds
 
-    marked: list[float] = []
-    unmarked: list[float] = []
-    without = {name: lambda self, rows: None for name in MARKING_METHODS}
+    steps: list[float] = []
+    differences: list[float] = []
     for index in range(spec.steps_count):
         # The same batch on both sides, and each side first as often as the other.
-        trainer._index = index
-        for side in ((marked, plain), (unmarked, without))[:: 1 if index % 2 else -1]:
-            trainer._index = index
-            side[0].extend(steps_with(side[1], 1))
-    timed_steps = steps_with({name: timed(name) for name in MARKING_METHODS}, spec.steps_count // 2)
-    marking = counts["seconds"] / len(timed_steps)
-    return {
-        "step_seconds": median(timed_steps),
-        "marking_seconds": marking,
-        "share": marking / median(timed_steps),
-        "ids_per_second": counts["ids"] / counts["seconds"],
-        "step_ratio": median(a / b for a, b in zip(marked, unmarked, strict=True)),
-    }
+        if index % 2:
+            unmarked = step_with(without, index)
+            marked = step_with(plain, index)
+        else:
+            marked = step_with(plain, index)
+            unmarked = step_with(without, index)
+        steps.append(marked[0])
+        differences.append(marked[1] - unmarked[1])
+    marking = median(differences)
+    return {"step_seconds": median(steps), "marking_seconds": marking, "share": marking / median(steps)}
 
 
 if __name__ == "__main__":

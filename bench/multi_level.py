@@ -113,7 +113,7 @@ def run_one(spec: MultiLevelSpec) -> dict[str, Any]:
         path=spec.directory,
         hashtables={"table": table},
         device=DeviceOptions(host_level=spec.way),
-        keep_latest=1,
+        keep=1,
         debug=DebugOptions(refresh=False),
     ) as saver:
         begin_s = time.perf_counter()

@@ -119,7 +119,7 @@ class _Ours:
             path=spec.directory,
             hashtables=state.hashtables(),
             tensors=state.plain_tensors(),
-            keep_latest=1,
+            keep=1,
             debug=DebugOptions(refresh=spec.way != "copy"),
             deltas=DeltaPolicy(deltas_max=1_000_000, bytes_share_max=1e9) if spec.way == "delta" else None,
         )

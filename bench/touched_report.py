@@ -78,10 +78,7 @@ def _rows(answers: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 def _spoken(content: dict[str, Any]) -> list[str]:
     marking = content["marking"]
-    lines = [
-        f"marking: {marking['marking_seconds'] * 1e6:.0f} us of a step of {marking['step_seconds'] * 1e3:.2f} ms, "
-        f"{marking['ids_per_second'] / 1e6:.0f} M ids/s; steps with marks / without: {marking['step_ratio']:.4f}"
-    ]
+    lines = [f"marking: {marking['marking_seconds'] * 1e6:.0f} us of a step of {marking['step_seconds'] * 1e3:.2f} ms"]
     zipf = content.get("zipf")
     if zipf is not None:
         saves, written = len(zipf["bytes"]), zipf["bytes"]

@@ -35,13 +35,13 @@ class Recommender:
                 dim,
                 optimizer_slots={"sum": torch.float32},
                 metadata={"last_seen": torch.int64},
-                initializer=asyncckpt.Uniform(0.5 / dim, seed=seed + index),
+                initializer=asyncckpt.nn.Uniform(0.5 / dim, seed=seed + index),
             )
             for index, name in enumerate((ITEMS, CONTEXTS, FILES))
         }
-        self._embeddings = {name: asyncckpt.HashEmbedding(table) for name, table in self.tables.items()}
+        self._embeddings = {name: asyncckpt.nn.HashEmbedding(table) for name, table in self.tables.items()}
         self._mlp = nn.Sequential(nn.Linear(2 * dim, MLP_HIDDEN), nn.ReLU(), nn.Linear(MLP_HIDDEN, dim))
-        self._row_optimizer = asyncckpt.SparseAdagrad(self._embeddings.values(), lr=ROW_LR)
+        self._row_optimizer = asyncckpt.optim.SparseAdagrad(self._embeddings.values(), lr=ROW_LR)
         self._optimizer = torch.optim.Adam(self._mlp.parameters(), lr=MLP_LR)
         # The step is read at every save; what is here is what the checkpoint says.
         self.state: dict[str, Any] = {"model": self._mlp, "optim": self._optimizer, "step": 0}

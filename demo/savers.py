@@ -46,7 +46,7 @@ class AsyncSaver:
             path=spec.directory,
             hashtables=recommender.tables,
             tensors=recommender.state,
-            keep_latest=spec.keep_latest,
+            keep=spec.keep,
         )
         self._periodic = asyncckpt.PeriodicSaver(self._saver, every_steps=spec.every_steps)
 
@@ -115,7 +115,7 @@ class TorchSaver:
         torch.save(whole, temporary)
         size = temporary.stat().st_size
         os.replace(temporary, self._folder / f"{step}.pt")
-        for old in sorted(self._folder.glob("*.pt"), key=lambda path: int(path.stem))[: -self._spec.keep_latest]:
+        for old in sorted(self._folder.glob("*.pt"), key=lambda path: int(path.stem))[: -self._spec.keep]:
             old.unlink()
         seconds = self._clock() - at
         self._tell(SaveBegun(step=step, at=at, stall=seconds))

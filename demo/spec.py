@@ -27,7 +27,7 @@ class RunSpec:
     batch_size: int = 1024
     window: int = 3
     negatives_count: int = 256
-    keep_latest: int = 2
+    keep: int = 2
     threads: int = 1
     seed: int = 1
 

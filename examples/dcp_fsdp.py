@@ -46,7 +46,7 @@ def main() -> None:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             saved = dcp.async_save(
                 {"model": model_state, "optimizer": optimizer_state, "step": step},
-                storage_writer=asyncckpt.dcp.StorageWriter(arguments.path, step=step, keep_latest=3),
+                storage_writer=asyncckpt.dcp.StorageWriter(arguments.path, step=step, keep=3),
                 planner=asyncckpt.dcp.SavePlanner(),
                 process_group=saving,
             )

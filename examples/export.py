@@ -35,7 +35,7 @@ def main() -> None:
     print(f"step {result.step}: {len(table)} rows, {before} -> {result.bytes_written} bytes")
 
 
-def as_bfloat16(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def as_bfloat16(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     """Ids as they are, embeddings in half the bytes."""
     return [
         block.replace(data=block.data.to(torch.bfloat16)) if block.role is asyncckpt.table.Role.WEIGHT else block

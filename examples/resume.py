@@ -22,32 +22,32 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    table = asyncckpt.HashTable("item", 16, optimizer_slots={"sum": torch.float32}, initializer=asyncckpt.Uniform(0.1))
-    model = torch.nn.Sequential(asyncckpt.HashEmbeddingBag(table), torch.nn.Linear(16, 1))
+    table = asyncckpt.HashTable(
+        "item", 16, optimizer_slots={"sum": torch.float32}, initializer=asyncckpt.nn.Uniform(0.1)
+    )
+    model = torch.nn.Sequential(asyncckpt.nn.HashEmbeddingBag(table), torch.nn.Linear(16, 1))
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    adagrad = asyncckpt.SparseAdagrad(model, lr=0.1)
-    tables = {"item": table}
-    state = {"model": model, "adam": adam, "adagrad": adagrad}
+    adagrad = asyncckpt.optim.SparseAdagrad(model, lr=0.1)
 
-    with asyncckpt.Saver(path=arguments.path, hashtables=tables, tensors=state, keep_latest=3) as saver:
-        try:
-            first = asyncckpt.Loader(arguments.path, hashtables=tables, tensors=state).load().step + 1
+    with asyncckpt.Checkpointer(
+        arguments.path, every=arguments.every, keep=3, model=model, adam=adam, adagrad=adagrad
+    ) as ckpt:
+        first = ckpt.restore()
+        if first:
             print(f"resumed at step {first}")
-        except asyncckpt.NotFoundError:
-            first = 1
-        periodic = asyncckpt.PeriodicSaver(saver, every_steps=arguments.every)
-        for step in range(first, arguments.steps + 1):
+        for step in range(first, arguments.steps):
             loss = train(model, adam, adagrad, step)
-            periodic.step(step)
+            ckpt.step(step)
             if step % 1000 == 0:
                 print(f"step {step}: loss {loss:.6f}, {len(table)} ids")
-        periodic.drain()
-    counts = periodic.statistics()
+    counts = ckpt.statistics()
     print(f"{counts.begun_count} checkpoints, {counts.skipped_count} skipped")
     print(f"head {model[1].weight.sum().item():.9f}")
 
 
-def train(model: torch.nn.Module, adam: torch.optim.Optimizer, adagrad: asyncckpt.SparseAdagrad, step: int) -> float:
+def train(
+    model: torch.nn.Module, adam: torch.optim.Optimizer, adagrad: asyncckpt.optim.SparseAdagrad, step: int
+) -> float:
     """One step on random bags of ids that must add up to the number of their even ones."""
     ids = torch.randint(0, 20_000, (64, 4), generator=torch.Generator().manual_seed(step))
     target = (ids % 2 == 0).float().mean(dim=1, keepdim=True)

@@ -17,7 +17,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "asyncckpt"
 
 FLOORS = {
     "errors": 0,
+    "version": 0,
     "guard": 0,
+    "system": 0,
     "options": 0,
     "model": 0,
     "arguments": 0,
@@ -37,12 +39,17 @@ FLOORS = {
     "commit": 4,
     "engine": 5,
     "saver": 6,
+    "nn": 6,
+    "optim": 6,
     "table": 6,
     "loader": 6,
     "states": 6,
     "periodic": 6,
+    "checkpointer": 6,
     "checkpoints": 6,
     "compaction": 6,
+    "inspection": 6,
+    "removals": 6,
     "follower": 6,
     "filters": 6,
     "trainer_state": 6,
@@ -50,18 +57,25 @@ FLOORS = {
     "embcache": 6,
     "strategies": 6,
     "cli": 7,
+    "__main__": 8,
     "testing": 7,
 }
 # Rooms of the same floor that may know each other.
 NEIGHBOURS = {
+    ("checkpoints", "removals"),  # Where users find them; what only looks does not import them.
     ("adapters", "tables"),
     ("guard", "errors"),
     ("guard", "signals"),
+    ("guard", "system"),
+    ("signals", "system"),
     ("model", "errors"),
     ("model", "arguments"),
     ("arguments", "errors"),
     ("options", "arguments"),
     ("options", "errors"),
+    ("checkpointer", "saver"),  # A Checkpointer is a Saver, a PeriodicSaver and a Loader over one state.
+    ("checkpointer", "periodic"),
+    ("checkpointer", "loader"),
     ("periodic", "saver"),  # A PeriodicSaver is used around a Saver.
     ("states", "saver"),  # A state is saved by a Saver, and loaded by a Loader without targets.
     ("states", "loader"),

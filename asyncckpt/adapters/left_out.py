@@ -76,11 +76,16 @@ def check_all_taken(state: object, taken: Iterable[Table], *, hint: str) -> None
 
 def tables_left_out(state: object, taken: Iterable[Table]) -> tuple[str, ...]:
     """Return where modules and sparse optimizers of a state hold tables that are not taken, and their names."""
+    return tuple(f"{path} (table {table.name!r})" for path, table in tables_held(state, taken))
+
+
+def tables_held(state: object, taken: Iterable[Table]) -> list[tuple[str, Table]]:
+    """Return the tables that modules and sparse optimizers of a state hold and that are not taken, with their paths."""
     known = {id(table) for table in taken}
-    found: dict[int, str] = {}
+    found: dict[int, tuple[str, Table]] = {}
     for way, table in _tables_in(state, known):
-        found.setdefault(id(table), f"{_path(way)} (table {table.name!r})")
-    return tuple(found.values())
+        found.setdefault(id(table), (_path(way), table))
+    return list(found.values())
 
 
 def shown(left_out: tuple[str, ...]) -> str:

@@ -1,5 +1,5 @@
-"""The command line: `asyncckpt ls | show | verify | compact | follow DIR`. Only `compact` writes; none deletes."""
+"""The command line: `asyncckpt COMMAND DIR ...`; docs/command-line.md has every command."""
 
-from asyncckpt.cli.commands import app
+from asyncckpt.cli.commands import main, run
 
-__all__ = ["app"]
+__all__ = ["main", "run"]

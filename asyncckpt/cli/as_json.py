@@ -1,7 +1,7 @@
 """Answers as JSON, one object on standard output.
 
-Numbers are plain (bytes, not "1.2 GiB"). Metadata that JSON cannot hold (bytes, nan, complex, keys other than str) is
-shown as its Python repr; `asyncckpt.describe` returns it exactly.
+Numbers are plain (bytes, not "1.2 GiB"). Metadata and values that JSON cannot hold (bytes, nan, complex, keys other
+than str) are shown as their Python repr; `asyncckpt.describe` returns them exactly.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncckpt.checkpoints import CheckpointInfo
+from asyncckpt.checkpoints import CheckpointInfo, CheckpointSummary, VerifyReport
 from asyncckpt.cli.findings import Finding
-from asyncckpt.engine.load.verify import VerifyReport
 from asyncckpt.errors import CheckpointError
-from asyncckpt.follower import Update
 from asyncckpt.model.result import SaveResult
 
+if TYPE_CHECKING:
+    from asyncckpt.follower import Update
 
-def print_list(path: Path, findings: Sequence[Finding[CheckpointInfo]]) -> None:
+
+def print_list(path: Path, findings: Sequence[Finding[CheckpointSummary]]) -> None:
     """`{"path": ..., "checkpoints": [{"step": ..., "error": null, ...}]}`"""
     checkpoints = [_with_error(finding, {} if finding.fact is None else _summary(finding.fact)) for finding in findings]
-    _print({"path": str(path), "checkpoints": checkpoints})
+    print_answer({"path": str(path), "checkpoints": checkpoints})
 
 
 def print_info(path: Path, info: CheckpointInfo) -> None:
     """Print everything that `show` knows, with all blocks."""
-    blocks = [asdict(block) for block in info.blocks]
-    _print({"path": str(path), **_summary(info), "metadata": _plain(info.metadata), "blocks": blocks})
+    facts = {"metadata": info.metadata, "values": info.values, "ranks": [asdict(rank) for rank in info.ranks]}
+    print_answer({"path": str(path), **_summary(info), **facts, "blocks": [asdict(block) for block in info.blocks]})
 
 
 def print_verified(path: Path, findings: Sequence[Finding[VerifyReport]]) -> None:
@@ -43,13 +44,13 @@ def print_verified(path: Path, findings: Sequence[Finding[VerifyReport]]) -> Non
             facts |= {"steps": list(report.steps), "blocks": report.blocks_count, "bytes_read": report.bytes_read}
             facts["strays"] = list(report.strays)
         checkpoints.append(_with_error(finding, facts))
-    _print({"path": str(path), "sound": all(f.is_sound for f in findings), "checkpoints": checkpoints})
+    print_answer({"path": str(path), "sound": all(f.is_sound for f in findings), "checkpoints": checkpoints})
 
 
 def print_compacted(result: SaveResult) -> None:
     """`{"path": ..., "step": ..., "compacted": true, ...}`; compacted is false if there was nothing to do."""
     facts = {"step": result.step, "compacted": not result.skipped, "bytes_written": result.bytes_written}
-    _print({"path": str(result.path), **facts, "seconds": result.seconds})
+    print_answer({"path": str(result.path), **facts, "seconds": result.seconds})
 
 
 def print_update(update: Update) -> None:
@@ -60,14 +61,17 @@ def print_update(update: Update) -> None:
 
 
 def print_error(error: CheckpointError) -> None:
-    _print({"error": _error(error)})
+    print_answer({"error": _error(error)})
 
 
-def _summary(info: CheckpointInfo) -> dict[str, Any]:
-    """Return everything but metadata and blocks."""
-    facts: dict[str, Any] = _plain(asdict(replace(info, blocks=(), metadata={})))
-    del facts["blocks"], facts["metadata"]
-    return {**facts, "ranks_count": info.ranks_count, "blocks_count": len(info.blocks)}
+def print_answer(answer: Mapping[str, Any]) -> None:
+    print(json.dumps(_plain(answer), indent=2, allow_nan=False))
+
+
+def _summary(info: CheckpointSummary) -> dict[str, Any]:
+    """Return what a list shows."""
+    facts = {field.name: getattr(info, field.name) for field in fields(CheckpointSummary)}
+    return {**facts, "table_infos": {name: asdict(table) for name, table in info.table_infos.items()}}
 
 
 def _with_error(finding: Finding[object], facts: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +93,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return repr(value)
-
-
-def _print(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer, indent=2, allow_nan=False))

@@ -43,12 +43,13 @@ class ExitCode(IntEnum):
     UNREADABLE = 4
     FAILED = 5
     HELD = 6
+    DIFFERENT = 7
 
 
 EXIT_CODES = """\
-Exit codes: 0 all is well; 1 a checkpoint is damaged; 2 wrong usage; 3 there is no such checkpoint or directory; \
-4 a checkpoint needs another version of asyncckpt; 5 the operating system refused; 6 another process writes to the \
-directory.
+Exit codes: 0 all is well; 1 a checkpoint is damaged; 2 wrong usage; 3 there is no such checkpoint, directory, table \
+or row; 4 a checkpoint needs another version of asyncckpt; 5 the operating system refused; 6 another process writes to \
+the directory; 7 the checkpoints differ (diff).
 """
 
 

@@ -7,7 +7,6 @@ saved twice at once, "the next step" counts those in flight, and a sweep knows t
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +16,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError
 from asyncckpt.format.names import Attempt
 from asyncckpt.guard import Guard
+from asyncckpt.system import register_at_fork
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Claims(Container[str]):
 
 
 claims = Claims()
-os.register_at_fork(after_in_child=claims.forget)
+register_at_fork(after_in_child=claims.forget)
 
 
 def step_exists(root: CheckpointRoot, step: int) -> ConflictError:

@@ -8,17 +8,18 @@ had swept it away before the compaction was published, so that was never acknowl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead
+from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
 from asyncckpt.format.names import compacted_manifest_name, manifest_name, split_shard_path, step_of_manifest
 from asyncckpt.format.read_head import decode_head
-from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.format.read_manifest import decode_manifest, decode_summary
 from asyncckpt.storage.directory import Directory
 
 Sealed = TypeVar("Sealed", bound=SealedHead)
@@ -80,6 +81,16 @@ def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
     return _read_of_step(root, step, lambda name: decode_manifest(_bytes_of(root, name), name))
 
 
+def read_summary(root: CheckpointRoot, step: int, listed: Sequence[str] = ()) -> Summary:
+    """Read what a list shows of the manifest of a step, checked less deeply.
+
+    listed: the names of its manifests, where they have just been listed: the only one needs no other look.
+    """
+    if len(listed) == 1:
+        return decode_summary(_bytes_of(root, listed[0]), listed[0])
+    return _read_of_step(root, step, lambda name: decode_summary(_bytes_of(root, name), name))
+
+
 def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
     """Read only the head of the manifest of a step, checked less deeply."""
     return _read_of_step(root, step, lambda name: decode_head(_bytes_of(root, name), name)).head
@@ -104,8 +115,11 @@ def _bytes_of(root: CheckpointRoot, name: str) -> bytes:
 
 
 class KnownHeads:
-    """Heads of manifests by file name, without their values. Each is read once, and again when another file has its
-    name: another Saver of this process may have removed the step and saved it anew."""
+    """Heads of manifests by file name, without values, and of metadata only numbers and flags.
+
+    Each is read once, and again when another file has its name: another Saver of this process may have removed the step
+    and saved it anew.
+    """
 
     def __init__(self, root: CheckpointRoot) -> None:
         self._root = root
@@ -154,7 +168,7 @@ class KnownHeads:
             self._folders.pop(name, None)
 
     def _keep(self, name: str, version: tuple[int, ...], sealed: SealedHead) -> SealedHead:
-        kept = replace(sealed, head=replace(sealed.head, values=(), metadata=None))
+        kept = replace(sealed, head=replace(sealed.head, values=(), metadata=numbers_of(sealed.head.metadata)))
         self._heads[name] = version, kept
         return kept
 
@@ -207,6 +221,13 @@ def mark_verified(root: CheckpointRoot, step: int) -> None:
     """Remember that this process has verified a step; retention will not remove the newest such step."""
     own = root.root.identity
     _verified[own] = max(step, _verified.get(own, step))
+
+
+def forget_verified(root: CheckpointRoot, is_gone: Callable[[int], bool]) -> None:
+    """Forget the verified step if it was removed: one of its number is not verified then, and an older one may be."""
+    own = root.root.identity
+    if own in _verified and is_gone(_verified[own]):
+        del _verified[own]
 
 
 def newest_verified(root: CheckpointRoot) -> set[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from asyncckpt import system
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.discover import KnownHeads, check_files
 from asyncckpt.commit.removal import being_removed, take_over
@@ -78,7 +79,7 @@ def _make_sure(root: CheckpointRoot, step: int) -> None:
     name = temporary_manifest_name(Attempt.new(step))
     fd, _ = root.manifests.create_file(name)
     try:
-        os.fsync(fd)
+        system.fsync(fd)
     except OSError as error:
         raise io_failed(f"folder {str(root.manifests.path)!r} cannot be synced", error) from error
     finally:

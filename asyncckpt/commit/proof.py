@@ -14,9 +14,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from asyncckpt.format.manifest import BodyTemplate, ManifestHead, PartText, encode_manifest
+from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_manifest
 
 PROVEN_MAX = 64
 _NO_BODY = BodyTemplate(text=b'"tables":[],"tree":{},"blocks":[]', holes=np.empty(0, dtype=np.int64))

@@ -29,9 +29,10 @@ from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError
 from asyncckpt.format.names import Mark, attempt_of_directory, compacted_manifest_name, manifest_name
+from asyncckpt.system import register_at_fork
 
 _under_way: set[str] = set()  # Ids of the removals of this process.
-os.register_at_fork(after_in_child=_under_way.clear)
+register_at_fork(after_in_child=_under_way.clear)
 
 
 def being_removed(root: CheckpointRoot) -> set[str]:
@@ -47,6 +48,15 @@ def take_over(root: CheckpointRoot) -> list[Mark]:
         if not mark.is_decided:
             root.manifests.remove_file(mark.name)
     return sorted((mark for mark in others if mark.is_decided), key=lambda mark: mark.folder, reverse=True)
+
+
+def complete_decided(root: CheckpointRoot) -> None:
+    """Complete what other processes, which may have crashed, have decided to remove. Raises as `remove`.
+
+    Whoever is going to write does it before anybody looks for the newest step: else training could go on from one that
+    goes behind its back, by its next sweep.
+    """
+    remove(root, KnownHeads(root), (), lambda: True)
 
 
 def remove(root: CheckpointRoot, heads: KnownHeads, folders: Iterable[str], may_go: Callable[[], bool]) -> list[str]:

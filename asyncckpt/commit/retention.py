@@ -1,154 +1,262 @@
-"""Remove what is not needed: old checkpoints (retention), and what failed and crashed saves left (sweep).
+"""Remove checkpoints: those that no rule keeps (retention), and those that somebody names.
 
 Both are for a writer that holds LOCK, and remove so that nothing is lost where locks do not work: see removal.py.
 
-A checkpoint stays when it is wanted, or when the chain of one that stays needs it. A manifest goes when its step does,
-or when a compacted one stands for it. A crash leaves at most data that no manifest names; never a manifest without data
-nor a delta without its parents. An unreadable manifest stops everything, for its references are unknown.
-
-Sweep removes temporary manifests, and attempt folders that no manifest names: only one of step N can name a folder of
-step N. One of another process may be about to be published, where locks do not work.
+A checkpoint stays when it is wanted or pinned, or when the chain of one that stays needs it. A manifest goes when its
+step does, or when a compacted one stands for it. A crash leaves at most data that no manifest names; never a manifest
+without data nor a delta without its parents. An unreadable manifest stops everything, for its references are unknown.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, check_files, manifests_by_step
+from asyncckpt.commit.discover import KnownHeads, by_step, check_files
+from asyncckpt.commit.keep import kept_by_rules
+from asyncckpt.commit.pins import pins_among, remove_pins
 from asyncckpt.commit.removal import remove
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import (
-    CheckpointError,
-    ConflictError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    UnsupportedError,
-)
+from asyncckpt.commit.sweep import UNREADABLE, sweep
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, UsageError
 from asyncckpt.format.manifest import ManifestHead
-from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory
+from asyncckpt.model.result import PruneReport
+from asyncckpt.options import KeepPolicy
+from asyncckpt.system import register_at_fork
 
 # One directory is no place for two retentions at once, and which directory it is does not matter. Saves go on beside
-# it: see _keep_latest.
+# it: see _retain.
 _retaining = threading.Lock()
 LOOKS_MAX = 100
-_UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)
+T = TypeVar("T")
 
 
-def keep_latest(
-    root: CheckpointRoot, heads: KnownHeads, *, count: int, protected: Callable[[], Collection[int]] = frozenset
-) -> list[int]:
-    """Remove all but the `count` newest checkpoints, the protected steps, and what these and running saves build upon.
+def retain(
+    root: CheckpointRoot,
+    heads: KnownHeads,
+    policy: KeepPolicy,
+    *,
+    protected: Callable[[], Collection[int]] = frozenset,
+    dry_run: bool = False,
+) -> PruneReport:
+    """Remove what no rule keeps, but pinned and protected steps, and what all these and running saves build upon.
 
-    Returns the removed steps. A kept checkpoint must have its chain and its files in full; otherwise nothing is removed
-    and CorruptError is raised, for an older one may be the only one that loads.
+    A kept checkpoint must have its chain and its files in full; otherwise nothing is removed and CorruptError is
+    raised, for an older one may be the only one that loads. dry_run: only say what would go.
     """
+    return _until_unchanged(root, lambda: _retain(root, heads, policy, protected, dry_run=dry_run))
+
+
+def _until_unchanged(root: CheckpointRoot, look: Callable[[], T | None]) -> T:
+    """Return what a look returns that finds nothing changed meanwhile. ConflictError after many."""
     with _retaining:
         for _ in range(LOOKS_MAX):
-            removed = _keep_latest(root, heads, count, protected)
-            if removed is not None:
-                return removed
+            found = look()
+            if found is not None:
+                return found
         raise ConflictError(f"{str(root.path)!r} changed at each of {LOOKS_MAX} looks: nothing is removed")
 
 
-def _keep_latest(
-    root: CheckpointRoot, heads: KnownHeads, count: int, protected_now: Callable[[], Collection[int]]
-) -> list[int] | None:
+def _retain(
+    root: CheckpointRoot,
+    heads: KnownHeads,
+    policy: KeepPolicy,
+    protected_now: Callable[[], Collection[int]],
+    *,
+    dry_run: bool,
+) -> PruneReport | None:
     """Remove what goes now, and return the steps; None: something was saved meanwhile, look again.
 
     What is listed is either protected, or of a save that had ended before: what protects its step is asked for last.
     When it is announced, so that nothing can be committed any more upon what goes, nothing new may be there.
     """
     place = root.root.identity
-    manifests = manifests_by_step(root)
-    steps = sorted(manifests)
+    listing = Listing.of(root)
+    manifests, steps = listing.manifests, sorted(listing.manifests)
     # Twice the saves in flight: one that ends in between is protected by its Saver, as the newest of that.
     protected = {*claims.needed(place), *protected_now(), *claims.needed(place)}
-    wanted = [step for step in steps if step in steps[-count:] or step in protected]
-    if len(wanted) == len(steps) and all(len(names) == 1 for names in manifests.values()):
-        return []
-    kept = _with_parents(wanted, heads)
-    for head in kept.values():
-        check_files(root, head)
-    speaking = {head.file_name for head in kept.values()}
-    victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
-    if not victims:
-        return []
+    why = kept_by_rules(policy, steps, lambda step: heads.of_step(step).head)
+    for step in listing.pins & manifests.keys():
+        why[step].append("pinned")
+    for step in protected & manifests.keys():
+        why[step].append("in use")
+    wanted = sorted(why)
+    kept: dict[int, ManifestHead] = {}
+    victims: list[str] = []
+    if len(wanted) < len(steps) or any(len(names) > 1 for names in manifests.values()):
+        kept = _with_parents(wanted, heads, why)
+        for head in kept.values():
+            check_files(root, head)
+        speaking = {head.file_name for head in kept.values()}
+        victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
+    going = _heads_of(victims, heads, stay={head.folder_name for head in kept.values()})
+    removed = tuple(step for step in steps if step not in why)
+    if going and not dry_run and not _let_go(root, heads, going, removed, listing):
+        return None
+    reasons = {step: tuple(why[step]) for step in sorted(why)}
+    return PruneReport(removed=removed, kept=reasons, bytes=sum(file.bytes for head in going for file in head.files))
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The manifests by step, and the pinned steps, from one look at manifests/."""
+
+    manifests: Mapping[int, Sequence[str]]
+    pins: frozenset[int]
+
+    @staticmethod
+    def of(root: CheckpointRoot) -> Listing:
+        names = root.manifests.names()
+        return Listing(by_step(names), frozenset(pins_among(names)))
+
+
+def _heads_of(names: Sequence[str], heads: KnownHeads, *, stay: Collection[str] = ()) -> list[ManifestHead]:
+    """Return the heads in these files, but those whose folder stays."""
     try:
-        going = [heads.of(name).head for name in victims]
+        found = [heads.of(name).head for name in names]
     except CheckpointError as error:
         raise CorruptError(f"old checkpoints cannot be removed: {error}") from error
-    removed = [step for step in steps if step not in kept]
-    kept_folders = {head.folder_name for head in kept.values()}
-    folders = [head.folder_name for head in going if head.folder_name not in kept_folders]
-    gone = remove(
-        root, heads, folders, lambda: claims.needed(place).isdisjoint(removed) and manifests_by_step(root) == manifests
-    )
-    heads.forget(victims)
+    return [head for head in found if head.folder_name not in stay]
+
+
+def _let_go(
+    root: CheckpointRoot, heads: KnownHeads, going: Sequence[ManifestHead], steps: Collection[int], listing: Listing
+) -> bool:
+    """Remove manifests, children first, with their folders. Return whether all are gone.
+
+    steps: those that are gone then. None goes when a save needs one of them by now, when one is pinned that was not, or
+    when other manifests are there than were listed.
+    """
+
+    def may_go() -> bool:
+        now = Listing.of(root)
+        return (
+            now.manifests == listing.manifests
+            and now.pins & {*steps} <= listing.pins
+            and claims.needed(root.root.identity).isdisjoint(steps)
+        )
+
+    gone = remove(root, heads, [head.folder_name for head in going], may_go)
+    heads.forget(head.file_name for head in going)
     root.data.sync()
-    return removed if set(folders) <= set(gone) else None
+    return {head.folder_name for head in going} <= {*gone}
 
 
-def _with_parents(wanted: Sequence[int], heads: KnownHeads) -> dict[int, ManifestHead]:
-    """Return the heads of the wanted steps and of all they build upon, by step."""
+def _with_parents(wanted: Sequence[int], heads: KnownHeads, why: dict[int, list[str]]) -> dict[int, ManifestHead]:
+    """Return the heads of the wanted steps and of all they build upon, by step; add why those are kept."""
     kept: dict[int, ManifestHead] = {}
     for step in wanted:
         newest = heads.of_step(step)
         for found in (newest, *chain_below(newest.head, heads.of_step)):
             kept[found.head.step] = found.head
+            why.setdefault(found.head.step, [f"base of {step}"])
     return kept
 
 
-def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> list[str]:
-    """Remove data folders and temporary manifests of no checkpoint and no running attempt; returns their names.
+def remove_steps(
+    root: CheckpointRoot,
+    heads: KnownHeads,
+    choose: Callable[[Sequence[int]], Collection[int]],
+    *,
+    even_pinned: bool = False,
+    dry_run: bool = False,
+) -> list[int]:
+    """Remove those of the checkpoints that `choose` names, newest first, durably; return their steps, ascending.
 
-    keep_attempts: ids of running attempts. Others may add theirs while this runs, before they make their folder, and
-    take it out once they have published it or given it up. One that cannot be removed does not keep the others:
-    IOFailedError naming those that stay, at the end.
+    choose: gets all steps that are there or being saved, ascending, anew at every look. UsageError when one of those is
+    pinned, or a checkpoint that stays builds upon it; ConflictError when a save or a compaction of this process needs
+    it. Then, and when `choose` raises, all stay. A crash leaves those below some step. dry_run: only say what would go.
     """
-    names = root.data.names()
-    find_strays = partial(_strays, root, heads, names, keep_attempts)
+    removed: set[int] = set()
+
+    def look() -> list[int] | None:
+        listing = Listing.of(root)
+        there = listing.manifests.keys()
+        needed = claims.needed(root.root.identity)
+        going = {*choose(sorted({*there, *needed, *removed}))} - (removed - there)
+        _check_may_go(root, heads, there, going, needed, () if even_pinned else listing.pins)
+        removed.update(going)
+        if dry_run:
+            return sorted(removed)
+        victims = [name for step in sorted(going, reverse=True) for name in listing.manifests[step]]
+        unreadable = [name for name in victims if not _is_readable(name, heads)]
+        readable = _heads_of([name for name in victims if name not in unreadable], heads)
+        if readable and not _let_go(root, heads, readable, going, listing):
+            return None
+        _remove_unreadable(root, heads, unreadable)
+        remove_pins(root, going & listing.pins)
+        return sorted(removed)
+
+    return _until_unchanged(root, look)
+
+
+def _is_readable(name: str, heads: KnownHeads) -> bool:
     try:
-        strays = find_strays()
-    except _UNREADABLE:
-        return []
-    removed = []
-    for name in root.manifests.names():
-        attempt_id = attempt_id_of_temporary(name)
-        if attempt_id is not None and attempt_id not in keep_attempts:
-            root.manifests.remove_file(name)
-            removed.append(name)
-    return removed + remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
+        heads.of(name)
+    except UNREADABLE:
+        return False
+    return True
 
 
-def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_attempts: Container[str]) -> list[str]:
-    """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
-
-    `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
-    have one.
-    """
-    folders_of: dict[int, list[str]] = defaultdict(list)
+def _remove_unreadable(root: CheckpointRoot, heads: KnownHeads, names: Sequence[str]) -> None:
+    """Remove manifests that nobody can build upon, for nobody can read them; their folders are strays then."""
     for name in names:
-        attempt = attempt_of_directory(name)
-        if attempt is not None and attempt.id not in keep_attempts:
-            folders_of[attempt.step].append(name)
-    manifests = manifests_by_step(root)
-    strays = []
-    for step, folders in folders_of.items():
-        if step not in manifests:
-            strays += folders
-        elif len(folders) > 1 or len(manifests[step]) > 1:
-            with contextlib.suppress(NotFoundError):  # Retention removes the step right now, and its folders.
-                named = {heads.of(name).head.folder_name for name in manifests[step]}
-                strays += [folder for folder in folders if folder not in named]
-    return strays
+        root.manifests.remove_file(name)
+    if names:
+        root.manifests.sync()
+        sweep(root, heads, keep_attempts=claims)
+
+
+def _check_may_go(
+    root: CheckpointRoot,
+    heads: KnownHeads,
+    there: Collection[int],
+    going: Collection[int],
+    needed: Collection[int],
+    pins: Collection[int],
+) -> None:
+    in_use = sorted({*going} & {*needed})
+    if in_use:
+        raise ConflictError(
+            f"step {in_use[0]} of {str(root.path)!r} is in use by a save or a compaction of this process",
+            hint="wait for its end: Saver.wait_idle()",
+        )
+    pinned = sorted({*going} & {*pins})
+    if pinned:
+        raise UsageError(f"step {pinned[0]} of {str(root.path)!r} is pinned", hint="unpin it first, or say even_pinned")
+    children: dict[int, list[int]] = defaultdict(list)
+    for step in sorted(there):
+        # What builds upon a step is above it.
+        if step not in going and step > min(going, default=step):
+            for base in _steps_below(step, heads) & {*going}:
+                children[base].append(step)
+    if children:
+        base = max(children)
+        above = ", ".join(map(str, children[base][:8]))
+        raise UsageError(
+            f"step {base} of {str(root.path)!r} cannot be removed: deltas that stay build upon it",
+            found=f"step {above}",
+            hint=f"remove those too, or compact step {children[base][0]} first",
+        )
+
+
+def _steps_below(step: int, heads: KnownHeads) -> set[int]:
+    """Return the steps that a checkpoint builds upon; of a broken chain, all that it names."""
+    try:
+        head = heads.of_step(step).head
+    except UNREADABLE as error:
+        raise CorruptError(
+            f"step {step} stays, and nobody knows what it builds upon: {error}", hint="remove that step too"
+        ) from error
+    try:
+        return {found.head.step for found in chain_below(head, heads.of_step)}
+    except CheckpointError:
+        return {parent.step for parent in head.parents}
 
 
 def _renew_lock() -> None:
@@ -156,4 +264,4 @@ def _renew_lock() -> None:
     _retaining = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+register_at_fork(after_in_child=_renew_lock)

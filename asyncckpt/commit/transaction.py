@@ -41,30 +41,31 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from typing import IO, Any, Literal, TypeVar
 
 from aiofiles.threadpool import wrap
 from aiofiles.threadpool.binary import AsyncFileIO
 
+from asyncckpt import system
 from asyncckpt.commit.chain import KnownChain, base_lost
 from asyncckpt.commit.claims import Claim, claims, step_exists
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
 from asyncckpt.commit.doubt import InDoubt, find_manifest
 from asyncckpt.commit.proof import Draft, encode_proven
 from asyncckpt.commit.removal import being_removed
-from asyncckpt.commit.retention import keep_latest, sweep
+from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
-from asyncckpt.format.manifest import ManifestHead, ParentFacts, SealedHead, written_digest
+from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import compacted_manifest_name, temporary_manifest_name
+from asyncckpt.format.write_manifest import written_digest
+from asyncckpt.options import KeepPolicy
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.owner_lock import OwnerLock
+from asyncckpt.version import __version__
 
-try:
-    WRITER = f"asyncckpt {version('asyncckpt')}"
-except PackageNotFoundError:  # Run from a source tree that was never installed.
-    WRITER = "asyncckpt"
+WRITER = f"asyncckpt {__version__}"
 
 T = TypeVar("T")
 
@@ -92,12 +93,10 @@ class Commits:
     def chain(self) -> KnownChain:
         return KnownChain(self.root, self.heads)
 
-    def retain(self, count: int | None, *, protected: Callable[[], Collection[int]]) -> None:
-        """Let all but the newest checkpoints go (None: none). Never raises: the new checkpoint is committed."""
-        if count is None:
-            return
+    def retain(self, policy: KeepPolicy, *, protected: Callable[[], Collection[int]]) -> None:
+        """Let all go that is not kept. Never raises: the new checkpoint is committed."""
         try:
-            keep_latest(self.root, self.heads, count=count, protected=protected)
+            retain(self.root, self.heads, policy, protected=protected)
         except Exception as error:
             self.warn("old checkpoints in %s were kept: %s", self.root.path, error)
 
@@ -156,7 +155,7 @@ class Transaction:
         usual: dict[str, Any] = {
             "kind": "delta" if facts.get("parents") else "full",
             "parents": (),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "created": time.strftime(CREATED_FORMAT, time.gmtime()),
             "writer": WRITER,
             "ranks_count": 1,
             "metadata": {},
@@ -238,7 +237,7 @@ class Transaction:
     def _publish(self, head: ManifestHead) -> None:
         with self._writing(), self._file:
             if self._commits.durable:
-                os.fsync(self._file.fileno())
+                system.fsync(self._file.fileno())
         self._check_place()
         self._check_others(head)
         self._rename(head.file_name)

@@ -12,6 +12,7 @@ import weakref
 from typing import Protocol
 
 from asyncckpt.errors import UsageError
+from asyncckpt.system import register_at_fork
 
 
 class Channel(Protocol):
@@ -40,6 +41,12 @@ class Channel(Protocol):
 
     def get(self, call: int, name: str, timeout_s: float) -> bytes:
         """Return what any rank put under a name; DeadlineError when it does not come within `timeout_s` seconds."""
+
+    def find(self, call: int, name: str, timeout_s: float) -> bytes | None:
+        """Return what any rank has put under a name so far, this one before or any other; None when it is not there.
+
+        DeadlineError when the channel does not answer within `timeout_s` seconds.
+        """
 
     def forget(self, call: int) -> None:
         """Drop what this call and older ones left behind. Every rank does so when all have begun a newer one."""
@@ -73,5 +80,4 @@ def _close_all() -> None:
 
 atexit.register(_close_all)
 # A forked child shares the parent's connections; what it says on them would be nonsense.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open.clear)
+register_at_fork(after_in_child=_open.clear)

@@ -116,10 +116,16 @@ class FileChannel:
         until = time.monotonic() + timeout_s
         pauses = new_pauses()
         while True:
-            with self._opened(PUT_DIR) as folder, contextlib.suppress(NotFoundError):
-                return read_whole(folder, put_name(call, name), bytes_max=DATA_BYTES_MAX)
+            data = self.find(call, name, timeout_s)
+            if data is not None:
+                return data
             if not pauses.pause(until):
                 raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
+
+    def find(self, call: int, name: str, timeout_s: float) -> bytes | None:
+        with self._opened(PUT_DIR) as folder, contextlib.suppress(NotFoundError):
+            return read_whole(folder, put_name(call, name), bytes_max=DATA_BYTES_MAX)
+        return None
 
     def forget(self, call: int) -> None:
         with self._guard:

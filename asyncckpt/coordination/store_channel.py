@@ -169,6 +169,13 @@ class StoreChannel:
                 break
         raise DeadlineError(f"{name!r} of call {call} did not come within {timeout_s} s")
 
+    def find(self, call: int, name: str, timeout_s: float) -> bytes | None:
+        key = put_key(call, name)
+        looking = self._ask(lambda store: find_value(store, key))
+        if not looking.wait(timeout_s):
+            raise DeadlineError(f"the channel did not answer within {timeout_s} s")
+        return self._result(looking)
+
     def forget(self, call: int) -> None:
         with self._guard:
             states = {known: self._calls.pop(known) for known in sorted(self._calls) if known <= call}

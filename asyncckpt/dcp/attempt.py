@@ -72,7 +72,7 @@ class CoordinatedAttempt:
             background.run(lambda: self.transaction.commit(draft), "a DCP save")
         self._claim.release()
         root, commits, held = self.root, self._commits, self._held.pop_all()
-        start_retention(commits, self._options.keep_latest, protected=lambda: {*newest_verified(root), step}, held=held)
+        start_retention(commits, self._options.keep, protected=lambda: {*newest_verified(root), step}, held=held)
 
     def close(self) -> None:
         """Give the directory back; remove what an attempt without a commit left. Idempotent."""

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from asyncckpt.engine.save.box_files import BoxPlan, plan_boxes
-from asyncckpt.format.manifest import BodyTemplate, FileFacts, PartText, encode_part
+from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import TENSOR, VALUE, Node, check_name
+from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part
 from asyncckpt.native import U8
 from asyncckpt.plan.dense_blocks import box_spec
 

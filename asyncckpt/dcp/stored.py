@@ -8,7 +8,7 @@ this torch does not know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from asyncckpt.dcp.rank_part import DcpPath
-from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.dtypes import dtype_by_name, is_in_torch
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, key_value, unique_names
@@ -50,15 +50,18 @@ def stored_of(chain: Chain) -> Stored:
     blocks: dict[MetadataIndex, int] = {}
     values: dict[str, Json] = {}
     paths: dict[str, DcpPath] = {}
+    tied: dict[str, str] = {}
     number = 0
     for part in chain.newest.parts:
         named = _Names.of(part)
         paths = {**named.paths, **paths}
         for name, value in named.values.items():
             values.setdefault(name, value)
+        for leaf in part.sharing.tied:
+            tied.setdefault(named.tensors[leaf.leaf], named.tensors[leaf.of])
         for block in part.blocks:
             spec = block.placed.spec
-            if spec.table is None and spec.role is not Role.PAD and spec.is_known:
+            if spec.table is None and spec.role is not Role.PAD and is_in_torch(spec.dtype):
                 name = spec.name if spec.leaf is None else named.tensors[spec.leaf]
                 paths.setdefault(name, (name,))
                 dtype = dtype_by_name(spec.dtype, owner=name).dtype
@@ -71,6 +74,7 @@ def stored_of(chain: Chain) -> Stored:
                 item.chunks.append(ChunkStorageMetadata(offsets=torch.Size(spec.begin), sizes=torch.Size(spec.shape)))
                 blocks[index] = number
             number += 1
+    _add_tied(tied, items, blocks)
     for name in list(values):
         if name in items:  # A tensor on one rank, a plain value on another: DCP has room for one.
             del values[name]
@@ -78,6 +82,24 @@ def stored_of(chain: Chain) -> Stored:
             items[name] = BytesStorageMetadata()
     metadata = _metadata(items, {name: paths[name] for name in items}, blocks)
     return Stored(chain=chain, metadata=metadata, blocks=blocks, values=values)
+
+
+def _add_tied(
+    tied: Mapping[str, str],
+    items: dict[str, TensorStorageMetadata | BytesStorageMetadata],
+    blocks: dict[MetadataIndex, int],
+) -> None:
+    """Add tensors that have the blocks of another one, or of what that is tied to on another rank."""
+    for name in tied:
+        owner, seen = name, set[str]()
+        while owner not in items and owner in tied and owner not in seen:
+            seen.add(owner)
+            owner = tied[owner]
+        found = items.get(owner)
+        if owner != name and isinstance(found, TensorStorageMetadata):
+            items[name] = dataclasses.replace(found, chunks=list(found.chunks))
+            for chunk in found.chunks:
+                blocks[MetadataIndex(name, chunk.offsets)] = blocks[MetadataIndex(owner, chunk.offsets)]
 
 
 def _metadata(items: dict[str, Any], paths: dict[str, DcpPath], blocks: dict[MetadataIndex, int]) -> Metadata:

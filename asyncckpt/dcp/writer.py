@@ -47,7 +47,7 @@ from asyncckpt.format.dtypes import stored_dtype
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.native import Progress
-from asyncckpt.options import DeviceOptions, Durability, SaveOptions
+from asyncckpt.options import DeviceOptions, Durability, KeepPolicy, SaveOptions
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, check_path
@@ -83,7 +83,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
                          are never overwritten
     durability           "fsync": the save returns when the checkpoint survives a loss of power. "none": nothing is
                          synced
-    keep_latest          remove all but so many of the newest checkpoints after each save
+    keep                 how many of the newest checkpoints stay, or a KeepPolicy without a metric; None keeps all
     parallel             most shard files of a rank
     host_memory_limit    bytes that staging may take; None: a share of what is free. Without room, files are written in
                          chunks, and async_save copies into memory that is new each time
@@ -100,7 +100,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
         *,
         step: int | None = None,
         durability: Durability = "fsync",
-        keep_latest: int | None = None,
+        keep: int | KeepPolicy | None = None,
         parallel: int = 8,
         host_memory_limit: int | None = None,
         device: DeviceOptions = DeviceOptions(),
@@ -113,7 +113,7 @@ class StorageWriter(DcpStorageWriter, AsyncStager):
             parallel=parallel,
             durability=durability,
             host_memory_limit=host_memory_limit,
-            keep_latest=keep_latest,
+            keep=KeepPolicy.of(keep, has_metadata=False),
             device=device,
         )
 

@@ -134,6 +134,8 @@ class PathRules:
         self._check_file_system(nearest_folder(absolute))
 
     def _check_owner_and_mode(self, folder: Path) -> None:
+        if not hasattr(os, "geteuid"):  # Windows says nothing of owners and rights in these numbers.
+            return
         try:
             status = os.stat(folder)
         except OSError as error:

@@ -29,8 +29,8 @@ from asyncckpt.embcache.recsdk_files import (
     read_recsdk_checkpoint,
 )
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
+from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import Column, Role, Table, TableLoad, TableSchema
-from asyncckpt.model.table_shard import owned_mask
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 

@@ -46,6 +46,7 @@ from asyncckpt.options import (
     DeltaPolicy,
     DeviceOptions,
     Durability,
+    KeepPolicy,
     OnBusy,
     RankOptions,
     SaveKind,
@@ -102,7 +103,7 @@ class Saver(Closing):
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
                         saves, "queue"; or a BusyPolicy. None: save and load wait, save_async raises
-    durability, host_memory_limit, device, deltas, keep_latest, filters   as for asyncckpt.Saver
+    durability, host_memory_limit, device, deltas, keep, filters   as for asyncckpt.Saver
     peers_deadline      seconds that ranks wait for each other to come to a save or a load
 
     All ranks make the same calls in the same order. They find each other by torch.distributed, or, where that is not
@@ -122,7 +123,7 @@ class Saver(Closing):
         host_memory_limit: int | None = None,
         device: DeviceOptions = DeviceOptions(),
         deltas: DeltaPolicy | None = None,
-        keep_latest: int | None = None,
+        keep: int | KeepPolicy | None = None,
         filters: Sequence[RowFilter] = (),
         peers_deadline: float = PEERS_DEADLINE_S,
     ) -> None:
@@ -140,7 +141,7 @@ class Saver(Closing):
             "host_memory_limit": host_memory_limit,
             "device": device,
             "deltas": deltas,
-            "keep_latest": keep_latest,
+            "keep": KeepPolicy.of(keep, has_metadata=False),
             "filters": filters,
         }
         self._peers = Peers(self._rank, self._world_size, deadline_s=self._peers_deadline)

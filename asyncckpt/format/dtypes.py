@@ -7,21 +7,31 @@ packed and exotic 8-bit types as bytes. The manifest names the true dtype, the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from functools import cache
+from typing import TYPE_CHECKING
 
 from asyncckpt.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class StoredDtype:
     """A true dtype and how it is stored in a shard file. `pair` adds a trailing dimension of 2."""
 
-    dtype: torch.dtype
     name: str
     stored: str
     itemsize: int
     pair: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The true dtype; UnsupportedError where this torch has none such."""
+        found = _of_torch().get(self.name)
+        if found is None:
+            raise UnsupportedError(f"this version of torch has no dtype {self.name!r}", expected=sorted(_of_torch()))
+        return found
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape, 2) if self.pair else shape
@@ -31,48 +41,62 @@ class StoredDtype:
         return self.itemsize // 2 if self.pair else self.itemsize
 
 
+# Stored as itself: the code of safetensors, and the bytes of one element.
 _STORED_AS_ITSELF = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "complex64": ("C64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
 }
 _STORED_AS_BYTES = ("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8")
-_STORED_AS_PAIR = {"complex128": "F64", "complex32": "F16"}
-# Every supported dtype that this torch has.
+_STORED_AS_PAIR = {"complex128": ("F64", 16), "complex32": ("F16", 4)}
 _BY_NAME = {
-    name: StoredDtype(dtype=dtype, name=name, stored=code, itemsize=dtype.itemsize, pair=name in _STORED_AS_PAIR)
-    for name, code in (_STORED_AS_ITSELF | dict.fromkeys(_STORED_AS_BYTES, "U8") | _STORED_AS_PAIR).items()
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+    name: StoredDtype(name=name, stored=code, itemsize=itemsize, pair=name in _STORED_AS_PAIR)
+    for name, (code, itemsize) in (
+        _STORED_AS_ITSELF | dict.fromkeys(_STORED_AS_BYTES, ("U8", 1)) | _STORED_AS_PAIR
+    ).items()
 }
-_BY_DTYPE = {entry.dtype: entry for entry in _BY_NAME.values()}
 
 # Bytes of one element of every dtype that a shard header may name.
 STORED_ITEMSIZE = {entry.stored: entry.stored_itemsize for entry in _BY_NAME.values()}
 
 
+@cache
+def _of_torch() -> dict[str, torch.dtype]:
+    """Return every supported dtype that this torch has. torch is imported here: a manifest is read without it."""
+    import torch
+
+    found = {name: getattr(torch, name, None) for name in _BY_NAME}
+    return {name: dtype for name, dtype in found.items() if isinstance(dtype, torch.dtype)}
+
+
+@cache
+def _by_dtype() -> dict[torch.dtype, StoredDtype]:
+    return {dtype: _BY_NAME[name] for name, dtype in _of_torch().items()}
+
+
 def supported_dtypes() -> tuple[torch.dtype, ...]:
     """Return every dtype that makes the round trip."""
-    return tuple(_BY_DTYPE)
+    return tuple(_by_dtype())
 
 
 def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
     """Return how `dtype` is stored; UnsupportedError naming `owner` (a tensor or column) when it is not."""
-    entry = _BY_DTYPE.get(dtype)
+    entry = _by_dtype().get(dtype)
     if entry is None:
         raise UnsupportedError(
             f"tensor {owner!r} cannot be saved",
@@ -84,15 +108,20 @@ def stored_dtype(dtype: torch.dtype, *, owner: str) -> StoredDtype:
 
 
 def known_dtype(name: str) -> StoredDtype | None:
-    """Return the dtype a manifest names; None when this version, or this torch, has none such."""
+    """Return the dtype that a manifest names, also one that this torch lacks; None when this version has none such."""
     return _BY_NAME.get(name)
+
+
+def is_in_torch(name: str) -> bool:
+    """Return whether this torch has the dtype that a manifest names."""
+    return name in _of_torch()
 
 
 def dtype_by_name(name: str, *, owner: str) -> StoredDtype:
     """Return the dtype a manifest names; UnsupportedError naming `owner` where there is none."""
     entry = known_dtype(name)
-    if entry is None:
+    if entry is None or not is_in_torch(name):
         raise UnsupportedError(
-            f"tensor {owner!r} has a dtype that this version cannot read", found=name, expected=sorted(_BY_NAME)
+            f"tensor {owner!r} has a dtype that this version cannot read", found=name, expected=sorted(_of_torch())
         )
     return entry

@@ -3,6 +3,7 @@
     LOCK
     manifests/000000000120.json            the step, 12 digits
     manifests/000000000120.full.json       the same step, compacted: a full checkpoint that stands for it
+    manifests/000000000120.pin             an empty file: the step is pinned
     manifests/.m-<attempt>                 a manifest before its publication
     manifests/.r-<id>-000000000120-<attempt>   an empty file: the removal of this id wants to remove this attempt
     manifests/.d-<id>-000000000120-<attempt>   and has decided to
@@ -26,6 +27,7 @@ MANIFESTS_DIR = "manifests"
 DATA_DIR = "data"
 
 _MANIFEST = re.compile(r"([0-9]{12})(\.full)?\.json")
+_PIN = re.compile(r"([0-9]{12})\.pin")
 _TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _MARK = re.compile(rf"\.([rd])-([0-9a-f]{{32}})-({_ATTEMPT_DIR.pattern})")
@@ -85,6 +87,16 @@ def rank_of_shard(name: str) -> int | None:
 def step_of_manifest(name: str) -> int | None:
     """Return the step of a manifest's file name, compacted or not; None for a foreign file."""
     match = _MANIFEST.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def pin_name(step: int) -> str:
+    return f"{step:012d}.pin"
+
+
+def step_of_pin(name: str) -> int | None:
+    """Return the step that a file of this name pins; None for another file."""
+    match = _PIN.fullmatch(name)
     return int(match.group(1)) if match else None
 
 

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format import limits
+from asyncckpt.format.body_features import features_of, features_of_sharing
 from asyncckpt.format.coverage import covers
 from asyncckpt.format.dtypes import STORED_ITEMSIZE, StoredDtype, known_dtype
 from asyncckpt.format.header import HEADER_ALIGNMENT
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, features_of
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, Summary
 from asyncckpt.format.read_head import check_features, open_manifest, rank_fields
+from asyncckpt.format.sharing import decode_sharing
 from asyncckpt.format.strict_json import Fields
 from asyncckpt.format.tree import VALUE, Path, decode_tree, leaves, tensor_paths
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, EncodingStep, PlacedBlock, TableFacts
@@ -43,8 +45,32 @@ def decode_manifest(raw: bytes, name: str) -> Manifest:
         _check_leaves(part, owner)
         _check_tables(part, owner)
     _check_dense(manifest, owner)
-    check_features(fields, features_of([block.placed for block in manifest.blocks]))
+    used = features_of([block.placed for block in manifest.blocks])
+    check_features(fields, used.union(*(features_of_sharing(part.sharing) for part in parts)))
     return manifest
+
+
+def decode_summary(raw: bytes, name: str) -> Summary:
+    """Decode what a list shows, checked less deeply: a fraction of the work."""
+    fields, sealed = open_manifest(raw, name)
+    tables: list[TableFacts] = []
+    tensors: set[str] = set()
+    blocks_count = 0
+    for part in rank_fields(fields, sealed.head.ranks_count):
+        listed = part.objects("tables", count_max=limits.TABLES_MAX)
+        tables += [_table(item, kind=sealed.head.kind) for item in listed]
+        for block in part.items("blocks", count_max=limits.BLOCKS_MAX):
+            role = block.get("role") if type(block) is dict else None
+            blocks_count += role != Role.PAD
+            if role == Role.DENSE:
+                tensors.add(str(block.get("name")))
+    return Summary(
+        head=sealed.head,
+        digest=sealed.digest,
+        tables=tuple(tables),
+        tensors_count=len(tensors),
+        blocks_count=blocks_count,
+    )
 
 
 def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFacts], *, first_file: int) -> RankPart:
@@ -60,6 +86,7 @@ def _part(fields: Fields, head: ManifestHead, rank: int, files: Sequence[FileFac
         tree=tree,
         values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         blocks=tuple(_block(item, files, first_file=first_file) for item in blocks),
+        sharing=decode_sharing(fields, leaves_count=len(tensor_paths(tree))),
     )
 
 
@@ -151,6 +178,14 @@ def _check_leaves(part: RankPart, owner: str) -> None:
         spec = block.placed.spec
         if spec.leaf is not None and (spec.table is not None or spec.leaf >= tensors_count):
             raise CorruptError(f"{owner}: block {spec.name!r} names a leaf that is not there", found=spec.leaf)
+    if not part.sharing.tied:
+        return
+    stored = {block.placed.spec.leaf for block in part.blocks}
+    names = {block.placed.spec.name for block in part.blocks}
+    for item in part.sharing.tied:
+        if item.leaf in stored or item.name in names:
+            raise CorruptError(f"{owner}: tied tensor {item.name!r} has a block of its own", found=item.leaf)
+        names.add(item.name)
 
 
 def _check_tables(part: RankPart, owner: str) -> None:

@@ -58,6 +58,31 @@ class SaverStatistics:
 
 
 @dataclass(frozen=True)
+class PruneReport:
+    """What retention removes, and why the rest stays.
+
+    removed  steps, ascending
+    kept     of every other step, ascending, all that keeps it: rules of the KeepPolicy by their names, "pinned",
+             "in use" by a save of this process or as the newest step that it has verified; else "base of N" for a step
+             that the kept step N builds upon
+    bytes    of the files that go, also of those that a compacted checkpoint stands for
+    """
+
+    removed: tuple[int, ...]
+    kept: Mapping[int, tuple[str, ...]]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class GarbageReport:
+    """What attempts and crashes had left, and was removed: attempts' folders, and files in them and in manifests/."""
+
+    folders_count: int
+    files_count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """The result of a load.
 
@@ -87,3 +112,29 @@ class LoadReport:
     rows: Mapping[str, int] = field(default_factory=dict)
     bytes_read: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        """Say how much was loaded; all names are in the attributes."""
+        counts = {name: len(getattr(self, name)) for name in ("loaded", "values", "missing", "unexpected")}
+        shown = [f"step={self.step}", f"path={str(self.path)!r}"]
+        shown += [f"{name}={count}" for name, count in counts.items() if count]
+        if self.rows:
+            shown.append(f"rows={sum(self.rows.values())} of {len(self.rows)} tables")
+        if self.fallback_from:
+            shown.append(f"fallback_from={list(self.fallback_from)}")
+        return f"LoadReport({', '.join(shown)}, bytes_read={self.bytes_read}, seconds={self.seconds:.3f})"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """A sound checkpoint: how much was read, and `strays`, leftovers of crashed saves beside it.
+
+    steps: its chain, newest first; only its own step for a full checkpoint.
+    """
+
+    step: int
+    steps: tuple[int, ...]
+    path: Path
+    blocks_count: int
+    bytes_read: int
+    strays: tuple[str, ...]

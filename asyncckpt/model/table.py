@@ -29,13 +29,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeGuard, runtime_checkable
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
 from asyncckpt.model.table_shard import Shard
+
+if TYPE_CHECKING:  # Manifests are read without them: the command line starts at once.
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
 
 ID_COLUMN = "id"
 

@@ -1,4 +1,4 @@
-"""Which ids a shard of a table holds: the one rule of tables, saves, loads and checks.
+"""Which ids a shard of a table holds: the one rule of tables, saves, loads and checks. `owned_ids.py` applies it.
 
 (index, count)      the ids whose unsigned value modulo count is index; (0, 1) holds all
 (begin, end, size)  the ids whose unsigned value modulo size is in [begin, end): RecIS' slices, where size is 65,536
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import math
 from typing import TypeAlias, TypeGuard
-
-import numpy as np
-from numpy.typing import NDArray
 
 Shard: TypeAlias = tuple[int, int] | tuple[int, int, int]
 
@@ -38,23 +35,6 @@ def slice_info(shard: Shard) -> str:
 def described(shard: Shard) -> str:
     """Return a shard in words."""
     return "shard {} of {}".format(*shard) if len(shard) == 2 else "buckets {} to {} of {}".format(*shard)
-
-
-def remainders(ids: NDArray[np.int64], *, size: int) -> NDArray[np.uint64]:
-    """Return the unsigned values of ids, contiguous int64 [n], modulo size."""
-    bits = ids.view(np.uint64)
-    # For powers of two, a mask gives the same and is several times faster than the division.
-    rest: NDArray[np.uint64] = bits & np.uint64(size - 1) if size & (size - 1) == 0 else bits % np.uint64(size)
-    return rest
-
-
-def owned_mask(ids: NDArray[np.int64], *, shard: Shard) -> NDArray[np.bool_]:
-    """Return which of ids, contiguous int64 [n], a shard holds."""
-    begin, end, size = buckets_of(shard)
-    rest = remainders(ids, size=size)
-    # What is below `begin` wraps around to a large number.
-    mask: NDArray[np.bool_] = rest - np.uint64(begin) < np.uint64(end - begin)
-    return mask
 
 
 def may_share_ids(one: Shard, other: Shard) -> bool:

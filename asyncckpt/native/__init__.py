@@ -2,7 +2,7 @@
 
 `core` is chosen once, at import, by the environment variable ASYNCCKPT_NATIVE:
 
-    unset   the compiled core if it loads, else the portable twin
+    unset   the compiled core if it loads, else the portable twin, with a warning
     1       the compiled core, or ImportError with the reason
     0       the portable twin
 """
@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
+from asyncckpt.errors import warn
 from asyncckpt.native.contract import (
     BFLOAT16,
     DIGEST_BYTES,
@@ -42,6 +44,11 @@ from asyncckpt.native.row_rules import Rule, new_values
 from asyncckpt.native.twin import TwinCore
 
 ENVIRONMENT_VARIABLE = "ASYNCCKPT_NATIVE"
+_HINT = (
+    "install a wheel of it, or a C++20 compiler and then asyncckpt anew"
+    if sys.platform == "linux"
+    else "the core is for Linux"
+)
 
 
 def choose_core(wish: str | None) -> Core:
@@ -55,6 +62,11 @@ def choose_core(wish: str | None) -> Core:
     except UnusableLibrary as error:
         if wish == "1":
             raise ImportError(f"{ENVIRONMENT_VARIABLE}=1 but the compiled core cannot be used: {error}") from error
+        warn(
+            "asyncckpt runs its portable twin, which is several times slower than its compiled core: "
+            f"{error}; {_HINT}, or set {ENVIRONMENT_VARIABLE}=0 to have the twin without this line",
+            RuntimeWarning,
+        )
         return TwinCore()
 
 

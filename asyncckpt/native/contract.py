@@ -185,8 +185,12 @@ class IdMap(Protocol):
 
     def reserve(self, capacity: int) -> None: ...
     def find(self, ids: I64) -> I64: ...
-    def insert(self, ids: I64) -> tuple[I64, I64]:
-        """Return (row of every id, rows that are new in order of first appearance)."""
+    def insert(self, ids: I64, marks: tuple[U8, int] | None = None) -> tuple[I64, I64]:
+        """Return (row of every id, rows that are new in order of first appearance).
+
+        marks: an array by row, as of Core.mark, and a mark to set where a row of an id has another than 0; rows beyond
+        the array have none.
+        """
         ...
 
     def remove(self, ids: I64) -> I64: ...

@@ -321,12 +321,17 @@ class NativeIdMap:
     def find(self, ids: I64) -> I64:
         return self._rows_by(self._library.ac_idmap_find, ids)
 
-    def insert(self, ids: I64) -> tuple[I64, I64]:
+    def insert(self, ids: I64, marks: tuple[U8, int] | None = None) -> tuple[I64, I64]:
         ids = contract.check_ids(ids)
+        mark_places: tuple[int | None, int, int] = (None, 0, 0)
+        if marks is not None:
+            contract.check_marks(marks[0], writable=True)
+            contract.check_mark(marks[1], name="mark")
+            mark_places = marks[0].ctypes.data, len(marks[0]), marks[1]
         rows, new_rows = np.empty_like(ids), np.empty_like(ids)
         new_count = c_uint64()
         places = ids.ctypes.data, len(ids), rows.ctypes.data, new_rows.ctypes.data
-        call(self._library.ac_idmap_insert, self._handle, *places, byref(new_count))
+        call(self._library.ac_idmap_insert, self._handle, *places, byref(new_count), *mark_places)
         return rows, new_rows[: new_count.value].copy()
 
     def remove(self, ids: I64) -> I64:

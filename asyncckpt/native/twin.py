@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from asyncckpt import system
 from asyncckpt.native.contract import (
     DIGEST_BYTES,
     I64,
@@ -253,14 +253,15 @@ class TwinCore:
                 progress._done[0] += np.uint64(len(block))
         os.ftruncate(file.fd, file.bytes)
         if options.sync:
-            os.fsync(file.fd)
+            system.fsync(file.fd)
 
 
 def _clear_direct(fd: int) -> None:
     """Clear O_DIRECT of a descriptor, because the twin's writes may have any length."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & _O_DIRECT:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+    if _O_DIRECT:
+        flags = system.fcntl.fcntl(fd, system.fcntl.F_GETFL)
+        if flags & _O_DIRECT:
+            system.fcntl.fcntl(fd, system.fcntl.F_SETFL, flags & ~_O_DIRECT)
 
 
 def _blocks_of(data: memoryview, bytes_max: int) -> Iterator[memoryview]:
@@ -269,7 +270,7 @@ def _blocks_of(data: memoryview, bytes_max: int) -> Iterator[memoryview]:
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
-        written = os.pwrite(fd, data, offset)
+        written = system.pwrite(fd, data, offset)
         if written == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         data, offset = data[written:], offset + written
@@ -278,7 +279,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 def _read_all(fd: int, target: memoryview, offset: int, item: int, progress: Progress) -> None:
     while target:
         _check_cancelled(progress)
-        count = os.preadv(fd, [target[:_READ_BYTES_MAX]], offset)
+        count = system.read_into(fd, target[:_READ_BYTES_MAX], offset)
         if count == 0:
             raise ShortFile(f"file ended at offset {offset}, {len(target)} bytes before the end of read {item}", item)
         target, offset = target[count:], offset + count

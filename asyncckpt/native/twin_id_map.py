@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from asyncckpt.native.contract import I64, check_ids
+from asyncckpt.native.contract import I64, U8, check_ids, check_mark, check_marks
 
 _FIRST_ROWS = 64
 
@@ -32,8 +32,11 @@ class TwinIdMap:
         row_of = self._row_of
         return np.array([row_of.get(id, -1) for id in check_ids(ids).tolist()], dtype=np.int64)
 
-    def insert(self, ids: I64) -> tuple[I64, I64]:
+    def insert(self, ids: I64, marks: tuple[U8, int] | None = None) -> tuple[I64, I64]:
         ids = check_ids(ids)
+        if marks is not None:
+            check_marks(marks[0], writable=True)
+            check_mark(marks[1], name="mark")
         rows = np.empty(len(ids), dtype=np.int64)
         new_rows = []
         for index, id in enumerate(ids.tolist()):
@@ -45,6 +48,10 @@ class TwinIdMap:
                 self._live[row] = True
                 new_rows.append(row)
             rows[index] = row
+        if marks is not None:
+            by_row, mark = marks
+            marked = rows[rows < len(by_row)]
+            by_row[marked[by_row[marked] != 0]] = mark
         return rows, np.array(new_rows, dtype=np.int64)
 
     def remove(self, ids: I64) -> I64:

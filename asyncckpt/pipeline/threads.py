@@ -5,6 +5,9 @@ must be finished. These threads are not daemons, so the interpreter joins them, 
 nothing to do, so it never waits in vain. Each has a name; none dies with an unreported error, because every error goes
 into a Future.
 
+From Python 3.12 on, no thread can be started any more once the interpreter has begun to end. What is submitted then, by
+a handler of the exit, runs in place.
+
 Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. A wait for
 a task of the own pool, by its Future or by an event loop, runs the task in place; the test suite forbids it.
 """
@@ -12,7 +15,6 @@ a task of the own pool, by its Future or by an event loop, runs the task in plac
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections import deque
@@ -24,6 +26,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 from asyncckpt.errors import IOFailedError
 from asyncckpt.guard import Guard, not_waiting
 from asyncckpt.signals import uninterrupted
+from asyncckpt.system import register_at_fork
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,6 +103,10 @@ class IdleEndingThreads(Executor):
                 left = () if self._threads else tuple(self._waiting)
                 if left:
                     self._waiting.clear()
+            if _is_exiting() and isinstance(error, IOFailedError):
+                for other in left:
+                    other.run()
+                return
             for other in left:
                 if other is not task:
                     other.fail(error)
@@ -159,6 +166,11 @@ class _Task(Future[T]):
         return super().exception(timeout)
 
 
+def _is_exiting() -> bool:
+    """Return whether the interpreter has begun to end: it waits for threads, or calls the handlers of the exit."""
+    return not threading.main_thread().is_alive()
+
+
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread; IOFailedError when the system gives none."""
     try:
@@ -175,4 +187,4 @@ def _start_anew_in_child() -> None:
         pool._start_anew()
 
 
-os.register_at_fork(after_in_child=_start_anew_in_child)
+register_at_fork(after_in_child=_start_anew_in_child)

@@ -1,10 +1,10 @@
 """What a checkpoint holds, by names and paths: its chain of manifests, and the parts of its ranks, read as one.
 
 Dense tensors and values are those of the newest manifest. A tensor is found by its path, whichever ranks wrote the
-boxes of it. Plain values, and what a state consists of, may differ from rank to rank: a reader that is one of as many
-ranks gets its own, any other one those of all ranks together. Where these differ, the lower rank counts: of mappings,
-and of the states of objects, every key that some rank has, in the order of the lower rank; anything else is taken as a
-whole.
+boxes of it; one that is tied to another has that one's blocks. Plain values, and what a state consists of, may differ
+from rank to rank: a reader that is one of as many ranks gets its own, any other one those of all ranks together. Where
+these differ, the lower rank counts: of mappings, and of the states of objects, every key that some rank has, in the
+order of the lower rank; anything else is taken as a whole.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, tensor_paths
+from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, tensor_paths, unique_names
 from asyncckpt.format.values import decode_value
+from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import Role
 from asyncckpt.plan.stored_tables import StoredTable, stored_tables
 
@@ -44,6 +46,7 @@ class Contents:
     leaf_paths   the paths of all tensors in `tree`
     sure_paths   those that any reader's state has: of the own rank, or those that all ranks have
     unreadable   names of tensors whose dtype this version does not know, and the dtype
+    shared       of memory that several tensors lie in: its bytes, and by path where in it they are
     """
 
     dense: Mapping[str, StoredDense]
@@ -53,6 +56,7 @@ class Contents:
     sure_paths: frozenset[Path]
     tree: Node
     unreadable: Mapping[str, str]
+    shared: tuple[tuple[int, Mapping[Path, SharedView]], ...] = ()
 
     def has(self, path: Path) -> bool:
         """Return whether something was saved at a path, be it an empty object."""
@@ -61,6 +65,12 @@ class Contents:
     def below(self, path: Path) -> list[StoredDense]:
         """Return the tensors at and below a path of the tree."""
         return [item for item in self.dense.values() if item.path[: len(path)] == path and item.path in self._in_tree]
+
+    @cached_property
+    def prefixes(self) -> frozenset[Path]:
+        """The paths at or below which the tree has tensors."""
+        found = (item.path for item in self.dense.values() if item.path in self._in_tree)
+        return frozenset(path[:end] for path in found for end in range(len(path) + 1))
 
     @cached_property
     def _in_tree(self) -> frozenset[Path]:
@@ -93,7 +103,7 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
             of_rank, value = found[path]
             shown = f" of rank {of_rank}" if newest.head.ranks_count > 1 else ""
             values[path] = decode_value(value, owner=f"value {path_name(path)!r}{shown} of step {newest.step}")
-    dense, unreadable = _dense(newest)
+    dense, unreadable = stored_dense(newest)
     return Contents(
         dense=dense,
         tables=stored_tables(chain) if any(part.tables for part in newest.parts) else {},
@@ -102,10 +112,11 @@ def contents_of(chain: Chain, *, rank: int = 0, ranks_count: int = 1) -> Content
         sure_paths=frozenset(leaf_paths).intersection(*paths_by_part(parts)),
         tree=tree,
         unreadable=unreadable,
+        shared=tuple(_shared(parts)),
     )
 
 
-def _dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
+def stored_dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
     """Return the dense tensors of all ranks by name, and what cannot be read. Names are already checked."""
     numbers: dict[Path | str, list[int]] = defaultdict(list)
     unreadable: dict[str, str] = {}
@@ -120,17 +131,64 @@ def _dense(newest: Manifest) -> tuple[dict[str, StoredDense], dict[str, str]]:
                 unreadable[spec.name] = spec.dtype
             elif spec.table is None:
                 numbers[spec.name if spec.leaf is None else paths[spec.leaf]].append(number)
-    dense = {}
+    dense: dict[str, StoredDense] = {}
     for key, blocks in numbers.items():
         spec = newest.blocks[blocks[0]].placed.spec
-        dense[spec.name] = StoredDense(
-            name=spec.name,
+        name = _free_name(spec.name, dense)
+        dense[name] = StoredDense(
+            name=name,
             path=(key,) if isinstance(key, str) else key,
             blocks=tuple(blocks),
             dtype=spec.dtype,
             shape=spec.shape if spec.whole_shape is None else spec.whole_shape,
         )
+    _add_tied(dense, newest.parts)
     return dense, unreadable
+
+
+def tied_names(manifest: Manifest) -> dict[str, str]:
+    """Return the names of tensors without blocks of their own, each with the name of the tensor that has them."""
+    owners: dict[tuple[int, ...], str] = {}
+    found = stored_dense(manifest)[0].values()
+    return {item.name: owner for item in found if (owner := owners.setdefault(item.blocks, item.name)) != item.name}
+
+
+def _free_name(name: str, dense: Mapping[str, StoredDense]) -> str:
+    """Return a name for another tensor: of different ranks, two may have one name at different paths."""
+    return name if name not in dense else unique_names([name], taken=dense)[0]
+
+
+def _add_tied(dense: dict[str, StoredDense], parts: Sequence[RankPart]) -> None:
+    """Add what has no blocks on any rank because it is tied to what has, or to what is tied in turn on another rank."""
+    if not any(part.sharing.tied for part in parts):
+        return
+    stored = {item.path: item for item in dense.values()}
+    tied: dict[Path, tuple[str, Path]] = {}
+    for part, paths in zip(parts, paths_by_part(parts), strict=True):
+        for item in part.sharing.tied:
+            tied.setdefault(paths[item.leaf], (item.name, paths[item.of]))
+    ends: dict[Path, Path] = {}
+    for path, (own_name, _) in tied.items():
+        way: dict[Path, None] = {}
+        at = path
+        while at not in stored and at in tied and at not in way and at not in ends:
+            way[at] = None
+            at = tied[at][1]
+        ends |= dict.fromkeys(way, ends.get(at, at))
+        owner = ends.get(path, path)
+        if path not in stored and owner in stored:
+            name = _free_name(own_name, dense)
+            dense[name] = replace(stored[owner], name=name, path=path)
+
+
+def _shared(parts: Sequence[RankPart]) -> Iterator[tuple[int, Mapping[Path, SharedView]]]:
+    seen: set[Path] = set()
+    for part, paths in zip(parts, paths_by_part(parts), strict=True):
+        for memory in part.sharing.memories:
+            views = {paths[view.leaf]: view for view in memory.views}
+            if seen.isdisjoint(views):
+                seen.update(views)
+                yield memory.bytes, views
 
 
 def joined_tree(trees: Sequence[Node]) -> Node:
@@ -172,3 +230,21 @@ def joined_values(parts: Iterable[RankPart]) -> dict[Path, tuple[int, Json]]:
         for path, value in zip(own, part.values, strict=True):
             found.setdefault(path, (part.rank, value))
     return found
+
+
+def named_values(manifest: Manifest) -> dict[str, Any]:
+    """Return all plain values of a checkpoint by dotted name; where ranks differ, the lower one's."""
+    found = joined_values(manifest.parts)
+    names = unique_names(map(path_name, found))
+    return {
+        name: decode_value(value, owner=f"value {name!r} of step {manifest.step}")
+        for name, (_, value) in zip(names, found.values(), strict=True)
+    }
+
+
+def metadata_of(manifest: Manifest) -> dict[str, Any]:
+    """Return the user's metadata. CorruptError for what cannot be decoded."""
+    metadata = manifest.head.metadata
+    if type(metadata) is not dict:
+        raise CorruptError(f"metadata of step {manifest.step} is not an object")
+    return {key: decode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}

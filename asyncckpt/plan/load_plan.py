@@ -13,8 +13,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
@@ -24,8 +26,10 @@ from asyncckpt.format.tree import Path, path_name, unique_names
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, may_share_ids
+from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, other_groups, overlap, owner_of
+from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
 LoadInfo = dict[str, dict[str, list[str]]]
@@ -72,12 +76,15 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
+    """All that is loaded. apart: targets that overlap, see overlapping_targets.py."""
+
     dense: tuple[DenseLoad, ...]
     tables: tuple[TableLoadPlan, ...]
     objects: tuple[Rebuilt, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     info: LoadInfo
+    apart: tuple[Apart, ...] = ()
 
     def wanted_blocks(self, chain: Chain) -> Iterator[int]:
         """Return the numbers of the blocks that may have to be read."""
@@ -99,10 +106,12 @@ def make_load_plan(
     *,
     filter_func: LoadFilter | None = None,
     strict: bool,
+    cast: bool = False,
     left_out: Sequence[str] = (),
 ) -> LoadPlan:
     """Match, filter, check. IncompatibleError lists all that does not fit; UsageError for a filter's nonsense.
 
+    cast: targets of other dtypes fit if these can be cast.
     left_out: tables that modules of the targets hold, and are no destinations. With strict they do not fit a checkpoint
     with tables that nothing takes.
     """
@@ -111,7 +120,7 @@ def make_load_plan(
     info, missing = _default_info(contents, targets, tables)
     known = frozenset(info)  # A filter may change what it gets.
     answer = info if filter_func is None else _filtered(filter_func, info)
-    match = _Match(chain, contents, targets, strict)
+    match = _Match(chain, contents, targets, strict, cast)
     by_name = {item.name: item for item in targets.in_place}
     dense: list[DenseLoad] = []
     planned: list[TableLoadPlan] = []
@@ -123,6 +132,7 @@ def make_load_plan(
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
+    chosen, apart = _settled(dense, chain, match.problems)
     missing = [name for name in missing if name not in answer]
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
@@ -138,27 +148,33 @@ def make_load_plan(
         match.problems += [
             f"{path_name(path)!r} is empty, the checkpoint has tensors there (asyncckpt.load returns them)"
             for path in targets.empty
-            if contents.below(path)
+            if path in contents.prefixes
         ]
-    _raise_problems(match.problems, chain.step, hint=_wrapped_hint(missing, unexpected))
+    hint = _wrapped_hint(missing, unexpected) + ("; cast=True converts dtypes" if match.could_be_cast else "")
+    _raise_problems(match.problems, chain.step, hint=hint)
     plan = LoadPlan(
-        dense=tuple(dense),
+        dense=chosen,
         tables=tuple(planned),
         objects=objects,
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         info=answer,
+        apart=apart,
     )
     match.check_encodings(plan)
     return plan
 
 
 class _Match:
-    """The loads of destinations from sources of a checkpoint; `problems` lists what does not fit."""
+    """The loads of destinations from sources of a checkpoint; `problems` lists what does not fit.
 
-    def __init__(self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool) -> None:
+    could_be_cast: whether `cast` would make something fit.
+    """
+
+    def __init__(self, chain: Chain, contents: Contents, targets: DenseTargets, strict: bool, cast: bool) -> None:
         self.problems: list[str] = []
-        self._chain, self._contents, self._targets, self._strict = chain, contents, targets, strict
+        self.could_be_cast = False
+        self._chain, self._contents, self._targets, self._strict, self._cast = chain, contents, targets, strict, cast
         objects = [item for item in targets.rebuilt if not item.is_module]
         self._builders = {item.path: ObjectLeaves(item, contents.values) for item in objects}
 
@@ -177,9 +193,7 @@ class _Match:
             target, given = (None, None) if builder is None else builder.find(stored)
             yield DenseLoad(target=target, source=stored, given=given)
             return
-        dtype = dtype_by_name(stored.dtype, owner=source).dtype
-        if target.dtype is not dtype:
-            self.problems.append(f"{name!r} has dtype {target.dtype}, the checkpoint {dtype}")
+        self._check_dtype(repr(name), target.dtype, dtype_by_name(stored.dtype, owner=source).dtype)
         if target.whole_shape != stored.shape:
             self.problems.append(f"{name!r} has shape {target.whole_shape}, the checkpoint {stored.shape}")
         yield DenseLoad(target=target, source=stored)
@@ -238,11 +252,17 @@ class _Match:
             self.problems.append(f"table {table!r} has no column {column!r}")
             return
         spec = self._chain.blocks[numbers[0]].placed.spec
-        dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
-        if wanted.dtype is not dtype:
-            self.problems.append(f"{what} has dtype {wanted.dtype}, the checkpoint {dtype}")
+        self._check_dtype(what, wanted.dtype, dtype_by_name(spec.dtype, owner=spec.name).dtype)
         if tuple(wanted.row_shape) != tuple(spec.shape[1:]):
             self.problems.append(f"{what} has rows {wanted.row_shape}, the checkpoint {spec.shape[1:]}")
+
+    def _check_dtype(self, what: str, wanted: torch.dtype, stored: torch.dtype) -> None:
+        castable = wanted is not stored and can_be_cast(stored, wanted)
+        if wanted is stored or (castable and self._cast):
+            return
+        self.could_be_cast |= castable
+        why = ", which cannot be cast to it" if self._cast else ""
+        self.problems.append(f"{what} has dtype {wanted}, the checkpoint {stored}{why}")
 
     def check_encodings(self, plan: LoadPlan) -> None:
         """Raise UnsupportedError or CorruptError for an encoded block that no bytes could be decoded from."""
@@ -253,6 +273,20 @@ class _Match:
             spec = self._chain.blocks[number].placed.spec
             if spec.encoding:
                 check_encoding(spec)
+
+
+def _settled(
+    dense: Sequence[DenseLoad], chain: Chain, problems: list[str]
+) -> tuple[tuple[DenseLoad, ...], tuple[Apart, ...]]:
+    """Return the loads so that what overlaps in memory is filled once, or apart."""
+    filled, apart, different = overlaps([(load.target, load.source) for load in dense], chain)
+    problems += different
+    chosen = [
+        replace(load, target=apart[index].read) if index in apart else load
+        for index, load in enumerate(dense)
+        if index not in filled or load.is_for_object
+    ]
+    return tuple(chosen), tuple(apart.values())
 
 
 def _check_readable(contents: Contents, step: int) -> None:

@@ -30,6 +30,7 @@ from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.sharded_leaves import as_sharded
+from asyncckpt.plan.shared_leaves import overlaps_itself
 from asyncckpt.plan.state import FlatState, flatten
 
 T = TypeVar("T")
@@ -72,10 +73,11 @@ class InPlace:
 
     def memory(self) -> tuple[Any, ...] | None:
         """Return what is the same for leaves that are the same elements in the same memory; None for no elements."""
-        tensors = [piece.tensor for piece in self.pieces if piece.tensor.numel()]
-        if not tensors:
+        pieces = [(piece.tensor, piece.begin) for piece in self.pieces if piece.tensor.numel()]
+        if not pieces:
             return None
-        return self.dtype, *((piece.data_ptr(), tuple(piece.shape), piece.stride()) for piece in tensors)
+        kind = self.dtype, pieces[0][0].is_conj(), pieces[0][0].is_neg()
+        return *kind, *((own.data_ptr(), tuple(own.shape), own.stride(), begin) for own, begin in pieces)
 
 
 @dataclass(frozen=True)
@@ -201,23 +203,13 @@ def writable_tensor(name: str, leaf: Any) -> torch.Tensor:
     tensor: torch.Tensor = leaf.detach()
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise UsageError(f"target {name!r} is an inference tensor and cannot be written outside inference mode")
-    if tensor.numel() > 1 and _overlaps(tensor):
+    if tensor.numel() > 1 and overlaps_itself(tensor):
         raise UsageError(
             f"target {name!r} has overlapping elements",
             found=tuple(tensor.stride()),
             hint="load into a contiguous tensor",
         )
     return tensor
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether two indices may share memory: some dimension does not step over all that smaller strides span."""
-    span = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride < span:
-            return True
-        span = stride * (size - 1) + span
-    return False
 
 
 class ObjectLeaves:

@@ -5,8 +5,8 @@ is planned behind the fence.
 
 `PlanCache.plan` compares the state's facts with those of the plan it made last. For thousands of tensors that
 comparison is a few milliseconds; making a plan is a hundred. The facts are everything that the image depends on and
-everything that makes a raw copy safe: type, dtype, shape, strides, device, conjugate and negative bits. Addresses and
-sizes of storages may change from save to save and are read each time.
+everything that makes a raw copy safe: type, dtype, shape, strides, device, conjugate and negative bits; and which
+leaves share memory. Addresses and sizes of storages may change from save to save and are read each time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import xxhash
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.coverage import covers
-from asyncckpt.format.manifest import BodyTemplate, render_body
 from asyncckpt.format.tree import VALUE, Node, leaves, path_name, tensor_names
+from asyncckpt.format.write_manifest import BodyTemplate, render_body
 from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.model.table import DeferredCut, Table, TableCut, TableSchema, can_be_deferred, owns_ids
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
@@ -34,6 +35,7 @@ from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_sp
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.regions import column_specs
+from asyncckpt.plan.shared_leaves import LeafMemory, sharing_of
 from asyncckpt.plan.state import FlatState
 
 _kind = attrgetter("dtype", "is_cpu", "layout")
@@ -59,6 +61,7 @@ class CutTable:
 class SavePlan:
     """Blocks in manifest order with their image, and what of the live state fills each one.
 
+    sharing: tied leaves have no blocks.
     columns: the first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as
     pieces of FlatState.held; ways: how these are copied. deferred: the blocks of these tables come behind those of the
     image; they are not captured but exported later.
@@ -67,6 +70,7 @@ class SavePlan:
     image: ImagePlan
     body: BodyTemplate
     tree: Node
+    sharing: Sharing
     tables: tuple[TableFacts, ...]
     columns: Mapping[int, tuple[int, str]]
     pieces: TensorPieces
@@ -124,11 +128,12 @@ class PlanCache:
         deferred: Collection[str] = (),
         in_regions: Collection[str] = (),
         by_peers: frozenset[int] = frozenset(),
+        shares: bool = True,
     ) -> SavePlan:
         """Return the plan for this state: the last one while its facts are the same.
 
         deferred: names of tables to export. in_regions: names of tables that are not part of the plan. by_peers:
-        leaves that other ranks write.
+        leaves that other ranks write. shares: False: each leaf has blocks of its own, whatever memory it shares.
         """
         choice = (frozenset(deferred), frozenset(in_regions), bool(by_peers))
         planned = [item for item in cuts if item.name not in choice[1]]
@@ -139,11 +144,16 @@ class PlanCache:
         spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
         key = (flat.tree, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        if kept is None or key != kept.key or not kept.facts.hold(flat.held):
+        if (
+            kept is None
+            or key != kept.key
+            or not kept.facts.hold(flat.held)
+            or (shares and not kept.memory.is_shared_alike(flat))
+        ):
             if self._ranks_count == 1:
                 _check_all_here(flat)
-            plan = self._make(flat, cuts, choice[0], choice[1], by_peers)
-            self._kept[choice] = kept = _KeptPlan(key=key, facts=LeafFacts.of(flat.held), plan=plan)
+            plan, memory = self._make(flat, cuts, choice[0], choice[1], by_peers, shares)
+            self._kept[choice] = kept = _KeptPlan(key, LeafFacts.of(flat.held), plan, memory)
             self.plans_made_count += 1
         return kept.plan
 
@@ -153,8 +163,9 @@ class PlanCache:
         cuts: Sequence[CutTable],
         deferred: Collection[str],
         in_regions: Collection[str],
-        by_peers: Collection[int],
-    ) -> SavePlan:
+        by_peers: frozenset[int],
+        shares: bool,
+    ) -> tuple[SavePlan, LeafMemory]:
         taken = [f"{item.name}@{column.name}" for item in cuts for column in item.schema.columns]
         names = tensor_names(flat.tree, tables=[*(item.name for item in cuts), *taken])
         specs: list[BlockSpec] = []
@@ -172,7 +183,13 @@ class PlanCache:
             for spec in [part for column in columns_of for part in split_rows(column)]:
                 columns[len(specs)] = (number, str(spec.column))
                 specs.append(spec)
-        parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, by_peers) for part in split_rows(box)]
+        for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
+            if leaf not in flat.sharded:
+                check_leaf(tensor, name)
+        memory = LeafMemory(flat, self._device_of)
+        sharing = sharing_of(flat, memory.overlapping, memory.begins, names) if shares else NOTHING_SHARED
+        left_out = by_peers.union(item.leaf for item in sharing.tied)
+        parts = [(part, box, tensor) for box, tensor in _dense_specs(flat, names, left_out) for part in split_rows(box)]
         specs += [part for part, _, _ in parts]
         image = plan_image(
             specs, parallel=self._parallel, rank=self._rank, first_file=len(to_export), needs_file=not in_regions
@@ -188,16 +205,18 @@ class PlanCache:
         is_copied = np.isin(np.arange(len(flat.held)), pieces.tensor)
         # Nobody asks for the addresses of what other ranks write.
         ways = replace(ways, way=np.where(is_copied, ways.way, BY_TORCH))
-        return SavePlan(
+        plan = SavePlan(
             image=image,
-            body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks]),
+            body=render_body(facts, flat.tree, [*image.blocks, *opened.blocks], sharing=sharing),
             tree=flat.tree,
+            sharing=sharing,
             tables=facts,
             columns=columns,
             pieces=pieces,
             ways=ways,
             deferred=opened,
         )
+        return plan, memory
 
 
 @dataclass(frozen=True)
@@ -236,6 +255,7 @@ class _KeptPlan:
     key: object
     facts: LeafFacts
     plan: SavePlan
+    memory: LeafMemory
 
 
 def _cache_facts(item: CutTable) -> object:
@@ -244,14 +264,13 @@ def _cache_facts(item: CutTable) -> object:
     return len(item.cut.cache_map), [None if cached is None else (cached.shape, cached.dtype) for cached in columns]
 
 
-def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
-    """Return what this rank writes of every leaf, and in which tensor of FlatState.held that is."""
+def _dense_specs(flat: FlatState, names: Sequence[str], left_out: Collection[int]) -> Iterator[tuple[BlockSpec, int]]:
+    """Return what this rank writes of every leaf but some, and in which tensor of FlatState.held that is."""
     more = len(flat.tensors)
     for leaf, (tensor, name) in enumerate(zip(flat.tensors, names, strict=True)):
         sharded = flat.sharded.get(leaf)
         if sharded is None:
-            check_leaf(tensor, name)
-            if leaf not in by_peers:
+            if leaf not in left_out:
                 shape = tuple(tensor.shape)
                 yield box_spec(name, tensor.dtype, begin=(), shape=shape, whole_shape=shape, leaf=leaf), leaf
             continue
@@ -259,7 +278,7 @@ def _dense_specs(flat: FlatState, names: Sequence[str], by_peers: Collection[int
             check_leaf(piece.tensor, name)
             if (
                 sharded.is_writer
-                and leaf not in by_peers
+                and leaf not in left_out
                 and (piece.tensor.numel() or not math.prod(sharded.whole_shape))
             ):
                 spec = box_spec(

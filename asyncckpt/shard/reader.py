@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 import xxhash
 
+from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
 from asyncckpt.format.header import HeaderEntry, decode_header, header_length
 from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest
@@ -131,7 +132,7 @@ def _place(block: BlockFacts, entry: HeaderEntry | None) -> tuple[object, ...]:
 def _read_begin(fd: int, bytes: int) -> bytes:
     """Return the first bytes of a file, fewer only where it ends: one read may give less than there is."""
     raw = b""
-    while len(raw) < bytes and (part := os.pread(fd, bytes - len(raw), len(raw))):
+    while len(raw) < bytes and (part := system.pread(fd, bytes - len(raw), len(raw))):
         raw += part
     return raw
 
@@ -139,7 +140,7 @@ def _read_begin(fd: int, bytes: int) -> bytes:
 def _what_it_is(fd: int) -> str | None:
     """Return what a file that is no shard looks like."""
     with contextlib.suppress(OSError):
-        return looks_like(os.pread(fd, _SNIFFED_BYTES, 0))
+        return looks_like(system.pread(fd, _SNIFFED_BYTES, 0))
     return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncckpt import system
 from asyncckpt.errors import CheckpointError, SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt, shard_path
@@ -47,7 +48,7 @@ class ShardTarget:
         """Cut a file to its length, and sync it."""
         os.ftruncate(shard.fd, bytes)
         if self.options.durability == "fsync":
-            os.fsync(shard.fd)
+            system.fsync(shard.fd)
 
 
 @dataclass

@@ -31,9 +31,8 @@ RUNS_MAX = 1 << 16
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """The box of a block at `begin`, and the memory that it goes to: `target` has its shape and the block's dtype.
-
-    A BoxScatter converts to another dtype, if the target has one.
+    """The box of a block at `begin`, and the memory that it goes to: `target` has its shape, and perhaps another dtype,
+    to which the values are converted.
     """
 
     begin: tuple[int, ...]
@@ -69,7 +68,7 @@ class BoxScatter:
 def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, uploads: Uploads) -> list[Scatter]:
     """Queue what can be read straight into place; return what cannot, for scatter_all."""
     spec = reader.block(number).placed.spec
-    if len(copies) == 1 and not spec.encoding and copies[0].shape == spec.shape and _is_plain(copies[0].target):
+    if len(copies) == 1 and not spec.encoding and copies[0].shape == spec.shape and _is_plain(copies[0].target, spec):
         target = copies[0].target
         if uploads.is_on_host(target):
             reader.add(number, target.data_ptr(), begin=0, bytes=spec.bytes)
@@ -84,18 +83,19 @@ def queue_boxes(number: int, copies: Sequence[BoxCopy], reader: BlockReader, upl
     return [BoxScatter(number=number, copies=tuple(left))] if left else []
 
 
-def _is_plain(target: torch.Tensor) -> bool:
-    return target.is_contiguous() and _has_bytes(target)
+def _is_plain(target: torch.Tensor, spec: BlockSpec) -> bool:
+    return target.is_contiguous() and _has_bytes(target, spec)
 
 
-def _has_bytes(target: torch.Tensor) -> bool:
-    """Return whether the bytes of a file can stand in its memory."""
-    return not target.is_conj() and not target.is_neg()
+def _has_bytes(target: torch.Tensor, spec: BlockSpec) -> bool:
+    """Return whether the bytes of a block that is not encoded can stand in its memory."""
+    dtype = dtype_by_name(spec.dtype, owner=spec.name).dtype
+    return target.dtype is dtype and not target.is_conj() and not target.is_neg()
 
 
 def _queue_runs(number: int, copy: BoxCopy, spec: BlockSpec, reader: BlockReader) -> bool:
     """Read a box run by run into its place on the host; False where that cannot be, or does not pay."""
-    if not _has_bytes(copy.target):
+    if not _has_bytes(copy.target, spec):
         return False
     itemsize, first = copy.target.element_size(), _run_begins(copy, spec)
     run_bytes = math.prod(copy.shape[first:]) * itemsize

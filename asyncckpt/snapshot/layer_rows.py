@@ -16,8 +16,8 @@ import torch
 
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.encodings import decode
+from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import ID_COLUMN, Table, owns_ids
-from asyncckpt.model.table_shard import owned_mask
 from asyncckpt.native import core
 from asyncckpt.native.contract import I64, U8
 from asyncckpt.plan.load_plan import TableLoadPlan

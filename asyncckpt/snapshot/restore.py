@@ -104,8 +104,9 @@ def restore(plan: LoadPlan, reader: BlockReader, *, clear: bool, opened: OpenLoa
                 scatters += _queue_columns(table, reader, uploads)
         # No earlier: the storage of columns that were asked for above must not move.
         inserts = threads.map(_insert, tables)
+        made: dict[tuple[int, ...], torch.Tensor] = {}
         for dense in plan.dense:
-            scatters += _queue_dense(dense, reader, uploads, rebuilt)
+            scatters += _queue_dense(dense, reader, uploads, rebuilt, made)
         reader.run()
         for _, table in zip(inserts, tables, strict=True):
             if not table.is_ahead:
@@ -211,15 +212,25 @@ def _queue_column(
     return scatters
 
 
-def _queue_dense(dense: DenseLoad, reader: BlockReader, uploads: Uploads, rebuilt: dict[Path, Any]) -> list[Scatter]:
+def _queue_dense(
+    dense: DenseLoad,
+    reader: BlockReader,
+    uploads: Uploads,
+    rebuilt: dict[Path, Any],
+    made: dict[tuple[int, ...], torch.Tensor],
+) -> list[Scatter]:
+    """Queue a leaf; `made` has the new tensors for objects by their blocks."""
     stored = dense.source
     if dense.target is None and stored.path in rebuilt:
         return []  # A filter gives it to two destinations.
+    if dense.target is None and stored.blocks in made:
+        rebuilt[stored.path] = made[stored.blocks]  # Tied.
+        return []
     if dense.target is None:
         dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
         whole = torch.empty(stored.shape, dtype=dtype, device="cpu")
         pieces: tuple[Piece, ...] = (Piece(whole, (0,) * whole.dim()),)
-        rebuilt[stored.path] = whole
+        rebuilt[stored.path] = made[stored.blocks] = whole
     else:
         pieces = dense.target.pieces
         if dense.is_for_object:

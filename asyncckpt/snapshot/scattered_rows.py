@@ -20,8 +20,8 @@ from asyncckpt.native.contract import I64, U8
 class RowScatter:
     """A block of a column and where its rows go.
 
-    target: of the block's true dtype, `[..., *row shape]`. rows: the target's row for every wanted row, int64 [n], CPU.
-    mine: positions of the wanted rows in the block, ascending int64 [n]; None: all.
+    target: `[..., *row shape]`, to whose dtype values are converted. rows: the target's row for every wanted row, int64
+    [n], CPU. mine: positions of the wanted rows in the block, ascending int64 [n]; None: all.
     """
 
     number: int
@@ -72,7 +72,7 @@ class _Rows:
             positions, rows = item.mine[low:high] - self.first_row, item.rows[low:high]
         if not len(rows):
             return
-        values = self._values(memory)
+        values = self._values(memory).to(item.target.dtype)
         if uploads.device_of(item.target) is not None:
             uploads.put_rows(item.target, np.ascontiguousarray(rows.numpy()), values.contiguous(), positions)
             return

@@ -6,13 +6,13 @@ uses them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from asyncckpt.guard import Guard
 from asyncckpt.native import Memory, core
 from asyncckpt.options import CHUNK_BYTES
+from asyncckpt.system import register_at_fork
 
 CHUNKS_COUNT = 2
 
@@ -42,4 +42,4 @@ class ChunkBuffers:
 
 
 chunk_buffers = ChunkBuffers()
-os.register_at_fork(after_in_child=chunk_buffers.forget)
+register_at_fork(after_in_child=chunk_buffers.forget)

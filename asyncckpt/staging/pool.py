@@ -8,7 +8,6 @@ The default limit is a share of what is free (staging/limits.py), so that a save
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from asyncckpt.options import HEADROOM_BYTES_MAX
 from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.limits import default_limit_bytes
+from asyncckpt.system import register_at_fork
 
 ARENAS_COUNT_MAX = 2
 
@@ -209,4 +209,4 @@ def _forget_in_child() -> None:
     pool._changed = threading.Condition(pool.guard)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+register_at_fork(after_in_child=_forget_in_child)

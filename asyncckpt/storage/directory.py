@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from asyncckpt import system
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
+from asyncckpt.storage import os_by_path
 
 FILE_MODE = 0o640
 FOLDER_MODE = 0o750
@@ -25,7 +27,12 @@ PATH_BYTES_MAX = 4096
 _RENAME_NOREPLACE = 1
 _NO_RENAMEAT2 = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
-_libc = ctypes.CDLL(None, use_errno=True)
+# Calls on folders by descriptor; where there are none, by path.
+if TYPE_CHECKING or os.open in os.supports_dir_fd:  # noqa: SIM108  # mypy reads the first alone.
+    at = os
+else:
+    at = os_by_path
+_libc = ctypes.CDLL(None, use_errno=True) if at is os else None
 
 
 def io_failed(what: str, error: OSError) -> IOFailedError:
@@ -91,7 +98,7 @@ class Directory:
     def open(path: Path, *, exact_modes: bool = False) -> Directory:
         """Open an existing folder; NotFoundError, UsageError or IOFailedError."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = at.open(path, at.O_RDONLY | at.O_DIRECTORY | at.O_CLOEXEC)
             return Directory(fd, path, exact_modes=exact_modes)
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(path)!r} does not exist") from error
@@ -105,13 +112,13 @@ class Directory:
         if create:
             made = _door(f"folder {name!r} in {str(self.path)!r} cannot be made")
             with made, contextlib.suppress(FileExistsError):
-                os.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
+                at.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
                 self._settle_folder(name)
             # Also when it is there: the process that made it may have died before it synced.
             self.sync()
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = at.O_RDONLY | at.O_DIRECTORY | at.O_NOFOLLOW | at.O_CLOEXEC
         try:
-            return Directory(os.open(name, flags, dir_fd=self.fd), self.path / name, exact_modes=self.exact_modes)
+            return Directory(at.open(name, flags, dir_fd=self.fd), self.path / name, exact_modes=self.exact_modes)
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(self.path / name)!r} does not exist") from error
         except OSError as error:
@@ -122,7 +129,7 @@ class Directory:
     def close(self) -> None:
         if self.fd >= 0:
             with contextlib.suppress(OSError):
-                os.close(self.fd)
+                at.close(self.fd)
             self.fd = -1
 
     def __enter__(self) -> Directory:
@@ -134,31 +141,31 @@ class Directory:
     def sync(self) -> None:
         """Make the entries of this folder durable. Ignores folders that cannot be synced (some FUSE, SMB)."""
         try:
-            os.fsync(self.fd)
+            at.fsync(self.fd)
         except OSError as error:
             if error.errno not in _NO_FOLDER_SYNC:
                 raise io_failed(f"folder {str(self.path)!r} cannot be synced", error) from error
 
     def check_writable(self) -> None:
         """Raise IOFailedError when files cannot be made here, without making one."""
-        if not os.access(".", os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True):
+        if not at.access(".", at.W_OK | at.X_OK, dir_fd=self.fd, effective_ids=True):
             error = OSError(errno.EACCES, os.strerror(errno.EACCES))
             raise io_failed(f"folder {str(self.path)!r} is not writable", error)
 
     def make_folder(self, name: str) -> Directory:
         """Make a folder that must be new."""
         with _door(f"folder {str(self.path / name)!r} cannot be made"):
-            os.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
+            at.mkdir(name, FOLDER_MODE, dir_fd=self.fd)
             self._settle_folder(name)
         return self.child(name)
 
     def create_file(self, name: str, *, direct: bool = False) -> tuple[int, bool]:
         """Create a file that must be new; returns (descriptor, whether O_DIRECT is on)."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = at.O_WRONLY | at.O_CREAT | at.O_EXCL | at.O_NOFOLLOW | at.O_CLOEXEC
         with _door(f"file {str(self.path / name)!r} cannot be created"):
-            fd = os.open(name, flags, FILE_MODE, dir_fd=self.fd)
+            fd = at.open(name, flags, FILE_MODE, dir_fd=self.fd)
             self.settle_file(fd)
-            self.made[name] = _identity(os.fstat(fd))
+            self.made[name] = _identity(at.fstat(fd))
             # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
             return fd, direct and set_direct(fd)
 
@@ -166,21 +173,21 @@ class Directory:
         """Give a file that was just made its mode, with exact_modes; OSError closes it."""
         if self.exact_modes:
             try:
-                os.fchmod(fd, FILE_MODE)
+                at.fchmod(fd, FILE_MODE)
             except OSError:
-                os.close(fd)
+                at.close(fd)
                 raise
 
     def _settle_folder(self, name: str) -> None:
         if self.exact_modes:
-            os.chmod(name, FOLDER_MODE, dir_fd=self.fd)
+            at.chmod(name, FOLDER_MODE, dir_fd=self.fd)
 
     def open_file(self, name: str) -> int:
         """Open a regular file for reading; a link, FIFO, socket or device is a CorruptError."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        shown = repr(str(self.path / name))
+        flags = at.O_RDONLY | at.O_NOFOLLOW | at.O_NONBLOCK | at.O_CLOEXEC
+        shown = repr(f"{self.path}/{name}")  # Not by a Path: lists open thousands.
         try:
-            fd = os.open(name, flags, dir_fd=self.fd)
+            fd = at.open(name, flags, dir_fd=self.fd)
         except FileNotFoundError as error:
             raise NotFoundError(f"file {shown} does not exist") from error
         except OSError as error:
@@ -189,36 +196,36 @@ class Directory:
             raise io_failed(f"file {shown} cannot be opened", error) from error
         try:
             with _door(f"file {shown} cannot be looked at"):
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                if not stat.S_ISREG(at.fstat(fd).st_mode):
                     raise CorruptError(f"{shown} is not a regular file")
         except BaseException:
-            os.close(fd)
+            at.close(fd)
             raise
         return fd
 
     def read_file(self, name: str, *, bytes_max: int) -> bytes:
         """Return the bytes of a small regular file. Raises CorruptError if it is larger than bytes_max."""
-        fd = self.open_file(name)
+        fd, shown = self.open_file(name), repr(f"{self.path}/{name}")
         try:
-            with _door(f"file {str(self.path / name)!r} cannot be read"):
-                size = os.fstat(fd).st_size
+            with _door(f"file {shown} cannot be read"):
+                size = at.fstat(fd).st_size
                 if size > bytes_max:
                     raise CorruptError(f"{str(self.path / name)!r} is too large", found=size, expected=bytes_max)
                 with os.fdopen(fd, "rb", closefd=False) as file:
                     return file.read(size)  # Room is made for as much as is asked for, however little there is.
         finally:
             with contextlib.suppress(OSError):  # A failed close takes nothing from what was read.
-                os.close(fd)
+                at.close(fd)
 
     def names(self) -> list[str]:
         """Return what is in this folder, whoever else lists it at the same time."""
         with _door(f"folder {str(self.path)!r} cannot be listed"):
             # A descriptor has one position, also for threads and forked children: a listing needs one of its own.
-            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = at.open(".", at.O_RDONLY | at.O_DIRECTORY | at.O_CLOEXEC, dir_fd=self.fd)
             try:
-                return os.listdir(fd)
+                return at.listdir(fd)
             finally:
-                os.close(fd)
+                at.close(fd)
 
     def exists(self, name: str) -> bool:
         return self._stat(name) is not None
@@ -265,7 +272,7 @@ class Directory:
 
     def _stat(self, name: str) -> os.stat_result | None:
         try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            return at.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -284,7 +291,7 @@ class Directory:
     def move(self, source: str, target: str) -> None:
         """Give a file or a folder another name; a file is replaced, a folder that is not empty never is."""
         with _door(f"{str(self.path / source)!r} cannot be moved to {target!r}"):
-            os.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            at.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove_file(self, name: str, *, version: tuple[int, ...] = ()) -> bool:
         """Remove a file; return whether it was there. version: leave another file alone that has the name by now."""
@@ -292,7 +299,7 @@ class Directory:
         if version and self.version(name) != version:
             return False
         with _door(f"file {str(self.path / name)!r} cannot be removed"), contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.fd)
+            at.unlink(name, dir_fd=self.fd)
             return True
         return False
 
@@ -303,7 +310,7 @@ class Directory:
             with contextlib.suppress(NotFoundError), self.child(name) as folder:
                 for entry in folder.names():
                     try:
-                        os.unlink(entry, dir_fd=folder.fd)
+                        at.unlink(entry, dir_fd=folder.fd)
                     except FileNotFoundError:
                         continue
                     except OSError as error:
@@ -311,18 +318,22 @@ class Directory:
             if failed:
                 raise failed[0]
             with contextlib.suppress(FileNotFoundError):
-                os.rmdir(name, dir_fd=self.fd)
+                at.rmdir(name, dir_fd=self.fd)
+
+    def status(self) -> os.stat_result:
+        """Return what the system says of this folder."""
+        with _door(f"folder {str(self.path)!r} cannot be looked at"):
+            return at.fstat(self.fd)
 
     @property
     def identity(self) -> tuple[int, int]:
         """Device and inode."""
-        with _door(f"folder {str(self.path)!r} cannot be looked at"):
-            return _identity(os.fstat(self.fd))
+        return _identity(self.status())
 
     def is_still(self, path: Path) -> bool:
         """Return whether `path` still leads to this folder."""
         try:
-            return _identity(os.stat(path)) == _identity(os.fstat(self.fd))
+            return _identity(at.stat(path)) == _identity(at.fstat(self.fd))
         except OSError:
             return False
 
@@ -337,7 +348,7 @@ def set_direct(fd: int) -> bool:
     if not flag:
         return False
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | flag)
+        system.fcntl.fcntl(fd, system.fcntl.F_SETFL, system.fcntl.fcntl(fd, system.fcntl.F_GETFL) | flag)
     except OSError:
         return False
     return True
@@ -345,6 +356,8 @@ def set_direct(fd: int) -> bool:
 
 def _rename_noreplace(fd: int, source: str, target: str) -> None:
     """renameat2(RENAME_NOREPLACE), or link + unlink where there is none. Both fail on an existing target."""
+    if _libc is None:
+        return os_by_path.rename_noreplace(source, target, dir_fd=fd)
     renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is not None:
         if renameat2(fd, os.fsencode(source), fd, os.fsencode(target), _RENAME_NOREPLACE) == 0:
@@ -352,5 +365,5 @@ def _rename_noreplace(fd: int, source: str, target: str) -> None:
         code = ctypes.get_errno()
         if code not in _NO_RENAMEAT2:
             raise OSError(code, os.strerror(code), target)
-    os.link(source, target, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
-    os.unlink(source, dir_fd=fd)
+    at.link(source, target, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+    at.unlink(source, dir_fd=fd)

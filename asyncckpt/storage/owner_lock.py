@@ -1,4 +1,4 @@
-"""One writer per checkpoint directory: an OFD lock on `LOCK`, held while a Saver is open.
+"""One writer per checkpoint directory: an OFD lock on `LOCK` (system.py says what else), held while a Saver is open.
 
 OFD locks belong to the open file description: they are released with the last process that holds it, however that
 ends, and not when another descriptor of the file is closed. But a forked child (a DataLoader worker) keeps the
@@ -11,20 +11,17 @@ Several Savers of one process share the lock of a directory (counted by device a
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
-import struct
 import time
 from collections import deque
 
+from asyncckpt import system
 from asyncckpt.errors import ConflictError, UsageError
 from asyncckpt.guard import Guard
-from asyncckpt.storage.directory import FILE_MODE, Directory, io_failed
+from asyncckpt.storage.directory import FILE_MODE, Directory, at, io_failed
 
-_F_OFD_SETLK = getattr(fcntl, "F_OFD_SETLK", 37)
 _RECORD_BYTES_MAX = 4096
 
 
@@ -113,21 +110,20 @@ class OwnerLock:
 
 
 def _lock_file(root: Directory, name: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = at.O_RDWR | at.O_CREAT | at.O_NOFOLLOW | at.O_CLOEXEC
     with contextlib.ExitStack() as opened:
         try:
             is_new = not root.exists(name)
-            fd = os.open(name, flags, FILE_MODE, dir_fd=root.fd)
+            fd = at.open(name, flags, FILE_MODE, dir_fd=root.fd)
             opened.callback(os.close, fd)
             if is_new:
                 root.settle_file(fd)
         except OSError as error:
             raise io_failed(f"lock file in {str(root.path)!r} cannot be opened", error) from error
         try:
-            # struct flock: type, whence, start, length, pid; an OFD lock wants pid 0.
-            fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            system.lock(fd)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
+            if system.is_locked_elsewhere(error):
                 raise ConflictError(
                     f"directory {str(root.path)!r} is being written by another process",
                     found=_read_record(fd),
@@ -142,7 +138,7 @@ def _lock_file(root: Directory, name: str) -> int:
 def _read_record(fd: int) -> str:
     """Return who holds the lock, whatever the file says."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        record = json.loads(os.pread(fd, _RECORD_BYTES_MAX, 0))
+        record = json.loads(system.pread(fd, _RECORD_BYTES_MAX, 0))
         if isinstance(record, dict) and {"pid", "host", "since"} <= record.keys():
             return f"process {record['pid']} on {record['host']}, since {record['since']}"
     return "an unknown process"
@@ -154,7 +150,7 @@ def _write_record(fd: int) -> None:
     with contextlib.suppress(OSError):
         record = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
         os.ftruncate(fd, 0)
-        os.pwrite(fd, record, 0)
+        system.pwrite(fd, record, 0)
 
 
 def _forget_in_child() -> None:
@@ -171,4 +167,4 @@ def _end_fork() -> None:
     _registry.settle()
 
 
-os.register_at_fork(before=_registry.guard.acquire, after_in_parent=_end_fork, after_in_child=_forget_in_child)
+system.register_at_fork(before=_registry.guard.acquire, after_in_parent=_end_fork, after_in_child=_forget_in_child)

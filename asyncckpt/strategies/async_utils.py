@@ -13,7 +13,6 @@ megatron.core.dist_checkpointing.strategies.async_utils.
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.system import register_at_fork
 
 PRELOADED_ARGS_COUNT = 3  # What async_fn is called with, where the second one is what preload_fn returns.
 
@@ -334,5 +334,5 @@ def _forget_in_child() -> None:
         calls.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+register_at_fork(after_in_child=_forget_in_child)
 _sync_calls = AsyncCallsQueue()  # Of requests that are executed at once: ranks that did it before know each other.

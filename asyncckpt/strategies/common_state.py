@@ -65,7 +65,7 @@ class CommonSave(SaveCommonStrategy):
             return
         state = {COMMON: pack(common_state_dict)}
         path = writing_path(checkpoint_dir, COMMON_DIR)
-        with Saver(path=path, tensors=state, keep_latest=1, on_busy="wait", durability=self._durability) as saver:
+        with Saver(path=path, tensors=state, keep=1, on_busy="wait", durability=self._durability) as saver:
             saver.save()
 
     @uninterrupted

@@ -26,14 +26,15 @@ from asyncckpt.engine.process.background import background, check_may_wait, resu
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.errors import IncompatibleError, UsageError, warn
-from asyncckpt.format.manifest import Chain, Manifest, render_body
+from asyncckpt.format.manifest import Chain, Manifest
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, leaves, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
+from asyncckpt.format.write_manifest import render_body
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.table import Role
 from asyncckpt.native import Progress
-from asyncckpt.options import SAVE_DEADLINE_S, SaveOptions
+from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy, SaveOptions
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
@@ -128,7 +129,7 @@ def _remove(checkpoint_dir: Path, key_prefix: str, progress: Progress) -> bool:
                 with claims.save(root, manifest.step + 1) as claim, Transaction.begin(commits, claim) as transaction:
                     draft = _write(manifest, remaining, reader, transaction, options, progress)
                     background.run(lambda: transaction.commit(draft), "a removal")
-            commits.retain(1, protected=frozenset)
+            commits.retain(KeepPolicy(latest=1), protected=frozenset)
             return True
     except (OSError, MemoryError) as error:
         raise as_checkpoint_error(error, None) from error

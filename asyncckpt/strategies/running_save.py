@@ -9,7 +9,6 @@ the save has ended, however it ends. What failed is raised by the finalize funct
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import DeadlineError, UsageError
+from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import SaveResult
 from asyncckpt.options import SAVE_DEADLINE_S, Durability, RankOptions
@@ -26,6 +25,7 @@ from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import io_failed
 from asyncckpt.strategies.backend import writing_path
+from asyncckpt.system import fcntl
 
 LOCK_PAUSE_S = 0.05
 
@@ -124,7 +124,7 @@ def begin_save(
             parallel=parallel,
             tensors=state,
             ranks=RankOptions(process_group, peer_deadline),
-            keep_latest=1,
+            keep=1,
             on_busy="queue",
             durability=durability,
         )
@@ -141,6 +141,8 @@ class HeldFile:
     """A file that this process has locked. A record lock: forked children do not inherit it, and it ends with us."""
 
     def __init__(self) -> None:
+        if fcntl is None:
+            raise UnsupportedError("other processes cannot wait for a save: this system has no record locks")
         try:
             self._fd, self.path = tempfile.mkstemp(prefix="asyncckpt-save-")
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
@@ -24,7 +26,8 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
-from asyncckpt.loader import Loader
+from asyncckpt.loader import READ_THREADS_MAX
+from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
 from asyncckpt.signals import uninterrupted
@@ -77,7 +80,12 @@ class StoredState:
 
         Under the save lock, which the caller holds: see `loading`.
         """
-        Loader(self.path, tensors=state, step=self.step, strict=False)._run(Progress())
+        rank, ranks_count = rank_in_group() or (0, 1)
+        request = LoadRequest(
+            state=state, step=self.step, strict=False, threads=READ_THREADS_MAX, rank=rank, ranks_count=ranks_count
+        )
+        with CheckpointRoot.for_reading(self.path) as root:
+            run_load(root, request, Progress())
 
     def loading(self) -> AbstractContextManager[None]:
         """Hold the save lock from before anything is filled until all of it is, in however many loads."""

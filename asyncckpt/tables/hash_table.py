@@ -120,8 +120,8 @@ class HashTable(TrainedTable):
     def _find(self, ids: I64) -> I64:
         return self._store.find(ids)
 
-    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
-        return self._store.marks.used(rows)
+    def _begin_write(self, rows: I64) -> NDArray[np.bool_]:
+        return self._store.marks.mark_used(rows)
 
     def _to_mark(self, rows: I64) -> tuple[U8, int]:
         if self._store.watchers:
@@ -129,4 +129,4 @@ class HashTable(TrainedTable):
         return self._store.marks.to_set(self._store.capacity)
 
     def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
-        self._store.write(rows, values)
+        self._store.write_marked(rows, values)

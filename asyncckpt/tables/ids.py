@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from asyncckpt.errors import UsageError
+from asyncckpt.model.owned_ids import owned_mask, remainders
 from asyncckpt.model.table import IdsHeld
-from asyncckpt.model.table_shard import Shard, buckets_of, described, owned_mask, remainders
+from asyncckpt.model.table_shard import Shard, buckets_of, described
 from asyncckpt.native import I64, core
 
 IdsLike: TypeAlias = torch.Tensor | I64

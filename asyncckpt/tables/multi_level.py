@@ -183,7 +183,8 @@ class MultiLevelTable(TrainedTable):
     def _find(self, ids: I64) -> I64:
         return self._levels.lookup(ids, insert=False, admitted=None)
 
-    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
+    def _begin_write(self, rows: I64) -> NDArray[np.bool_]:
+        self._levels.touch(rows)
         used: NDArray[np.bool_] = (rows >= 0) & (self._cache.host_rows[rows] >= 0)
         return used
 
@@ -191,7 +192,7 @@ class MultiLevelTable(TrainedTable):
         self._levels.touch(rows)  # Marks belong to host rows.
 
     def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
-        self._levels.write_cached(rows, values)
+        self._cache.write(rows, values)
 
     def _levels_in_use(self) -> tuple[Level, ...]:
         return (self._store, self._cache)

@@ -180,18 +180,25 @@ class RowStore(Level):
 
         touch: mark all of the rows, not only the new ones, for a caller that is about to write to them.
         """
-        rows, new_rows = self._ids.insert(ids) if not self.watchers else self._insert_watched(ids)
+        if is_watched := bool(self.watchers):
+            rows, new_rows = self._insert_watched(ids)
+        else:
+            rows, new_rows = self._ids.insert(ids, self.marks.to_set(self.capacity) if touch else None)
         if new_rows.size:
             self._begin_rows(new_rows, filled)
             self.marks.begin_rows(new_rows, rows_end=self._ids.rows_end)
-        if touch:
+        if touch and is_watched:
             self.marks.mark(rows)
         return rows
 
     def write(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
         """Set rows like Level.write, and mark them."""
-        self.watchers.rows_change(rows)
         self.marks.mark(rows)
+        self.write_marked(rows, values)
+
+    def write_marked(self, rows: I64, values: Mapping[str, torch.Tensor]) -> None:
+        """Set rows that are marked already like Level.write."""
+        self.watchers.rows_change(rows)
         super().write(rows, values)
 
     def take_rows(self, rows: I64, columns: Mapping[str, torch.Tensor], source_rows: I64) -> None:

@@ -6,8 +6,9 @@
 
 1. A column is copied when it is first asked for, or is given whole.
 2. The caller changes the copies. Nothing else of the table can change by that, so the table knows what was written.
-3. At the end all columns that were asked for or given are written back, in one call that marks the rows and counts the
-   write. After an error nothing is.
+3. At the end all columns that were asked for or given are written back, in one call that counts the write. After an
+   error nothing is. The rows are marked before 1, so those of a use that failed, or only read, count as written: the
+   next save copies them once too often.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Protocol
 
 from asyncckpt.guard import Guard
 from asyncckpt.native import I64
+from asyncckpt.system import register_at_fork
 
 
 class RowWatcher(Protocol):
@@ -68,4 +68,4 @@ def _forget_in_child() -> None:
         watchers.forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+register_at_fork(after_in_child=_forget_in_child)

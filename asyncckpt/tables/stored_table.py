@@ -15,8 +15,9 @@ import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.errors import UsageError, warn
+from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import IdsHeld, TableSchema
-from asyncckpt.model.table_shard import Shard, owned_mask
+from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64
 from asyncckpt.tables.cut import HashTableCut, HashTableLoad
 from asyncckpt.tables.expiry import is_below, is_older, is_unset

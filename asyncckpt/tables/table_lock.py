@@ -10,7 +10,6 @@ another thread was changing is not whole there: every use of it is refused.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
@@ -18,6 +17,7 @@ from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.model.table import TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.signals import uninterrupted, wait_in_steps
+from asyncckpt.system import register_at_fork
 
 TABLE_WAIT_S_MAX = 600.0
 _USES_THAT_READ = ("cut", "listing", "reading")
@@ -142,4 +142,4 @@ def _renew_in_child() -> None:
         lock.renew_in_child()
 
 
-os.register_at_fork(after_in_child=_renew_in_child)
+register_at_fork(after_in_child=_renew_in_child)

@@ -65,16 +65,14 @@ class TouchedRows:
         if rows.size:
             core.mark(self._marks, rows, self._mark_now())
 
-    def mark_used(self, rows: I64) -> None:
-        """Mark the used rows among rows, int64 [n] below the capacity; skip -1."""
+    def mark_used(self, rows: I64) -> NDArray[np.bool_]:
+        """Mark the used rows among rows, int64 [n] below the capacity, return which these are, bool [n]; skip -1."""
+        mark, marks = self._mark_now(), self._marks.take(rows)
         # A free row must stay unmarked, and a caller that keeps row numbers may not know of a removal.
-        used = self.used(rows)
-        self.mark(rows if used.all() else rows[used])
-
-    def used(self, rows: I64) -> NDArray[np.bool_]:
-        """Return which of rows, int64 [n] below the capacity, are used: bool [n]; -1 is not."""
-        found: NDArray[np.bool_] = (self._marks.take(rows) != FREE) & (rows >= 0)
-        return found
+        used: NDArray[np.bool_] = (marks != FREE) & (rows >= 0)
+        if not (marks == mark).all():  # A lookup has marked them before.
+            self.mark(rows if used.all() else rows[used])
+        return used
 
     def to_set(self, rows_count: int) -> tuple[U8, int]:
         """Return the marks of rows below a count and the mark of this epoch, for who sets them while it writes rows."""

@@ -189,10 +189,10 @@ class TrainedTable(StoredTable):
     def update(self, rows: RowsLike, function: Callable[[RowValues], object]) -> None:
         """Change rows (int64, any shape, distinct, as the latest `lookup` returned them) by a function.
 
-        It gets a RowValues, copies of the rows, and changes them; they are written back, and marked, when it returns,
-        and not if it raises. The lock is held meanwhile, so it must not use the table. Skips -1 and rows whose id is
-        gone. Between lookup and update, no other thread may remove ids or look up in a MultiLevelTable: that gives rows
-        to other ids. `rows` goes by ids. Raises UsageError.
+        It gets a RowValues, copies of the rows, and changes them; they are marked before, and written back when it
+        returns, and not if it raises. The lock is held meanwhile, so it must not use the table. Skips -1 and rows whose
+        id is gone. Between lookup and update, no other thread may remove ids or look up in a MultiLevelTable: that
+        gives rows to other ids. `rows` goes by ids. Raises UsageError.
         """
         flat = flat_rows(rows, end=self._level.capacity, table=self._name)
         with self._lock.hold("update"):
@@ -285,7 +285,7 @@ class TrainedTable(StoredTable):
     @contextmanager
     def _values_of(self, rows: I64, shape: tuple[int, ...], *, of: I64, what: str) -> Iterator[RowValues]:
         check_distinct(of[rows >= 0] if of is rows else of, what=f"{what} of table {self._name!r} to update")
-        values = RowValues(self._name, self._schema, self._level, rows, used=self._are_used(rows), shape=shape)
+        values = RowValues(self._name, self._schema, self._level, rows, used=self._begin_write(rows), shape=shape)
         try:
             yield values
         except BaseException:
@@ -310,12 +310,12 @@ class TrainedTable(StoredTable):
         """Return the rows of ids in `_level`, -1 for absent ones. The lock is held."""
         raise NotImplementedError
 
-    def _are_used(self, rows: I64) -> NDArray[np.bool_]:
-        """Return which rows of `_level` have an id; -1 has none. The lock is held."""
+    def _begin_write(self, rows: I64) -> NDArray[np.bool_]:
+        """Return which rows of `_level` have an id, and mark these; -1 has none. The lock is held."""
         raise NotImplementedError
 
     def _write(self, rows: I64, values: dict[str, torch.Tensor]) -> None:
-        """Set and mark used rows (distinct) of `_level`. The lock is held."""
+        """Set marked rows (distinct) of `_level`. The lock is held."""
         raise NotImplementedError
 
     def _to_mark(self, rows: I64) -> tuple[U8, int] | None:

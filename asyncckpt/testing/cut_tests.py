@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from asyncckpt.format.dtypes import stored_dtype
+from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import ID_COLUMN, HasCompanions, OwnsIds, Role, Table
-from asyncckpt.model.table_shard import is_shard, owned_mask
+from asyncckpt.model.table_shard import is_shard
 from asyncckpt.testing.case import TableCase, ends_soon, finish, in_thread, start
 from asyncckpt.testing.cuts import cut_image, ended
 

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 4u
+#define AC_ABI_VERSION 5u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -241,9 +241,11 @@ AC_API const int64_t* ac_idmap_ids(const ac_idmap* map); /* id by row, rows_end 
 AC_API int32_t ac_idmap_reserve(ac_idmap* map, uint64_t capacity, ac_error* error);
 /* rows: -1 for an absent id. */
 AC_API int32_t ac_idmap_find(const ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, ac_error* error);
-/* new_rows (may be NULL, else room for count): rows assigned to ids that were absent, in order of appearance. */
+/* new_rows (may be NULL, else room for count): rows assigned to ids that were absent, in order of appearance.
+ * marks (by row; may be NULL): those of the rows that are not 0 become `mark`; rows from marks_count on have none. */
 AC_API int32_t ac_idmap_insert(ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, int64_t* new_rows,
-                               uint64_t* new_count, ac_error* error);
+                               uint64_t* new_count, uint8_t* marks, uint64_t marks_count, uint8_t mark,
+                               ac_error* error);
 /* rows: the row each id had, -1 for an absent id (a second mention in the batch is absent). */
 AC_API int32_t ac_idmap_remove(ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, ac_error* error);
 /* The used rows as ascending maximal ranges [begin, end): `runs` has room for 2 * room values; *count is how many ranges

@@ -91,7 +91,7 @@ CopyWay copy_way() noexcept {
 #if defined(__x86_64__)
   const bool wide = cpu_variant() == CpuVariant::avx512;
   if (cpu_variant() == CpuVariant::portable) return {copy_portable, 0};
-  if (__builtin_cpu_is("intel")) return {wide ? copy_avx512_interleaved : copy_avx2_interleaved, 16 << 10};
+  if (cpu_is_intel()) return {wide ? copy_avx512_interleaved : copy_avx2_interleaved, 16 << 10};
   return {wide ? copy_avx512_sequential : copy_avx2_sequential, 512};
 #else
   return {copy_portable, 0};

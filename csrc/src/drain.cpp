@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -114,7 +115,7 @@ void step_back(uint32_t background) {
   if (background == 0) return;
   const sched_param none{};
   (void)sched_setscheduler(0, background == 2 ? SCHED_IDLE : SCHED_BATCH, &none);
-  if (background == 1) (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), background_niceness);
+  if (background == 1) (void)setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), background_niceness);
 }
 
 void require_sound(const ac_file& file) {

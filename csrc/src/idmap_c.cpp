@@ -2,6 +2,7 @@
 #include "asyncckpt.h"
 #include "error.hpp"
 #include "idmap.hpp"
+#include "marks.hpp"
 
 struct ac_idmap {
   asyncckpt::IdMap map;
@@ -47,10 +48,11 @@ int32_t ac_idmap_find(const ac_idmap* map, const int64_t* ids, uint64_t count, i
 }
 
 int32_t ac_idmap_insert(ac_idmap* map, const int64_t* ids, uint64_t count, int64_t* rows, int64_t* new_rows,
-                        uint64_t* new_count, ac_error* error) {
+                        uint64_t* new_count, uint8_t* marks, uint64_t marks_count, uint8_t mark, ac_error* error) {
   return asyncckpt::at_border(error, [&] {
     require_batch(map, ids, count, rows);
     const uint64_t added = map->map.insert(ids, count, rows, new_rows);
+    if (marks != nullptr) asyncckpt::mark_used(marks, marks_count, rows, count, mark);
     if (new_count != nullptr) *new_count = added;
   });
 }

@@ -9,6 +9,7 @@
 
 #include "asyncckpt.h"
 #include "error.hpp"
+#include "marks.hpp"
 #include "prefetch.hpp"
 #include "thread_pool.hpp"
 
@@ -39,6 +40,21 @@ void mark(uint8_t* marks, const int64_t* rows, uint64_t count, uint8_t value) {
   }
   for (uint64_t index = fetched; index < count; ++index) *place(rows[index]) = value;
 }
+
+}  // namespace
+
+void mark_used(uint8_t* marks, uint64_t marks_count, const int64_t* rows, uint64_t count, uint8_t value) {
+  uint8_t nowhere = 0;
+  // -1 is a number greater than any count.
+  const auto place = [&](int64_t row) { return static_cast<uint64_t>(row) < marks_count ? marks + row : &nowhere; };
+  for (uint64_t index = 0; index < count; ++index) {
+    if (index + rows_ahead < count) prefetch_to_write(place(rows[index + rows_ahead]));
+    uint8_t& mark = *place(rows[index]);
+    mark = mark == 0 ? 0 : value;
+  }
+}
+
+namespace {
 
 // A block of marks compared with a limit: which are greater, as one bit per row and as a number.
 #if defined(__SSE2__)

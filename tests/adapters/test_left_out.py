@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = asyncckpt.HashEmbedding(2, name="user")
+        self.users = asyncckpt.nn.HashEmbedding(2, name="user")
         self.plain = asyncckpt.HashTable("plain", 2)
         self.listed = [asyncckpt.HashTable("first", 2)]
         self.named = {"b": asyncckpt.MultiLevelTable("second", 2, cache_rows=4, admit_after=2)}
@@ -78,7 +78,7 @@ def test_a_collection_leaves_no_table_beside_it(tmp_path: Path) -> None:
     config = embcache.EmbCacheTableConfig("item", 2, ["f"], cache_rows=4, admit_after=2)
     model = torch.nn.ModuleDict({"ebc": embcache.EmbCacheEmbeddingBagCollection([config])})
     embcache.Saver(rank=0, world_size=1).save(model, str(tmp_path / "one"))
-    model["users"] = asyncckpt.HashEmbedding(2, name="user")
+    model["users"] = asyncckpt.nn.HashEmbedding(2, name="user")
     with pytest.raises(asyncckpt.UsageError, match=r"users\.table \(table 'user'\)"):
         embcache.Saver(rank=0, world_size=1).save(model, str(tmp_path / "two"))
 
@@ -118,9 +118,9 @@ PLACES: dict[str, Callable[[asyncckpt.HashTable], Any]] = {
     "held.0": lambda table: {table},
     "held.data.a": lambda table: UserDict(a=table),
     "held.tables.0": lambda table: SimpleNamespace(tables=[table]),
-    "held.a.module.table": lambda table: {"a": SimpleNamespace(module=asyncckpt.HashEmbedding(table))},
-    "held.1.table": lambda table: (0, asyncckpt.HashEmbedding(table)),
-    "held.0.0.table": lambda table: [itself_and(asyncckpt.HashEmbedding(table))],
+    "held.a.module.table": lambda table: {"a": SimpleNamespace(module=asyncckpt.nn.HashEmbedding(table))},
+    "held.1.table": lambda table: (0, asyncckpt.nn.HashEmbedding(table)),
+    "held.0.0.table": lambda table: [itself_and(asyncckpt.nn.HashEmbedding(table))],
 }
 
 
@@ -255,8 +255,8 @@ def test_a_class_is_asked_once_whatever_a_container_holds(monkeypatch: pytest.Mo
 
 
 def test_an_optimizer_needs_its_tables(tmp_path: Path) -> None:
-    module = asyncckpt.HashEmbedding(2, name="user")
-    rows = asyncckpt.SparseSGD(module, lr=0.1)
+    module = asyncckpt.nn.HashEmbedding(2, name="user")
+    rows = asyncckpt.optim.SparseSGD(module, lr=0.1)
     with pytest.raises(asyncckpt.UsageError, match=r"'?rows \(table 'user'\)"):
         asyncckpt.Saver(path=tmp_path, tensors={"rows": rows})
     for tables, state in (({"user": module.table}, {"rows": rows}), ({}, {"rows": TrainerState(rows=rows)})):
@@ -265,7 +265,9 @@ def test_an_optimizer_needs_its_tables(tmp_path: Path) -> None:
 
 
 def test_a_load_needs_the_tables_too(tmp_path: Path) -> None:
-    model, other = (torch.nn.Sequential(asyncckpt.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab")
+    model, other = (
+        torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab"
+    )
     model(torch.arange(5))
     with asyncckpt.Saver(path=tmp_path / "both", hashtables={"t": model[0].table}, tensors={"model": model}) as saver:
         saver.save(1)
@@ -282,7 +284,9 @@ def test_a_load_needs_the_tables_too(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_tables_loads_into_a_module_that_has_some(tmp_path: Path) -> None:
-    model, other = (torch.nn.Sequential(asyncckpt.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab")
+    model, other = (
+        torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1)) for _ in "ab"
+    )
     with asyncckpt.Saver(path=tmp_path, tensors={"model": model.state_dict()}) as saver:
         saver.save(1)
     asyncckpt.Loader(tmp_path, tensors={"model": other}).load()
@@ -290,7 +294,7 @@ def test_a_checkpoint_without_tables_loads_into_a_module_that_has_some(tmp_path:
 
 
 def test_a_follower_needs_the_tables_too(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(asyncckpt.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1))
+    model = torch.nn.Sequential(asyncckpt.nn.HashEmbedding(2, name="user"), torch.nn.Linear(2, 1))
     with asyncckpt.Saver(path=tmp_path, hashtables={"t": model[0].table}, tensors={"model": model}) as saver:
         saver.save(1)
 
@@ -313,6 +317,6 @@ def test_a_collection_is_looked_through_once(tmp_path: Path, monkeypatch: pytest
         for module, walks_count in ((one, 1), (one, 1), (two, 2), (two, 2)):
             saver.save(module, str(tmp_path / "sparse"))
             assert len([walk for walk in walks if walk is one or walk is two]) == walks_count
-        two.append(asyncckpt.HashEmbedding(2, name="user"))
+        two.append(asyncckpt.nn.HashEmbedding(2, name="user"))
         with pytest.raises(asyncckpt.UsageError, match=r"1\.table \(table 'user'\)"):
             embcache.Saver(rank=0, world_size=1).save(two, str(tmp_path / "other"))

@@ -44,7 +44,7 @@ def test_a_root_that_is_a_table_has_a_name() -> None:
 
 def test_our_own_tables_are_found() -> None:
     table = asyncckpt.HashTable("item", 4)
-    model = nn.ModuleDict({"a": asyncckpt.HashEmbedding(table), "b": asyncckpt.HashEmbeddingBag(8, name="other")})
+    model = nn.ModuleDict({"a": asyncckpt.nn.HashEmbedding(table), "b": asyncckpt.nn.HashEmbeddingBag(8, name="other")})
     tables = tables_of(model)
     assert list(tables) == ["a", "b"]
     assert tables["a"] is table
@@ -63,8 +63,8 @@ def test_a_shared_module_and_a_shared_table_are_found_once() -> None:
     table = asyncckpt.HashTable("item", 4)
     shared = nn.Embedding(3, 2)
     model = nn.ModuleDict({"a": shared, "b": shared})
-    model["c"] = asyncckpt.HashEmbedding(table)
-    model["d"] = asyncckpt.HashEmbedding(table)
+    model["c"] = asyncckpt.nn.HashEmbedding(table)
+    model["d"] = asyncckpt.nn.HashEmbedding(table)
     assert list(tables_of(model)) == ["a", "c"]
 
 

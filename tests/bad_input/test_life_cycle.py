@@ -301,10 +301,10 @@ def test_case_115_116_retention_fails_after_the_commit(
     def broken(*_: Any, **__: Any) -> Any:
         raise error
 
-    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": torch.ones(3)}, keep=1) as saver:
         saver.save(0)
         with monkeypatch.context() as patched:
-            patched.setattr(transaction, "keep_latest", broken)
+            patched.setattr(transaction, "retain", broken)
             assert saver.save_async(1).result(DEADLINE_S).step == 1
             saver.wait_idle(DEADLINE_S)
         assert asyncckpt.list_steps(tmp_path) == [0, 1]

@@ -462,7 +462,7 @@ def test_loader_options_of_wrong_kind(tmp_path: Path, options: dict[str, Any]) -
     [
         {"parallel": 0}, {"parallel": 1000}, {"parallel": 2.0}, {"on_busy": "wait!"}, {"durability": "maybe"},
         {"deltas": 5}, {"device": None}, {"ranks": {}}, {"debug": True}, {"on_busy": 5},
-        {"host_memory_limit": -1}, {"host_memory_limit": 1.5}, {"keep_latest": 0}, {"keep_latest": True},
+        {"host_memory_limit": -1}, {"host_memory_limit": 1.5}, {"keep": 0}, {"keep": True},
         {"filter_func": None}, {"hashtables": []}, {"hashtables": {"t": torch.ones(1)}}, {"tensors": 5},
         {"shard_num": 0}, {"shard_index": 1}, {"shard_index": -1}, {"shard_num": "2"},
     ],

@@ -317,7 +317,7 @@ def test_case_063_foreign_files_are_left_alone(small: Crafted) -> None:
     targets.load(small.root)
     assert targets.loaded
     for step in range(8, 12):
-        save_one(small.root, step, keep_latest=2)
+        save_one(small.root, step, keep=2)
     assert asyncckpt.list_steps(small.root) == [7, 10, 11]  # 7 was verified by the load.
     assert [name for name in FOREIGN if not (small.root / name).is_file()] == []
 

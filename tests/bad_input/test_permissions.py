@@ -20,6 +20,7 @@ from crafted import Crafted
 from sentinels import Targets, save_one
 
 import asyncckpt
+from tests.read_only import read_only_mount, run_tool
 
 IOFailedError = asyncckpt.IOFailedError
 NOBODY = 65534
@@ -34,16 +35,6 @@ else:
 """
 
 
-def run_tool(*command: object) -> None:
-    """Run a program of the system, or skip the test saying why it does not work here."""
-    try:
-        run = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    except OSError as error:
-        pytest.skip(f"{command[0]} does not work here: {error}")
-    if run.returncode:
-        pytest.skip(f"{command[0]} does not work here: {run.stderr.strip()}")
-
-
 @contextmanager
 def immutable(*paths: Path) -> Iterator[None]:
     """Nothing can be made in these folders meanwhile, not even by root."""
@@ -56,17 +47,6 @@ def immutable(*paths: Path) -> Iterator[None]:
     finally:
         for path in done:
             subprocess.run(["chattr", "-i", path], check=True)
-
-
-@contextmanager
-def read_only_mount(path: Path) -> Iterator[None]:
-    """The folder as a read-only file system."""
-    run_tool("mount", "--bind", path, path)
-    try:
-        run_tool("mount", "-o", "remount,ro,bind", path)
-        yield
-    finally:
-        subprocess.run(["umount", path], check=True)
 
 
 @functools.cache

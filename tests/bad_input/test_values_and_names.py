@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 import asyncckpt
 from asyncckpt.format.limits import VALUE_DEPTH_MAX
-from asyncckpt.format.manifest import FileFacts, ManifestHead, encode_manifest, render_body
+from asyncckpt.format.manifest import FileFacts, ManifestHead
 from asyncckpt.format.names import Attempt, manifest_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import TENSOR
+from asyncckpt.format.write_manifest import encode_manifest, render_body
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import Role
 from asyncckpt.plan.image import plan_image, split_rows

@@ -47,7 +47,7 @@ def constructors(world: World) -> Mapping[str, tuple[Callable[..., Any], dict[st
     """Each with the arguments that it needs at least."""
     fresh = {"path": world.path}
     soon = asyncckpt.RankOptions(peer_deadline=0.05)
-    embedding = asyncckpt.HashEmbedding(world.table)
+    embedding = asyncckpt.nn.HashEmbedding(world.table)
     return {
         "Saver": (asyncckpt.Saver, {**fresh, "ranks": soon}),
         "Loader": (asyncckpt.Loader, {"checkpoint_path": world.path}),
@@ -59,14 +59,14 @@ def constructors(world: World) -> Mapping[str, tuple[Callable[..., Any], dict[st
         "DebugOptions": (asyncckpt.DebugOptions, {}),
         "HashTable": (asyncckpt.HashTable, {"name": "u", "dim": 2}),
         "MultiLevelTable": (asyncckpt.MultiLevelTable, {"name": "u", "dim": 2, "cache_rows": 4}),
-        "HashEmbedding": (asyncckpt.HashEmbedding, {"table": world.table}),
-        "HashEmbeddingBag": (asyncckpt.HashEmbeddingBag, {"table": world.table}),
-        "SparseAdagrad": (asyncckpt.SparseAdagrad, {"modules": embedding, "lr": 0.1}),
-        "SparseAdam": (asyncckpt.SparseAdam, {"modules": embedding}),
-        "SparseAdamW": (asyncckpt.SparseAdamW, {"modules": embedding}),
-        "SparseFTRL": (asyncckpt.SparseFTRL, {"modules": embedding}),
-        "SparseSGD": (asyncckpt.SparseSGD, {"modules": embedding, "lr": 0.1}),
-        "Uniform": (asyncckpt.Uniform, {"bound": 1.0}),
+        "HashEmbedding": (asyncckpt.nn.HashEmbedding, {"table": world.table}),
+        "HashEmbeddingBag": (asyncckpt.nn.HashEmbeddingBag, {"table": world.table}),
+        "SparseAdagrad": (asyncckpt.optim.SparseAdagrad, {"modules": embedding, "lr": 0.1}),
+        "SparseAdam": (asyncckpt.optim.SparseAdam, {"modules": embedding}),
+        "SparseAdamW": (asyncckpt.optim.SparseAdamW, {"modules": embedding}),
+        "SparseFTRL": (asyncckpt.optim.SparseFTRL, {"modules": embedding}),
+        "SparseSGD": (asyncckpt.optim.SparseSGD, {"modules": embedding, "lr": 0.1}),
+        "Uniform": (asyncckpt.nn.Uniform, {"bound": 1.0}),
         "Slot": (asyncckpt.Slot, {"dtype": torch.float32, "row_shape": (2,)}),
         "Piece": (asyncckpt.Piece, {"tensor": torch.ones(2), "begin": (0,)}),
         "sharded": (asyncckpt.sharded, {"tensor": torch.ones(2), "begin": (0,), "whole_shape": (2,)}),

@@ -175,3 +175,12 @@ def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path
     assert {one["way"] for one in result["gathers"]} == {"index_select"}
     assert [one["exact"] for one in result["loads"]] == [True]
     assert "targets" in (tmp_path / "gpu.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_start_bench_gives_a_figure_for_every_command(tmp_path: Path) -> None:
+    seconds = run_bench("start", tmp_path / "start")["seconds"]
+    assert seconds.keys() == {"python -c pass", "--help", "--version", "ls of 3 steps", "show", "ls of 20 steps"}
+    for taken in seconds.values():
+        assert_is_figure(*taken)

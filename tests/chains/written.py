@@ -16,16 +16,10 @@ import xxhash
 
 from asyncckpt.format.encodings import encode
 from asyncckpt.format.header import render_header
-from asyncckpt.format.manifest import (
-    BodyTemplate,
-    FileFacts,
-    ManifestHead,
-    ParentFacts,
-    encode_manifest,
-    render_body,
-    written_digest,
-)
+from asyncckpt.format.manifest import FileFacts, ManifestHead, ParentFacts
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name, shard_path
+from asyncckpt.format.values import encode_value
+from asyncckpt.format.write_manifest import BodyTemplate, encode_manifest, render_body, written_digest
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 from asyncckpt.native import U8, core
@@ -83,6 +77,8 @@ def write(
     encoding: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     pads: Sequence[int] = (),
     part_rows: int = 1 << 60,
+    created: str = "2026-01-01T00:00:00Z",
+    metadata: Mapping[str, Any] | None = None,
 ) -> Written:
     """Write a checkpoint; a delta when it has parents, compacted when it replaces one.
 
@@ -113,7 +109,8 @@ def write(
         for name, layer in tables.items()
     )
     tree = ("dict", tuple(dense or {}), tuple(("tensor",) for _ in dense or {}))
-    return _publish(root, Attempt.new(step), blocks, facts, tree, parents, replaces)
+    head = {"created": created, "metadata": {key: encode_value(v, owner=key) for key, v in (metadata or {}).items()}}
+    return _publish(root, Attempt.new(step), blocks, facts, tree, {**head, "parents": parents, "replaces": replaces})
 
 
 def _publish(
@@ -122,8 +119,7 @@ def _publish(
     blocks: Sequence[tuple[BlockSpec, bytes]],
     tables: tuple[TableFacts, ...],
     tree: tuple[Any, ...],
-    parents: tuple[ParentFacts, ...],
-    replaces: str | None,
+    facts: Mapping[str, Any],
 ) -> Written:
     keys = [f"{number}" for number in range(len(blocks))]
     header = render_header([(key, spec) for key, (spec, _) in zip(keys, blocks, strict=True)], rank=0).stamp(attempt)
@@ -144,16 +140,13 @@ def _publish(
     )
     head = ManifestHead(
         step=attempt.step,
-        kind="delta" if parents else "full",
-        parents=parents,
+        kind="delta" if facts["parents"] else "full",
         attempt=attempt.id,
-        created="2026-01-01T00:00:00Z",
         writer="test",
         ranks_count=1,
         files=(file,),
         values=(),
-        metadata={},
-        replaces=replaces,
+        **facts,
     )
     digests = np.array([list(_digest(raw)) for _, raw in blocks], dtype=np.uint8).reshape(-1, 16)
     body = render_body(tables, tree, placed)

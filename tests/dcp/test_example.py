@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.any_core
+pytestmark = [pytest.mark.any_core, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "dcp_fsdp.py"
 SECONDS_MAX = 120

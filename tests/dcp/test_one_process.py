@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import asyncckpt
 import asyncckpt.dcp
-from asyncckpt.commit.retention import keep_latest
+from asyncckpt.commit.retention import retain
 from asyncckpt.dcp import StorageReader, StorageWriter, save_planner
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.save_planner import PlanToken
@@ -399,7 +399,7 @@ class _Retires(DefaultLoadPlanner):
 
 def test_a_checkpoint_that_is_let_go_while_it_is_planned_is_read_to_its_end(tmp_path: Path) -> None:
     state = {"x": torch.ones(1000)}
-    with asyncckpt.Saver(path=tmp_path, tensors=state, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=state, keep=1) as saver:
         saver.save(1)
         reader, found = StorageReader(tmp_path), {"x": torch.zeros(1000)}
         state["x"] = torch.full((1000,), 2.0)
@@ -536,7 +536,7 @@ def test_unflattened_states_keep_values_whole(tmp_path: Path) -> None:
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
     for seed in range(4):
-        dcp.save(rich_state(seed), storage_writer=StorageWriter(tmp_path / "ckpt", keep_latest=2))
+        dcp.save(rich_state(seed), storage_writer=StorageWriter(tmp_path / "ckpt", keep=2))
     await_retention()
     assert asyncckpt.list_steps(tmp_path / "ckpt") == [2, 3]
 
@@ -557,11 +557,11 @@ def test_a_save_does_not_wait_for_old_checkpoints_to_go(
         seen.append((saved.wait(5), can_lock(tmp_path / "ckpt")))
         if fails:
             raise asyncckpt.IOFailedError("the disk is gone")
-        keep_latest(*args, **options)
+        retain(*args, **options)
 
-    monkeypatch.setattr("asyncckpt.commit.transaction.keep_latest", slow)
+    monkeypatch.setattr("asyncckpt.commit.transaction.retain", slow)
     for _ in range(2):
-        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "ckpt", keep_latest=1))
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "ckpt", keep=1))
         saved.set()
         await_retention()
         assert seen.pop() == (True, False)
@@ -588,7 +588,7 @@ def test_a_directory_that_another_writer_of_the_process_holds_is_shared(tmp_path
     assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1, 2]
 
 
-@pytest.mark.parametrize("options", [{"step": -1}, {"durability": "maybe"}, {"parallel": 0}, {"keep_latest": 0}])
+@pytest.mark.parametrize("options", [{"step": -1}, {"durability": "maybe"}, {"parallel": 0}, {"keep": 0}])
 def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(asyncckpt.UsageError):
         StorageWriter(tmp_path / "ckpt", **options)

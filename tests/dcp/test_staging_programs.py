@@ -155,7 +155,7 @@ class Program:
                 path / name,
                 parallel=self.choices.choice([1, 3]),
                 durability="none",
-                keep_latest=self.choices.choice([None, 2]),
+                keep=self.choices.choice([None, 2]),
                 host_memory_limit=self.choices.choice([None, None, None, 0]),
             )
             for name in "ab"

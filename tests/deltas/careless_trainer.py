@@ -67,8 +67,8 @@ class CarelessTrainer:
         self.views: list[tuple[torch.Tensor, int]] = []  # Some rows of the embedding, from the given one on.
         self.weights: list[torch.nn.Parameter] = []
         self.pending: list[int] = []  # Ids with a gradient.
-        self.module = asyncckpt.HashEmbedding(self.table)
-        self.optimizer = asyncckpt.SparseSGD(self.module, lr=1.0)
+        self.module = asyncckpt.nn.HashEmbedding(self.table)
+        self.optimizer = asyncckpt.optim.SparseSGD(self.module, lr=1.0)
         self.expected: dict[tuple[str, int], Model] = {}
         self.savers: dict[str, Saver] = {}
         root.mkdir()
@@ -259,7 +259,7 @@ class CarelessTrainer:
         if not self.evaluates:
             yield
             return
-        module = asyncckpt.HashEmbedding(self.table).eval()
+        module = asyncckpt.nn.HashEmbedding(self.table).eval()
         ids = torch.arange(-5, IDS_COUNT + 5)
         may_end = threading.Event()
 
@@ -343,8 +343,11 @@ class CarelessTrainer:
 
     def change(self, rows: torch.Tensor, change: Callable[[Any], Any]) -> None:
         """Change the ids that the rows of the level that training sees belong to at present."""
-        flat = rows.numpy()
-        for id in self.table._level.ids_by_row()[flat[self.table._are_used(flat)]].tolist():
+        level, flat = self.table._level, rows.numpy()
+        ids_by_row = level.ids_by_row()
+        flat = flat[(flat >= 0) & (flat < len(ids_by_row))]
+        ids = ids_by_row[flat]
+        for id in ids[level.find(ids) == flat].tolist():
             self.model[id] = change(self.model[id])
 
 

@@ -50,7 +50,7 @@ class SavesWorld:
         self.dense = torch.zeros(3)
         self.committed: dict[int, Copy] = {}
         self.step = 0
-        self.keep_latest: int | None = None
+        self.keep: int | None = None
         self.has_base = False  # Whether this Saver has committed a checkpoint.
         self.kinds: list[str] = []
         self.loaded: set[int] = set()
@@ -61,13 +61,13 @@ class SavesWorld:
     def open(
         self,
         *,
-        keep_latest: int | None = None,
+        keep: int | None = None,
         host_level: Any = "copy",
         refresh: bool = True,
         filters: Sequence[str] = (),
     ) -> None:
         """`filters` are names of FILTERS."""
-        self.keep_latest = keep_latest
+        self.keep = keep
         self.filters = filters
         self.has_base = False
         self.saver = Saver(
@@ -75,7 +75,7 @@ class SavesWorld:
             hashtables={name: world.table for name, world in self.worlds.items()},
             tensors={"dense": self.dense, "progress": _Progress(self)},
             deltas=POLICY,
-            keep_latest=keep_latest,
+            keep=keep,
             device=asyncckpt.DeviceOptions(host_level=host_level),
             debug=asyncckpt.DebugOptions(refresh=refresh),
             filters=[FILTERS[name] for name in filters],
@@ -127,7 +127,7 @@ class SavesWorld:
             assert error.resolve()
             self.committed[self.step] = copy
             self.close()
-            self.open(keep_latest=self.keep_latest, filters=self.filters)
+            self.open(keep=self.keep, filters=self.filters)
         else:
             assert isinstance(error, IOFailedError), repr(error)
             assert storage.failed is not None
@@ -165,7 +165,7 @@ class SavesWorld:
         if offline:
             self.close()
             asyncckpt.compact(self.root, step)
-            self.open(keep_latest=self.keep_latest, filters=self.filters)
+            self.open(keep=self.keep, filters=self.filters)
         else:
             self.saver.compact(step).result(RESULT_SECONDS_MAX)
         assert asyncckpt.describe(self.root, step).kind == "full"
@@ -189,10 +189,10 @@ class SavesWorld:
     def steps(self) -> list[int]:
         """Steps that are there; what retention has taken is forgotten, and nothing else may be gone."""
         steps = asyncckpt.list_steps(self.root) if self.committed or self.root.exists() else []
-        if self.keep_latest is None:
+        if self.keep is None:
             assert steps == sorted(self.committed)
         else:
-            kept = sorted(self.committed)[-self.keep_latest :]
+            kept = sorted(self.committed)[-self.keep :]
             assert set(kept) <= set(steps) <= set(self.committed)
         self.committed = {step: self.committed[step] for step in steps}
         return steps
@@ -216,10 +216,10 @@ class SavesWorld:
     def _check_kept(self) -> None:
         """Retention, which has just run, left what the newest steps need, and nothing else."""
         steps = self.steps()
-        if self.keep_latest is None:
+        if self.keep is None:
             return
         # The newest step that this process has loaded is kept too: the others are not known to be good.
-        kept = {*steps[-self.keep_latest :], *([max(self.loaded)] if self.loaded else [])} & set(steps)
+        kept = {*steps[-self.keep :], *([max(self.loaded)] if self.loaded else [])} & set(steps)
         needed = {parent for step in kept for parent in parents_of(self.root, step)}
         assert set(steps) <= kept | needed
 

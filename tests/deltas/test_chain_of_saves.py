@@ -56,9 +56,7 @@ def test_deltas_take_a_sixth_of_the_bytes_and_every_step_loads(tmp_path: Path) -
         assert asyncckpt.describe(tmp_path, step).kind == "full"
     check(tmp_path, expected)
 
-    with asyncckpt.Saver(
-        path=tmp_path, hashtables=training.tower.tables, tensors=training.state(), keep_latest=3
-    ) as saver:
+    with asyncckpt.Saver(path=tmp_path, hashtables=training.tower.tables, tensors=training.state(), keep=3) as saver:
         saver.save(1000)
     kept = asyncckpt.list_steps(tmp_path)
     # 400 is full by now; 380 needs all from the full one on.

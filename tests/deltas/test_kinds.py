@@ -164,12 +164,12 @@ def test_a_queued_delta_builds_upon_what_is_committed(tmp_path: Path) -> None:
     table = filled_table()
     opened = threading.Event()
 
-    def wait(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def wait(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         assert opened.wait(60)
         return blocks
 
     images = {}
-    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=wait, deltas=ALWAYS, keep_latest=1) as saver:
+    with Saver(path=tmp_path, hashtables={"user": table}, filter_func=wait, deltas=ALWAYS, keep=1) as saver:
         opened.set()
         save(saver, 1)
         opened.clear()
@@ -212,7 +212,7 @@ def test_a_loaded_table_is_whole(tmp_path: Path) -> None:
 def test_a_user_filter_sees_all_rows_and_the_delta_holds_some(tmp_path: Path) -> None:
     seen = []
 
-    def doubled(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def doubled(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         seen.append({block.tensor_name(): block.shape for block in blocks})
         return [b.replace(data=b.data * 2) if b.column == "embedding" else b for b in blocks]
 
@@ -231,7 +231,7 @@ def test_a_user_filter_sees_all_rows_and_the_delta_holds_some(tmp_path: Path) ->
 
 
 def test_a_user_filter_that_renames_makes_tables_whole(tmp_path: Path) -> None:
-    def renamed(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def renamed(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         return [block.replace(name=f"other@{block.column}") for block in blocks]
 
     table = filled_table()
@@ -247,7 +247,7 @@ def test_a_user_filter_that_renames_makes_tables_whole(tmp_path: Path) -> None:
 def test_a_user_filter_that_renames_later_is_refused(tmp_path: Path) -> None:
     names = ["user", "other"]
 
-    def renamed(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def renamed(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         name = names.pop(0)
         return [block.replace(name=f"{name}@{block.column}") for block in blocks]
 
@@ -262,7 +262,7 @@ def test_a_user_filter_that_renames_later_is_refused(tmp_path: Path) -> None:
 
 def test_saver_compacts_beside_training(tmp_path: Path) -> None:
     table = filled_table()
-    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS, keep_latest=2) as saver:
+    with Saver(path=tmp_path, hashtables={"user": table}, deltas=ALWAYS, keep=2) as saver:
         for step in range(1, 5):
             write(table, torch.tensor([step]), float(step))
             save(saver, step)

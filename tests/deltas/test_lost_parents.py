@@ -131,7 +131,7 @@ def test_a_parent_that_goes_while_a_delta_is_written_ends_that_and_the_next_one_
 ) -> None:
     lost = []
 
-    def lose(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def lose(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         for step in lost:
             remove_manifest(tmp_path, step)
         return blocks
@@ -155,7 +155,7 @@ def test_full_saves_do_not_mind_that_an_older_one_is_gone(tmp_path: Path) -> Non
 
 
 def test_a_chain_counts_from_what_was_compacted(tmp_path: Path) -> None:
-    with Run(tmp_path, deltas=DeltaPolicy(deltas_max=3, bytes_share_max=1e9), keep_latest=2) as run:
+    with Run(tmp_path, deltas=DeltaPolicy(deltas_max=3, bytes_share_max=1e9), keep=2) as run:
         kinds = []
         for step in range(8):
             kinds.append(run.save(step).kind)
@@ -212,7 +212,7 @@ def test_a_compaction_in_the_middle_of_a_chain_shortens_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("lose", [remove_folder, remove_file])
 def test_a_compacted_parent_that_is_gone_is_missed(lose: Callable[[Path, int], None], tmp_path: Path) -> None:
-    with Run(tmp_path, keep_latest=1) as run:
+    with Run(tmp_path, keep=1) as run:
         for step in range(3):
             run.save(step)
         run.saver.compact(2).result(60)

@@ -136,14 +136,14 @@ class Saves(RuleBasedStateMachine):
         self.world.compact(self._step(choice), offline=offline)
 
     @rule(
-        keep_latest=st.sampled_from([None, 1, 2, 3]),
+        keep=st.sampled_from([None, 1, 2, 3]),
         host_level=st.sampled_from(["copy", "first_touch"]),
         refresh=st.booleans(),
         filters=st.sampled_from([(), (), ("odd",), ("zeros",), ("odd", "zeros")]),
     )
-    def reopen(self, keep_latest: int | None, host_level: str, refresh: bool, filters: tuple[str, ...]) -> None:
+    def reopen(self, keep: int | None, host_level: str, refresh: bool, filters: tuple[str, ...]) -> None:
         self.world.close()
-        self.world.open(keep_latest=keep_latest, host_level=host_level, refresh=refresh, filters=filters)
+        self.world.open(keep=keep, host_level=host_level, refresh=refresh, filters=filters)
 
     def _step(self, choice: int) -> int:
         steps = self.world.steps()

@@ -253,8 +253,8 @@ def test_a_load_is_no_write_of_others(table: Table, clear: bool, tmp_path: Path)
 
 
 def test_our_modules_and_optimizers_are_no_others(table: Table, tmp_path: Path) -> None:
-    module = asyncckpt.HashEmbedding(table)
-    optimizer = asyncckpt.SparseAdagrad(module, lr=0.1)
+    module = asyncckpt.nn.HashEmbedding(table)
+    optimizer = asyncckpt.optim.SparseAdagrad(module, lr=0.1)
     with warnings.catch_warnings(), Saver(path=tmp_path, hashtables={"t": table}) as saver:
         warnings.simplefilter("error")
         for step in range(6):

@@ -27,7 +27,7 @@ class Tower(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bags = torch.nn.ModuleDict(
-            {name: asyncckpt.HashEmbeddingBag(new_table(name)) for name in ("user", "item")}
+            {name: asyncckpt.nn.HashEmbeddingBag(new_table(name)) for name in ("user", "item")}
         )
         self.head = torch.nn.Linear(2 * DIM, 1)
 
@@ -45,7 +45,7 @@ def new_table(name: str) -> asyncckpt.HashTable:
         DIM,
         optimizer_slots={"sum": torch.float32},
         metadata={"last_seen": torch.int64},
-        initializer=asyncckpt.Uniform(0.1, seed=3),
+        initializer=asyncckpt.nn.Uniform(0.1, seed=3),
     )
 
 
@@ -57,7 +57,7 @@ class ZipfTraining:
         self._random = np.random.default_rng(seed)
         self.tower = Tower()
         self.dense = torch.optim.SGD(self.tower.head.parameters(), lr=0.01)
-        self.sparse = asyncckpt.SparseAdagrad(self.tower, lr=0.05)
+        self.sparse = asyncckpt.optim.SparseAdagrad(self.tower, lr=0.05)
         self._ids = {name: self._random.permutation(ROWS_COUNT) * 7919 - 2**40 for name in self.tower.tables}
         for name, table in self.tower.tables.items():
             table.lookup(self._ids[name])

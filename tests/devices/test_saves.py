@@ -62,6 +62,19 @@ def test_the_call_waits_for_no_device(runtime: SimulatedRuntime, tmp_path: Path)
     assert differing(loaded(tmp_path, 2, values), values) == []
 
 
+def test_tied_tensors_of_a_device_are_stored_once(runtime: SimulatedRuntime, tmp_path: Path) -> None:
+    state, values = new_state(runtime)
+    state["tied"], values["tied"] = state["first"].detach(), values["first"]
+    state["rows"], values["rows"] = state["first"][2:], values["first"][2:]
+    with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
+        saver.save_async(1).result(30)
+    assert asyncckpt.describe(tmp_path, 1).tied == {"tied": "first"}
+    assert differing(loaded(tmp_path, 1, values), values) == []
+    found = asyncckpt.load(tmp_path)
+    found["first"][5, 5] = 77.0
+    assert float(found["tied"][5, 5]) == float(found["rows"][3, 5]) == 77.0
+
+
 def test_a_state_on_the_host_asks_nothing_of_devices(runtime: SimulatedRuntime, tmp_path: Path) -> None:
     state = {"host": torch.arange(10)}
     with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
@@ -126,7 +139,7 @@ def test_fence_holds_a_stream_back_while_the_background_waits(runtime: Simulated
 def test_a_filter_sees_the_cut(runtime: SimulatedRuntime, tmp_path: Path) -> None:
     state, values = new_state(runtime)
 
-    def doubled(blocks: list[asyncckpt.WriteBlock]) -> Sequence[asyncckpt.WriteBlock]:
+    def doubled(blocks: list[asyncckpt.filters.WriteBlock]) -> Sequence[asyncckpt.filters.WriteBlock]:
         return [block.replace(data=block.data * 2) if block.tensor_name() == "first" else block for block in blocks]
 
     with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=doubled) as saver:
@@ -179,6 +192,7 @@ def test_periodic_saves_hold_their_cuts(runtime: SimulatedRuntime, tmp_path: Pat
                 tensor.fill_(step)
             if periodic.step(step) is not None:
                 cuts[step] = {name: torch.full_like(tensor, step) for name, tensor in targets.items()}
+    cuts[step] = {name: torch.full_like(tensor, step) for name, tensor in targets.items()}  # The last one, always.
     assert list(cuts) == asyncckpt.list_steps(tmp_path)
     for step, cut in cuts.items():
         assert differing(loaded(tmp_path, step, cut), cut) == []

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from asyncckpt.cli import app
+from tests.program import invoke
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
     "docs/guide.md",
+    "docs/command-line.md",
     "docs/tables.md",
     "docs/embcache.md",
     "docs/dcp.md",
@@ -96,7 +96,7 @@ def run_console(block: Block) -> tuple[str, str]:
             continue
         program, *arguments = shlex.split(line[2:], comments=True)
         assert program in ("asyncckpt", "torchrun"), f"line {block.line}: only these can be run here"
-        printed.append(run_torchrun(arguments) if program == "torchrun" else CliRunner().invoke(app, arguments).output)
+        printed.append(run_torchrun(arguments) if program == "torchrun" else invoke(*arguments).output)
     return "\n".join(expected) + "\n", "".join(printed)
 
 

@@ -44,7 +44,7 @@ def saves_and_loads(rank: int, folder: Path) -> None:
     raised(asyncckpt.UsageError, "not that of torch.distributed", Saver, rank=rank + 1)
     raised(asyncckpt.UsageError, "not that of torch.distributed", Saver, world_size=1)
     policy = asyncckpt.DeltaPolicy(deltas_max=100, bytes_share_max=1000.0)
-    with Saver(peers_deadline=DEADLINE_S, deltas=policy, keep_latest=2) as saver:
+    with Saver(peers_deadline=DEADLINE_S, deltas=policy, keep=2) as saver:
         assert (saver.rank, saver.world_size) == (rank, WORLD)
         net = Net(shard=(rank, WORLD)).trained(range(3))
         assert saver.save(net, path).step == 0

@@ -25,7 +25,7 @@ def config(name: str = "user", features: Iterable[str] = ("clicks", "likes"), **
         "cache_rows": 40,
         "optimizer_slots": {"sum": torch.float32},
         "metadata": {"last_seen": torch.int64, "count": torch.int64},
-        "initializer": asyncckpt.Uniform(0.1, seed=7),
+        "initializer": asyncckpt.nn.Uniform(0.1, seed=7),
         "capacity": 8,
     }
     return EmbCacheTableConfig(name=name, feature_names=tuple(features), **{**chosen, **options})
@@ -43,7 +43,7 @@ class Net(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.head = nn.Linear(4, 1)
-        self.adagrad = asyncckpt.SparseAdagrad(self, lr=0.1)
+        self.adagrad = asyncckpt.optim.SparseAdagrad(self, lr=0.1)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         pooled, words = self.bags(batch), self.below["words"](batch)

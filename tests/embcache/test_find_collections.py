@@ -118,7 +118,7 @@ def test_name_of_a_companion_is_taken_too() -> None:
     [
         (nn.Linear(2, 2), "save dense state with asyncckpt.Saver"),
         (nn.BatchNorm1d(2, affine=False), "save dense state with asyncckpt.Saver"),
-        (nn.Sequential(asyncckpt.HashEmbedding(4)), "save hash tables with asyncckpt.Saver"),
+        (nn.Sequential(asyncckpt.nn.HashEmbedding(4)), "save hash tables with asyncckpt.Saver"),
         (nn.Identity(), "EmbCacheEmbeddingBagCollection or EmbCacheEmbeddingCollection"),
         (torch.zeros(3), "saved with asyncckpt.Saver"),
         ({"w": torch.zeros(3)}, "saved with asyncckpt.Saver"),

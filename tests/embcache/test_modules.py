@@ -111,7 +111,7 @@ def test_a_feature_of_two_tables_has_rows_of_both(kind: type[Any]) -> None:
         assert sorted(both.tables()[name].ids().tolist()) == sorted(table.ids().tolist())
     # Both tables learn from it.
     before = {name: table.read(batch["likes"][0])["embedding"] for name, table in both.tables().items()}
-    optimizer = asyncckpt.SparseSGD(both, lr=0.5)
+    optimizer = asyncckpt.optim.SparseSGD(both, lr=0.5)
     found = both(batch)
     rows = [found[key] if isinstance(found, PooledRows) else found[key].values for key in ("likes@user", "likes@wide")]
     sum(part.sum() for part in rows).backward()  # type: ignore[union-attr]

@@ -72,7 +72,7 @@ def test_saves_go_on_behind_the_earlier_form(path: Path) -> None:
     before = save(nets(3, steps=range(2)), path, step=41)
     save(nets(3, steps=range(1))[2:], path, step=43)
     net = nets(1, steps=range(4))[0]
-    with Saver(rank=0, on_busy="queue", keep_latest=2) as saver:
+    with Saver(rank=0, on_busy="queue", keep=2) as saver:
         for step in (41, 43):
             with pytest.raises(asyncckpt.ConflictError, match=f"step {step} exists already"):
                 saver.save(net, path, step=step)

@@ -201,7 +201,7 @@ def test_empty_tables_come_back_empty(path: Path) -> None:
 
 def test_keep_latest(path: Path) -> None:
     net = Net()
-    with Saver(rank=0, keep_latest=2) as saver:
+    with Saver(rank=0, keep=2) as saver:
         for _ in range(4):
             saver.save(net, path)
     assert asyncckpt.list_steps(path) == [2, 3]

@@ -16,19 +16,10 @@ import xxhash
 
 import asyncckpt
 from asyncckpt.format.header import render_header
-from asyncckpt.format.manifest import (
-    BlockFacts,
-    FileFacts,
-    Manifest,
-    ParentFacts,
-    RankPart,
-    encode_manifest,
-    encode_part,
-    render_body,
-    written_digest,
-)
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ParentFacts, RankPart
 from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.format.write_manifest import encode_manifest, encode_part, render_body, written_digest
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
 from tests.chains.written import Written
@@ -134,7 +125,7 @@ class _Part:
             bytes=at,
         )
         self.digests = np.array([list(digest) for _, _, digest in chosen], dtype=np.uint8).reshape(-1, 16)
-        self.body = render_body(self.was.tables, self.was.tree, placed)
+        self.body = render_body(self.was.tables, self.was.tree, placed, sharing=self.was.sharing)
 
 
 def _chosen(source: Path, was: Manifest, rank: int, change: Change) -> list[tuple[BlockSpec, bytes, bytes]]:

@@ -50,7 +50,7 @@ class RunSpec:
         return {
             "optimizer_slots": {"sum": torch.float32},
             "metadata": {"last_seen": torch.int64},
-            "initializer": asyncckpt.Uniform(0.5, seed=3),
+            "initializer": asyncckpt.nn.Uniform(0.5, seed=3),
             "capacity": 160,
         }
 
@@ -85,8 +85,8 @@ class _Side:
 
     def __init__(self, table: Any) -> None:
         self.table = table
-        self.bag = asyncckpt.HashEmbeddingBag(table, mode="sum")
-        self.adagrad = asyncckpt.SparseAdagrad(self.bag, lr=0.1)
+        self.bag = asyncckpt.nn.HashEmbeddingBag(table, mode="sum")
+        self.adagrad = asyncckpt.optim.SparseAdagrad(self.bag, lr=0.1)
 
     def train(self, step: int, ids: torch.Tensor, target: torch.Tensor) -> None:
         self.bag.step = step

@@ -21,7 +21,7 @@ def new_table(name: str = "user", *, shard: tuple[int, int] = (0, 1)) -> asyncck
         optimizer_slots={"sum": (), "momentum": torch.float32},
         metadata={"last_seen": torch.int64},
         shard=shard,
-        initializer=asyncckpt.Uniform(0.1, seed=7),
+        initializer=asyncckpt.nn.Uniform(0.1, seed=7),
     )
 
 
@@ -173,7 +173,7 @@ class Gate:
         self.reached = threading.Event()
         self._open = threading.Event()
 
-    def __call__(self, blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def __call__(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         self.reached.set()
         assert self._open.wait(60)
         return blocks

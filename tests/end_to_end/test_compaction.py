@@ -146,7 +146,7 @@ def test_full_and_compacted_steps_are_left_as_they_are(chain: Chain) -> None:
 
 
 def test_later_deltas_build_upon_the_compacted_step(tmp_path: Path) -> None:
-    with TrainingRun(tmp_path, keep_latest=None) as run:
+    with TrainingRun(tmp_path, keep=None) as run:
         for step in STEPS[:3]:
             run.save(step)
         assert not run.saver.compact().result(60).skipped
@@ -164,7 +164,7 @@ def test_later_deltas_build_upon_the_compacted_step(tmp_path: Path) -> None:
 
 
 def test_retention_lets_what_was_folded_go(tmp_path: Path) -> None:
-    with TrainingRun(tmp_path, keep_latest=2) as run:
+    with TrainingRun(tmp_path, keep=2) as run:
         for step in STEPS:
             run.save(step)
         run.saver.wait_idle(60)  # Also for retention.
@@ -189,7 +189,7 @@ def test_a_save_beside_a_compaction_does_not_sweep_it(tmp_path: Path, monkeypatc
         return written
 
     monkeypatch.setattr(asyncckpt.engine.compact.run_compaction, "_write", held_write)
-    with TrainingRun(tmp_path, keep_latest=100) as run:
+    with TrainingRun(tmp_path, keep=100) as run:
         for step in STEPS:
             run.save(step)
         compaction = run.saver.compact()

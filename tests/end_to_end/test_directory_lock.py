@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import asyncckpt
+from asyncckpt import system
 from asyncckpt.storage import owner_lock
 
 HOLD = """
@@ -181,7 +182,7 @@ def test_a_child_forked_while_the_lock_is_taken_does_not_keep_it(
         thread.join(60)
         savers[0].close()
         with open(tmp_path / "LOCK", "r+b") as file:
-            fcntl.fcntl(file, owner_lock._F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(file, system.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     finally:
         for end in (until_end, end_child, begun, begin):
             os.close(end)

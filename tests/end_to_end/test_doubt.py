@@ -34,7 +34,7 @@ def broken_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_commit_in_doubt_stops_the_saver(tmp_path: Path, broken_sync: None, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.arange(4.0)}
-    saver = asyncckpt.Saver(path=tmp_path, tensors=state, keep_latest=1)
+    saver = asyncckpt.Saver(path=tmp_path, tensors=state, keep=1)
     with pytest.raises(asyncckpt.IndeterminateError, match="perhaps not durable") as caught:
         saver.save_async(1).result(60)
     for save in (saver.save_async, saver.save):

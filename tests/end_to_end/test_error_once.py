@@ -256,14 +256,14 @@ def test_what_loses_or_repeats_it_is_found(
 # -- with real saves ---------------------------------------------------------------------------------------------------
 
 
-def failing(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     raise RuntimeError("disk on fire")
 
 
 class FailingGate(Gate):
     """Holds a save, then fails it."""
 
-    def __call__(self, blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def __call__(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         return failing(super().__call__(blocks))
 
 

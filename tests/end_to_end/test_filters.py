@@ -25,7 +25,7 @@ def new_table(name: str = "user") -> asyncckpt.HashTable:
         DIM,
         optimizer_slots={"sum": torch.float32},
         metadata={"count": torch.int64},
-        initializer=asyncckpt.Uniform(0.1, seed=3),
+        initializer=asyncckpt.nn.Uniform(0.1, seed=3),
     )
 
 
@@ -211,7 +211,7 @@ def test_multi_level_tables_and_their_companions_are_filtered_by_name(tmp_path: 
 def test_a_filter_function_goes_before_the_row_filters(tmp_path: Path) -> None:
     table = filled()
 
-    def no_slots(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def no_slots(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         return [block for block in blocks if block.role is not asyncckpt.table.Role.OPTIMIZER]
 
     rules = [filters.keep_rows("user", lambda columns: columns["count"] >= 3), filters.cast("*", torch.float16)]

@@ -201,7 +201,7 @@ async def test_retention_does_not_take_away_what_is_being_used(run: TrainingRun)
 
 async def test_steps_that_are_gone_are_passed_over(tmp_path: Path) -> None:
     served = State.empty()
-    with TrainingRun(tmp_path, keep_latest=1) as run:
+    with TrainingRun(tmp_path, keep=1) as run:
         run.save(1, "full")
         async with follow(run) as follower:
             await serve(run, [1], served, follower)

@@ -40,7 +40,7 @@ def test_a_second_process_sees_every_step_once_across_a_restart(tmp_path: Path) 
     path, cursor = tmp_path / "run", tmp_path / "cursor.json"
     server = Server(path, cursor)  # Before there is a directory.
     seen, digests = [], {}
-    with TrainingRun(path, keep_latest=20) as run:
+    with TrainingRun(path, keep=20) as run:
 
         def save(step: int, kind: str = "auto") -> None:
             run.save(step, kind)

@@ -15,7 +15,7 @@ import asyncckpt
 from tests.end_to_end.state import Gate, State, load_image
 
 
-def failing(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     raise RuntimeError("disk on fire")
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 import asyncckpt
-from tests.end_to_end.trees import differences, live, states
+from tests.end_to_end.trees import differences, live, shared_bytes, states
 
 
 def trained() -> dict[str, Any]:
@@ -41,12 +41,13 @@ def check_comes_back(state: dict[str, Any]) -> None:
         saved(root / "ckpt", state, durability="none")
         found = asyncckpt.load(root / "ckpt")
         assert list(differences(found, live(state))) == []
+        assert shared_bytes(found) == shared_bytes(live(state))
     finally:
         shutil.rmtree(root)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(states)
+@given(states())
 def test_any_state_comes_back(state: dict[str, Any]) -> None:
     check_comes_back(state)
 
@@ -56,7 +57,7 @@ def test_any_state_comes_back(state: dict[str, Any]) -> None:
 def test_two_thousand_states_come_back(part: int) -> None:
     @seed(part)
     @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(states)
+    @given(states())
     def check(state: dict[str, Any]) -> None:
         check_comes_back(state)
 
@@ -76,6 +77,21 @@ def test_the_comparison_sees_what_differs() -> None:
     )
     assert all(list(differences(other, state)) for other in others)
     assert list(differences(state, state)) == []
+
+
+def test_the_comparison_of_memory_sees_what_differs() -> None:
+    whole = torch.arange(12.0)
+    state = {"a": whole, "b": [whole[2:4], whole.numpy()], "c": whole.clone()}
+    others = (
+        {**state, "b": [whole[2:4].clone(), whole.numpy()]},
+        {**state, "b": [whole[3:5], whole.numpy()]},
+        {**state, "b": [whole[2:6:2], whole.numpy()]},
+        {**state, "b": [whole[2:4], whole.numpy().copy()]},
+        {**state, "c": whole},
+    )
+    [group] = shared_bytes(state)
+    assert [number for number, _ in group] == [0, 1, 2]
+    assert all(shared_bytes(other) != shared_bytes(state) for other in others)
 
 
 def test_objects_come_back_as_their_state_dicts(tmp_path: Path) -> None:
@@ -157,6 +173,22 @@ def test_tables_come_on_request_as_their_columns(tmp_path: Path) -> None:
         asyncckpt.load(tmp_path / "d", tables="user")  # type: ignore[arg-type]
 
 
+def test_tables_come_in_inference_mode(tmp_path: Path) -> None:
+    """Which is the calling thread's alone, while others fill them."""
+    table = asyncckpt.HashTable("user", 2, optimizer_slots={"sum": ()})
+    table.lookup(torch.arange(5))
+    asyncckpt.save(tmp_path / "d", {"a": wide_state()}, hashtables={"user": table})
+    expected = asyncckpt.load(tmp_path / "d", tables=True)
+    with torch.inference_mode():
+        found = asyncckpt.load(tmp_path / "d", tables=True)
+    assert list(differences(found, expected)) == []
+
+
+def wide_state() -> list[torch.Tensor]:
+    base = torch.arange(12.0).view(3, 4)
+    return [base, base.t(), base.clone(), torch.tensor(2)]
+
+
 def test_a_table_and_an_entry_of_one_name_are_not_mixed(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 4)
     with asyncckpt.Saver(path=tmp_path / "d", hashtables={"user": table}, tensors={"user": {"n": 1}}) as saver:
@@ -167,7 +199,7 @@ def test_a_table_and_an_entry_of_one_name_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_what_a_write_filter_left_is_what_comes_back(tmp_path: Path) -> None:
-    def drop(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         return [block for block in blocks if not block.tensor_name().startswith("secret")]
 
     state = {"secret": {"w": torch.ones(2), "n": 1}, "kept": torch.zeros(2), "list": [torch.ones(1), 2]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -294,7 +295,7 @@ def test_tables_are_taken_in_one_order_whatever_that_of_their_names(
 
 def test_a_step_that_goes_while_it_is_verified_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_blocks = verify.verify_blocks
-    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(4)}, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": torch.ones(4)}, keep=1) as saver:
         saver.save(1)
 
         def then_save(*arguments: Any, **options: Any) -> None:
@@ -330,3 +331,13 @@ def test_a_load_that_says_it_is_cancelled_is(tmp_path: Path, monkeypatch: pytest
     else:
         assert future.result(60).step == 1
     assert cancelled == [when == "while it reads"]
+
+
+def test_a_report_prints_numbers_not_names(tmp_path: Path) -> None:
+    state = {f"weight{number}": torch.zeros(2) for number in range(300)}
+    asyncckpt.save(tmp_path, {**state, "epoch": 3}, 7)
+    targets = {**state, "epoch": 0, "more": torch.zeros(1)}
+    report = asyncckpt.Loader(tmp_path, tensors=targets, strict=False).load()
+    numbers = "loaded=300, values=1, missing=1, bytes_read=2400"
+    assert re.fullmatch(rf"LoadReport\(step=7, path='.*', {numbers}, seconds=\d+\.\d+\)", str(report))
+    assert len(report.loaded) == 300

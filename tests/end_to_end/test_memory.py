@@ -78,7 +78,7 @@ def test_arena_grows_with_the_table_and_keeps_what_it_has(tmp_path: Path) -> Non
 def test_failed_save_gives_its_arena_back(tmp_path: Path) -> None:
     state = {"w": torch.ones(1000)}
 
-    def fail(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def fail(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         raise RuntimeError("no")
 
     with asyncckpt.Saver(path=tmp_path, tensors=state, filter_func=fail) as saver:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from asyncckpt import periodic as periodic_module
 from tests.end_to_end.state import Gate
 
 
-def failing(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def failing(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     raise RuntimeError("disk on fire")
 
 
@@ -113,7 +116,7 @@ def test_an_error_that_comes_in_the_middle_of_a_step_costs_no_save(tmp_path: Pat
     fails = [False, True]
     times = [22.0, 21.0, 20.0, 11.0, 10.0, 0.0]
 
-    def filter_func(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def filter_func(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         gate(blocks)
         return failing(blocks) if fails.pop() else blocks
 
@@ -152,7 +155,7 @@ def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_keep_latest(tmp_path: Path) -> None:
-    with make(tmp_path, keep_latest=2) as saver:
+    with make(tmp_path, keep=2) as saver:
         for step in range(5):
             saver.save(step)
     assert asyncckpt.list_steps(tmp_path) == [3, 4]
@@ -160,7 +163,7 @@ def test_keep_latest(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_the_newest_verified_checkpoint(tmp_path: Path) -> None:
-    with make(tmp_path, keep_latest=1) as saver:
+    with make(tmp_path, keep=1) as saver:
         saver.save(1)
         asyncckpt.verify(tmp_path, 1)
         for step in (2, 3):
@@ -173,10 +176,23 @@ def test_retention_keeps_the_newest_verified_checkpoint(tmp_path: Path) -> None:
         assert asyncckpt.list_steps(tmp_path) == [3, 4]
 
 
+def test_a_verified_step_that_was_removed_does_not_hide_an_older_one(tmp_path: Path) -> None:
+    with make(tmp_path) as saver:
+        for step in (10, 20, 60):
+            saver.save(step)
+    asyncckpt.verify(tmp_path, 60)
+    asyncckpt.checkpoints.remove_after(tmp_path, 20)
+    asyncckpt.verify(tmp_path, 20)
+    with make(tmp_path, keep=1) as saver:
+        for step in (21, 22, 23):
+            saver.save(step)
+    assert asyncckpt.list_steps(tmp_path) == [20, 23]
+
+
 def test_a_partial_load_does_not_count_as_verified(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("t", 4, optimizer_slots={"sum": ()})
     table.lookup(torch.arange(9))
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep=1) as saver:
         saver.save(1)
         asyncckpt.Loader(tmp_path, {"t": asyncckpt.HashTable("t", 4)}).load()
         saver.save(2)
@@ -191,7 +207,7 @@ def test_retention_removes_nothing_when_a_kept_checkpoint_is_broken(
             saver.save(step)
     file = tmp_path / asyncckpt.describe(tmp_path, 2).files[0]
     file.unlink()
-    with make(tmp_path, keep_latest=2) as saver:
+    with make(tmp_path, keep=2) as saver:
         saver.save(3)
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
     assert "were kept" in caplog.text
@@ -257,3 +273,72 @@ def test_a_delta_holds_what_was_trained_during_skipped_saves(tmp_path: Path) -> 
     assert sorted(loaded.ids().tolist()) == sorted(table.ids().tolist())
     rows = loaded.lookup(table.ids(), insert=False)
     assert torch.equal(loaded.embedding[rows], table.embedding[table.used_rows()])
+
+
+def test_a_fast_loop_loses_no_last_step(tmp_path: Path) -> None:
+    """Nine of ten were skipped, because one was in flight, and the last one with them."""
+    gate, x = Gate(), torch.zeros(2)
+    with asyncckpt.Saver(path=tmp_path, tensors={"x": x}, filter_func=gate) as saver:
+        with asyncckpt.PeriodicSaver(saver, every_steps=1) as periodic:
+            for step in range(1, 11):
+                x.fill_(step)
+                periodic.step(step, metadata={"loss": step / 2})
+            assert periodic.statistics().skipped_count == 9
+            gate.open()
+        result = periodic.statistics().last_result
+        assert result is not None
+        assert result.step == 10
+    assert asyncckpt.list_steps(tmp_path) == [1, 10]
+    assert asyncckpt.load(tmp_path)["x"].tolist() == [10, 10]
+    assert asyncckpt.describe(tmp_path).metadata == {"loss": 5.0}
+
+
+def test_the_last_step_is_saved_by_an_async_block_and_behind_an_exception(tmp_path: Path) -> None:
+    async def train(step: int, error: BaseException | None) -> None:
+        async with asyncckpt.PeriodicSaver(saver, every_steps=100) as periodic:
+            periodic.step(step)
+            if error is not None:
+                raise error
+
+    with make(tmp_path) as saver:
+        asyncio.run(train(3, None))
+        with pytest.raises(ValueError, match="nan"):
+            asyncio.run(train(4, ValueError("nan")))
+        with contextlib.suppress(SystemExit), asyncckpt.PeriodicSaver(saver, every_steps=100) as periodic:
+            periodic.step(5)
+            sys.exit(1)
+    metadata = [asyncckpt.describe(tmp_path, step).metadata for step in (3, 4, 5)]
+    assert [found.get("asyncckpt.interrupted") for found in metadata] == [None, "ValueError", "SystemExit"]
+    assert [found.get("asyncckpt.half_way") for found in metadata] == [None, True, True]
+
+
+def test_an_earlier_error_does_not_keep_the_last_step_from_being_saved(tmp_path: Path) -> None:
+    fails = [True]
+
+    def once(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+        return failing(blocks) if fails.pop() else blocks
+
+    with make(tmp_path, filter_func=once) as saver:
+        expected = pytest.raises(asyncckpt.errors.FilterError, match="disk on fire")
+        with expected, asyncckpt.PeriodicSaver(saver, every_steps=1) as periodic:
+            periodic.step(1)
+            saver._errors.wait(60)
+            fails[:] = [False]
+    assert asyncckpt.list_steps(tmp_path) == [1]
+    assert (periodic.statistics().failed_count, periodic.statistics().begun_count) == (1, 2)
+    with make(tmp_path, filter_func=failing) as saver:
+        warned = pytest.warns(RuntimeWarning, match="disk on fire")
+        with warned, asyncckpt.PeriodicSaver(saver, every_steps=100, on_error="warn") as periodic:
+            periodic.step(2)
+    assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
+    with make(tmp_path) as saver, asyncckpt.PeriodicSaver(saver, every_steps=100) as periodic:
+        with pytest.raises(asyncckpt.UsageError, match="no step to save yet"):
+            periodic.save_now()
+        assert periodic.save_now(7).step == 7
+        periodic.step(8)
+        saver.save(8)  # By somebody else.
+        assert periodic.save_now().step == 8
+    assert asyncckpt.list_steps(tmp_path) == [7, 8]

@@ -15,6 +15,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from tests.chains.model import new_table, rows_of
 from tests.end_to_end.merged_ranks import save_each
 from tests.end_to_end.ranks_world import IDS, Holder, Target, insert, owned, row, saved_by
+from tests.end_to_end.trees import differences
 
 
 @pytest.mark.parametrize("verify", [True, False, "before"])
@@ -138,6 +139,25 @@ def test_ranks_with_different_states(tmp_path: Path) -> None:
     target = {"a": torch.zeros(2), "b": torch.ones(3)}
     load(0, 2, layers=target)
     assert (target["a"].tolist(), target["b"].tolist()) == ([1, 1], [0, 0, 0])
+
+
+def test_one_name_of_different_tensors_on_different_ranks(tmp_path: Path) -> None:
+    """A key may hold a dot, so names alone do not tell tensors apart."""
+    zeros, ones, twos, tied = torch.zeros(3), torch.ones(3), torch.full((3,), 2.0), torch.full((4,), 3.0)
+    states: list[dict[str, Any]] = [
+        {"a": {"b": zeros}, "k": {"a.b": twos}, "c": tied, "d": {"e": tied}},
+        {"a.b": ones, "k.a": {"b": twos + 1}, "c": tied, "d.e": ones},
+    ]
+    root = save_each(tmp_path, states, change=lambda rank, spec: None if (rank, spec.name) == (1, "c") else spec)
+    for rank, state in enumerate(states):
+        target: dict[str, Any] = {
+            key: {k: torch.empty_like(v) for k, v in item.items()} if isinstance(item, dict) else torch.empty_like(item)
+            for key, item in state.items()
+        }
+        asyncckpt.Loader(root, tensors=target, shard_index=rank, shard_num=2).load()
+        assert list(differences(target, state)) == []
+    assert list(differences(asyncckpt.load(root), states[0] | states[1])) == []
+    assert asyncckpt.describe(root).tied == {"d.e": "c", "d.e#2": "a.b#2"}
 
 
 def test_objects_get_the_state_of_their_own_rank(tmp_path: Path) -> None:

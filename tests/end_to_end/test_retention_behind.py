@@ -37,7 +37,7 @@ def may_remove(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_saves_end_while_retention_stands_still(tmp_path: Path, may_remove: threading.Event) -> None:
-    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as saver:
         for step in range(3):
             assert saver.save_async(step).result(WAIT_S_MAX).step == step
         saver.save(3)
@@ -50,7 +50,7 @@ def test_saves_end_while_retention_stands_still(tmp_path: Path, may_remove: thre
 
 
 def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, may_remove: threading.Event) -> None:
-    saver: Any = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
+    saver: Any = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
     saver.save(1)
     retaining = saver._target.memory.retention
@@ -63,7 +63,7 @@ def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, may_remove: 
 
 
 def test_a_callback_may_close_the_saver(tmp_path: Path, may_remove: threading.Event) -> None:
-    saver = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
+    saver = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
     may_remove.set()
     closed = threading.Event()
@@ -94,7 +94,7 @@ def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monk
         check_files(*arguments)
 
     table = new_table()
-    retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
+    retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
         monkeypatch.setattr(retention, "check_files", held)
@@ -109,7 +109,7 @@ def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monk
 
 def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, may_remove: threading.Event) -> None:
     table = new_table()
-    retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1)
+    retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
         retaining.save(2)
@@ -141,7 +141,7 @@ def test_a_delta_builds_upon_a_compacted_step_whose_own_checkpoint_is_being_remo
 
 def test_a_lower_step_that_is_saved_meanwhile_stays(tmp_path: Path) -> None:
     """After a job was rolled back its newest checkpoint is not that of the highest step."""
-    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as saver:
         saver.save(100)
         saver.wait_idle(WAIT_S_MAX)
         with retention._retaining:  # As in another directory, by another thread.
@@ -171,7 +171,7 @@ def test_what_a_delta_chose_at_its_call_stays(tmp_path: Path, monkeypatch: pytes
         return chosen
 
     table = new_table()
-    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep_latest=1, on_busy="queue") as saver:
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, keep=1, on_busy="queue") as saver:
         saver.save(1)
         monkeypatch.setattr(Directory, "publish", held)
         monkeypatch.setattr(start_save, "choose_kind", choose_and_wait)
@@ -190,8 +190,8 @@ def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, m
         moved.append(mark.folder)
         move(self, source, target)
 
-    first = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=3)
-    with first, asyncckpt.Saver(path=tmp_path, tensors=STATE, keep_latest=1) as second:
+    first = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=3)
+    with first, asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as second:
         for saver, step in ((first, 5), (second, 6), (second, 5)):
             saver.save(step)
             saver.wait_idle(WAIT_S_MAX)

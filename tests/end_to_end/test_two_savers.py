@@ -47,7 +47,7 @@ class Trainer:
             hashtables={name: self.table},
             tensors={f"{name}x": self.tensor},
             parallel=choices.choice([1, 3]),
-            keep_latest=choices.choice([None, None, 1, 2, 3]),
+            keep=choices.choice([None, None, 1, 2, 3]),
             on_busy=choices.choice(["queue", "wait"]),
             deltas=choices.choice([None, asyncckpt.DeltaPolicy(deltas_max=4, bytes_share_max=100.0)]),
             durability=choices.choice(["fsync", "none"]),

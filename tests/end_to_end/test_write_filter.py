@@ -13,7 +13,7 @@ import torch
 import asyncckpt
 from tests.end_to_end.state import State, new_table, table_image
 
-Blocks = list[asyncckpt.WriteBlock]
+Blocks = list[asyncckpt.filters.WriteBlock]
 
 
 @pytest.fixture(params=["async", "blocking"])
@@ -168,7 +168,7 @@ def raises(blocks: Blocks) -> Blocks:
 
 
 def foreign(blocks: Blocks) -> Blocks:
-    return [asyncckpt.WriteBlock(blocks[0]._spec, blocks[0]._fetch)]
+    return [asyncckpt.filters.WriteBlock(blocks[0]._spec, blocks[0]._fetch)]
 
 
 def without_ids(blocks: Blocks) -> Blocks:

@@ -60,8 +60,52 @@ def differences(found: Any, expected: Any, where: str = "state") -> Iterator[str
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def shared_bytes(state: Any) -> list[list[tuple[int, list[int]]]]:
+    """Return the leaves that share memory, by groups: the number of each, and where its elements are, from the first
+    byte of the group on.
+    """
+    places = sorted((int(found.min()), int(found.max()), number, found) for number, found in _addresses(state))
+    groups: list[list[tuple[int, int, int, Any]]] = []
+    for place in places:
+        if groups and place[0] <= max(end for _, end, _, _ in groups[-1]):
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    shared = []
+    for group in groups:
+        if len(group) > 1:
+            shared.append(sorted((number, (found - group[0][0]).tolist()) for _, _, number, found in group))
+    return sorted(shared)
+
+
+def _addresses(state: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each leaf that has memory, and the addresses of its elements, first and last byte of each."""
+    for number, leaf in enumerate(_leaves(state)):
+        if isinstance(leaf, torch.Tensor):
+            begin, size = leaf.data_ptr(), leaf.element_size()
+            strides = [stride * size for stride in leaf.stride()]
+        elif isinstance(leaf, np.ndarray):
+            begin, size, strides = leaf.__array_interface__["data"][0], leaf.itemsize, list(leaf.strides)
+        else:
+            continue
+        if math.prod(leaf.shape):
+            steps = [np.arange(count) * stride for count, stride in zip(leaf.shape, strides, strict=True)]
+            grid = sum(np.meshgrid(*steps, indexing="ij"), start=np.int64(begin))
+            yield number, np.concatenate([np.ravel(grid), np.ravel(grid) + size - 1])
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for item in state:
+            yield from _leaves(item)
+    else:
+        yield state
 
 
 @st.composite
@@ -103,4 +147,36 @@ nodes = st.recursive(
     ),
     max_leaves=12,
 )
-states = st.dictionaries(st.text(max_size=8), nodes, min_size=1, max_size=5)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> list[Any]:
+    """Tensors and arrays in one piece of memory, some of them the same."""
+    base = torch.frombuffer(bytearray(draw(st.binary(min_size=96, max_size=96))), dtype=torch.uint8).clone()
+    found: list[Any] = []
+    for _ in range(draw(st.integers(1, 5))):
+        if found and draw(st.integers(0, 3)) == 0:
+            found.append(draw(st.sampled_from(found)))
+            continue
+        dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex64, torch.float64]))
+        begin, end = sorted((draw(st.integers(0, 12)) * 8, draw(st.integers(0, 12)) * 8))
+        view = base[begin:end].view(dtype)[:: draw(st.integers(1, 3))]
+        if len(view) % 2 == 0 and draw(st.booleans()):
+            view = view.unflatten(0, (2, len(view) // 2)) if len(view) else view.reshape(0, 2)
+            view = view.t() if draw(st.booleans()) else view
+        if draw(st.integers(0, 4)) == 0:
+            view = view.expand(2, *view.shape)
+        found.append(view.numpy() if draw(st.booleans()) and 0 not in view.stride() else view)
+    return found
+
+
+whole_states = st.dictionaries(st.text(max_size=8), nodes | views(), min_size=1, max_size=5)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, Any]:
+    """A state of any leaves; often with the views of one memory at several places of it."""
+    state = draw(whole_states)
+    for number, view in enumerate(draw(st.just([]) | views())):
+        state[f"{number} {draw(st.text(max_size=4))}"] = {"view": view} if draw(st.booleans()) else view
+    return state

@@ -16,8 +16,9 @@ import asyncckpt
 from asyncckpt.commit import removal, retention
 from asyncckpt.commit.claims import Claims
 from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.retention import keep_latest, sweep
+from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 
@@ -119,7 +120,7 @@ class Turns:
             with CheckpointRoot.for_reading(self._path) as root:
                 if self._sweeps:
                     sweep(root, KnownHeads(root))
-                keep_latest(root, KnownHeads(root), count=self._keep)
+                retain(root, KnownHeads(root), asyncckpt.KeepPolicy(latest=self._keep))
         except asyncckpt.CheckpointError:
             pass  # It finds what the others are about.
         finally:

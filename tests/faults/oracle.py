@@ -48,7 +48,7 @@ def check_steps(root: Path, *, acknowledged: int | None, candidates: Collection[
 
 def check_standing(scenario: Scenario, steps: Collection[int]) -> None:
     """Nothing that stood there before is gone, unless retention has had its turn."""
-    if scenario.keep_latest is None or NEW_STEP not in steps:
+    if scenario.keep is None or NEW_STEP not in steps:
         assert scenario.standing <= set(steps), f"earlier checkpoints are gone, {sorted(steps)} are left"
 
 

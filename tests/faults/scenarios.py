@@ -16,7 +16,8 @@ from op_log import Operation, begin_of_disturbed
 from sample_state import SampleState
 from shim import NOTHING, Fault, Shim
 
-from asyncckpt import DeltaPolicy, DeviceOptions, Saver, SaveResult, WriteBlock
+from asyncckpt import DeltaPolicy, DeviceOptions, Saver, SaveResult
+from asyncckpt.filters import WriteBlock
 from asyncckpt.native import DrainOptions
 from asyncckpt.options import SaveOptions
 from asyncckpt.pipeline.filters import identity
@@ -51,7 +52,7 @@ class Scenario:
     staged: bool = True
     filtered: bool = False
     from_commit: bool = False
-    keep_latest: int | None = None
+    keep: int | None = None
     before: tuple[int, ...] = (1,)
     leftovers: bool = False
     linked: bool = False
@@ -80,7 +81,7 @@ class Scenario:
             tensors=state.tensors,
             device=DeviceOptions(host_level="first_touch"),
             filter_func=rewrite_all if self.filtered else identity,
-            keep_latest=self.keep_latest,
+            keep=self.keep,
             deltas=POLICY if self.has_deltas else None,
         )
 
@@ -148,7 +149,7 @@ SCENARIOS = {
         Scenario("async"),
         Scenario("blocking", staged=False),
         Scenario("filtered", filtered=True),
-        Scenario("retention", keep_latest=1, before=(0, 1)),
+        Scenario("retention", keep=1, before=(0, 1)),
         Scenario("first", before=()),
         Scenario("after-crash", leftovers=True),
         Scenario("linked", linked=True),
@@ -160,7 +161,7 @@ SCENARIOS = {
             "delta",
             base=(("full", 2), ("delta", 3), ("full", 4)),
             from_commit=True,
-            keep_latest=2,
+            keep=2,
             before=(),
         ),
         Scenario("compaction", "compact", base=(("full", 3), ("delta", 4), ("delta", 5)), before=()),
@@ -170,7 +171,7 @@ SCENARIOS = {
             "delta",
             base=(("full", 3), ("delta", 4), ("compact", 4)),
             from_commit=True,
-            keep_latest=1,
+            keep=1,
             before=(),
         ),
     )

@@ -249,7 +249,7 @@ def test_a_cancelled_save_leaves_the_next_one_exact(tmp_path: Path) -> None:
 
 
 def test_a_filter_sees_what_was_captured(tmp_path: Path) -> None:
-    def halve(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def halve(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         for block in blocks:
             assert block.data.device.type == "cpu"
         return [block for block in blocks if block.tensor_name() == "large"]

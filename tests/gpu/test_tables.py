@@ -180,8 +180,8 @@ def test_training_goes_on_from_a_load(tmp_path: Path, maker: str) -> None:
 
 def test_a_module_of_a_table_trains_and_comes_back(tmp_path: Path) -> None:
     table = make_hash_table(DEVICE)
-    module = asyncckpt.HashEmbedding(table)
-    optimizer = asyncckpt.SparseAdagrad(module, lr=0.1)
+    module = asyncckpt.nn.HashEmbedding(table)
+    optimizer = asyncckpt.optim.SparseAdagrad(module, lr=0.1)
     for seed in range(3):
         ids = torch.randint(0, 50, (40,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         module(ids).sum().backward()

@@ -76,7 +76,7 @@ class Rank:
             hashtables={"t": self.table},
             tensors={"x": torch.arange(5.0), "object": self},
             filter_func=self.hold,
-            keep_latest=1000,
+            keep=1000,
             device=asyncckpt.DeviceOptions(host_level="first_touch"),
             ranks=ranks,
         )

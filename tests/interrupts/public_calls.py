@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import asyncckpt
 import asyncckpt.dcp
 import asyncckpt.embcache
+from asyncckpt.checkpoints import collect_garbage, pin, pinned_steps, prune, remove, remove_after, unpin
 from tests.embcache.models import Net
 
 DEADLINE_S = 12.0
@@ -40,7 +41,12 @@ class World:
         self.others = [self.open(path / f"other-{number}") for number in range(2)]
         self.sparse = asyncckpt.embcache.Saver(rank=0, world_size=1)
         self.periodic = asyncckpt.PeriodicSaver(self.saver, every_steps=1)
+        self.checkpointer = asyncckpt.Checkpointer(
+            path / "ckpt", every=1, x=torch.zeros(4), t=asyncckpt.HashTable("t", 2)
+        )
         self.loader = self.load_with("raise")
+        for step in range(3):
+            asyncckpt.save(path / "done", {"x": 1}, step, durability="none")
         self.steps = iter(range(10, 1 << 20))
 
     def open(self, path: Path, **options: Any) -> asyncckpt.Saver:
@@ -74,7 +80,7 @@ class World:
 
     def close(self) -> None:
         """Close all; errors are those of what was called, and told there."""
-        for saver in (self.saver, *self.others, self.sparse):
+        for saver in (self.checkpointer, self.saver, *self.others, self.sparse):
             with contextlib.suppress(asyncckpt.CheckpointError):
                 saver.close()
 
@@ -99,6 +105,11 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "describe": lambda: asyncckpt.describe(world.run, 0),
         "verify": lambda: asyncckpt.verify(world.run, 0),
         "follow": world.follow_one,
+        "pin": lambda: (pin(world.run, 0), pinned_steps(world.run), unpin(world.run, 0)),
+        "prune": lambda: prune(world.run, 1000),
+        "remove": lambda: remove(world.path / "done", 0),
+        "remove_after": lambda: remove_after(world.path / "done", 1),
+        "collect_garbage": lambda: collect_garbage(world.run),
         "Saver": lambda: world.open(world.path / "new").close(),
         "Saver.statistics": saver.statistics,
         "Saver.prepare": lambda: saver.prepare().result(DEADLINE_S),
@@ -126,7 +137,12 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "await SaveFuture": lambda: run_coroutine(awaited(world.done)),
         "PeriodicSaver.step": lambda: world.periodic.step(next(world.steps)),
         "PeriodicSaver.drain": lambda: world.periodic.drain(DEADLINE_S),
+        "PeriodicSaver.save_now": lambda: world.periodic.save_now(next(world.steps)),
         "PeriodicSaver.statistics": world.periodic.statistics,
+        "Checkpointer.restore": world.checkpointer.restore,
+        "Checkpointer.step": lambda: world.checkpointer.step(next(world.steps)),
+        "Checkpointer.save_now": lambda: world.checkpointer.save_now(next(world.steps)),
+        "Checkpointer.statistics": world.checkpointer.statistics,
         "HashTable.lookup": lambda: world.table.lookup(ids),
         "HashTable.insert": lambda: world.table.insert(ids, torch.ones(3, 2)),
         "HashTable.update": lambda: world.table.update(world.table.lookup(ids), lambda rows: rows.embedding.add_(1.0)),
@@ -146,6 +162,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "embcache.Saver.close": world.sparse.close,
         "embcache.Saver.aclose": lambda: run_coroutine(world.sparse.aclose()),
         "Saver.wait_idle": lambda: saver.wait_idle(DEADLINE_S),
+        "Checkpointer.close": world.checkpointer.close,
         "Saver.close of another": other.close,
         "Saver.aclose of another": lambda: run_coroutine(world.others[1].aclose()),
     }

@@ -337,6 +337,7 @@ def test_every_public_function_is_called(world: World) -> None:
     kinds = {
         "Saver": asyncckpt.Saver, "Loader": asyncckpt.Loader, "SaveFuture": asyncckpt.SaveFuture,
         "PeriodicSaver": asyncckpt.PeriodicSaver, "embcache.Saver": asyncckpt.embcache.Saver,
+        "Checkpointer": asyncckpt.Checkpointer,
     }  # fmt: skip
     later = {"Saver.close", "embcache.Saver.load"}  # The first closes what the other calls use.
     missing = [

@@ -37,7 +37,7 @@ SPARED = {
 }
 WRONG: dict[str, Any] = {
     "hashtables": {"t": 1}, "tensors": 1, "filter_func": 1, "on_busy": "later", "durability": "never",
-    "host_memory_limit": -1, "keep_latest": 0, "deltas": 1, "filters": [1], "device": 1, "ranks": 1, "debug": 1,
+    "host_memory_limit": -1, "keep": 0, "deltas": 1, "filters": [1], "device": 1, "ranks": 1, "debug": 1,
     "parallel": 0, "shard_index": 1,
 }  # fmt: skip
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ import torch
 
 import asyncckpt
 import asyncckpt.dcp
+from asyncckpt.checkpoints import collect_garbage, pin, prune, remove_after, unpin
 from asyncckpt.commit.claims import claims
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.storage.owner_lock import _registry
@@ -126,6 +129,38 @@ def test_removal_of_tensors(tmp_path: Path) -> None:
     interrupt_at(FEW, lambda: lambda: _remove(path), check)
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path: remove_after(path, 1),
+        lambda path: prune(path, asyncckpt.KeepPolicy(every_steps=3)),
+        lambda path: (pin(path, 1), unpin(path, 1)),
+        collect_garbage,
+    ],
+)
+def test_choosing_what_stays(tmp_path: Path, act: Callable[[Path], object]) -> None:
+    """Each is done or not, nothing is held, and it can be done again."""
+    for step in range(5):
+        asyncckpt.save(tmp_path / "model", {"x": torch.ones(2)}, step, durability="none")
+    numbers = itertools.count()
+    path = tmp_path
+    process = Process()
+
+    def prepare() -> Callable[[], object]:
+        nonlocal path
+        path = tmp_path / str(next(numbers))
+        shutil.copytree(tmp_path / "model", path)
+        return lambda: act(path)
+
+    def check() -> None:
+        process.check()
+        act(path)
+        assert asyncckpt.list_steps(path)[:2] in ([0, 1], [0, 3])
+        assert {path.suffix for path in (path / "manifests").iterdir()} == {".json"}
+
+    interrupt_at(FEW, prepare, check)
+
+
 def test_a_queue_of_async_calls() -> None:
     queue = AsyncCallsQueue()
     finalized: list[int] = []
@@ -150,7 +185,7 @@ def test_a_queue_of_async_calls() -> None:
 
 
 def _new_saver(path: Path) -> asyncckpt.Saver:
-    return asyncckpt.Saver(path=path, tensors={"w": torch.ones(3)}, durability="none", keep_latest=2)
+    return asyncckpt.Saver(path=path, tensors={"w": torch.ones(3)}, durability="none", keep=2)
 
 
 def _wait_idle(saver: asyncckpt.Saver, step: int) -> None:

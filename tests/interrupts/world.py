@@ -34,7 +34,7 @@ class Trained:
         slots: dict[str, Any] = {"sum": torch.float32}
         self.table = asyncckpt.HashTable("t", DIM, optimizer_slots=slots, capacity=8)
         self.levels = asyncckpt.MultiLevelTable("m", DIM, cache_rows=8, optimizer_slots=slots, capacity=8)
-        self.modules = [asyncckpt.HashEmbedding(self.table), asyncckpt.HashEmbedding(self.levels)]
+        self.modules = [asyncckpt.nn.HashEmbedding(self.table), asyncckpt.nn.HashEmbedding(self.levels)]
         self.optimizer = SparseAdagrad(self.modules, lr=0.1)
         self.tensors = {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(5, 2).t(), "n": 3}
 
@@ -86,7 +86,7 @@ class World:
 
     def new_saver(self) -> asyncckpt.Saver:
         return asyncckpt.Saver(
-            path=self.path, hashtables=self.own.tables, tensors=self.own.tensors, keep_latest=KEPT, durability="none"
+            path=self.path, hashtables=self.own.tables, tensors=self.own.tensors, keep=KEPT, durability="none"
         )
 
     def new_ids(self, count: int) -> torch.Tensor:

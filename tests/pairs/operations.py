@@ -135,7 +135,7 @@ def dcp_save(world: World, side: int) -> None:
 
 
 def dcp_async_save(world: World, side: int) -> None:
-    writer = asyncckpt.dcp.StorageWriter(world.dcp, keep_latest=2)
+    writer = asyncckpt.dcp.StorageWriter(world.dcp, keep=2)
     saved = dcp.async_save(dict(world.state.dense), storage_writer=writer)
     getattr(saved, "upload_completion", saved).result(WAIT_S_MAX)
 

@@ -154,7 +154,7 @@ class World:
                 tensors=self.state.tensors,
                 filter_func=self._filter,
                 host_memory_limit=MEMORY_LIMIT,
-                keep_latest=1 if side == "pruner" else None,
+                keep=1 if side == "pruner" else None,
             )
         return self._savers[side]
 
@@ -163,7 +163,7 @@ class World:
             self._modules_savers[side] = asyncckpt.embcache.Saver(rank=0, host_memory_limit=MEMORY_LIMIT)
         return self._modules_savers[side]
 
-    def _filter(self, blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def _filter(self, blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         self.gate.reach("filter")
         return blocks
 

@@ -121,7 +121,7 @@ def a_filter_raises(rank: int, folder: Path) -> None:
     training = Training(rank, 2, group_of(rank, 2, folder))
     calls: list[int] = []
 
-    def boom(blocks: list[asyncckpt.WriteBlock]) -> Sequence[asyncckpt.WriteBlock]:
+    def boom(blocks: list[asyncckpt.filters.WriteBlock]) -> Sequence[asyncckpt.filters.WriteBlock]:
         calls.append(len(blocks))
         if rank == 1 and len(calls) == 1:
             raise RuntimeError("boom on the second rank")
@@ -148,7 +148,7 @@ def a_rank_skips(rank: int, folder: Path) -> None:
     training.train()
     busy, free = threading.Event(), threading.Event()
 
-    def wait(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def wait(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         busy.set()
         assert free.wait(WAIT_S_MAX)
         return blocks
@@ -241,7 +241,7 @@ def periodic_savers(rank: int, folder: Path) -> None:
     training = Training(rank, 2, group_of(rank, 2, folder))
     broken = threading.Event()
 
-    def boom(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+    def boom(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
         if rank == 1 and broken.is_set():
             raise RuntimeError("boom on the second rank")
         return blocks

@@ -13,7 +13,7 @@ import asyncckpt
 from asyncckpt.errors import CheckpointError, FilterError
 from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX
 
-Blocks = Sequence[asyncckpt.WriteBlock]
+Blocks = Sequence[asyncckpt.filters.WriteBlock]
 SHAPE = (6, 8)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import asyncckpt
+from asyncckpt.checkpoints import pin
 from asyncckpt.errors import ConflictError, PeerError, UsageError
 from tests.ranks.job_ranks import PEER_DEADLINE_S, WAIT_S_MAX, group_of, raised
 
@@ -115,7 +116,7 @@ def saver_of(rank: int, path: Path, state: State, **options: Any) -> asyncckpt.S
     )
 
 
-def keep_latest(seed: int) -> int | None:
+def keep_of(seed: int) -> int | None:
     return 1 if seed % 2 else None
 
 
@@ -124,7 +125,7 @@ def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
     group_of(rank, 2, folder)
     for seed in seeds:
         own, state = random.Random(1000 * seed + rank), State(rank, 2)
-        with saver_of(rank, folder / f"{seed}", state, keep_latest=keep_latest(seed)) as saver:
+        with saver_of(rank, folder / f"{seed}", state, keep=keep_of(seed)) as saver:
             futures = []
             for change in changes(seed):
                 state.apply(change)
@@ -230,6 +231,26 @@ def the_parent_is_removed(rank: int, folder: Path) -> None:
         with pytest.raises(ConflictError, match="is not there any more"):
             save("delta")
         assert [save().kind, save().kind] == ["full", "delta"]
+
+
+def what_is_kept(rank: int, folder: Path) -> None:
+    """Rank 0 removes, and its metadata counts; rank 1 pins a step beside it."""
+    group_of(rank, 2, folder)
+    state, path = State(rank, 2), folder / "checkpoints"
+    policy = asyncckpt.KeepPolicy(best=1, metric="loss")
+    with saver_of(rank, path, state, keep=policy, on_busy="wait") as saver:
+        for change, loss in zip(changes(2), [3.0, 1.0, 2.0, 5.0], strict=False):
+            state.apply(change)
+            metadata = None if rank else {"loss": loss}
+            saver.save_async(change.step, kind="full", metadata=metadata).result(WAIT_S_MAX)
+            saver.wait_idle(WAIT_S_MAX)
+            dist.barrier()
+            if rank == 1 and change.step == 3:
+                pin(path, 3)
+            dist.barrier()
+        with pytest.raises(PeerError if rank else UsageError, match="no number 'loss'"):
+            saver.save_async(9).result(WAIT_S_MAX)
+        assert asyncckpt.list_steps(path) == [2, 3, 4]
 
 
 def the_ranks_compact(rank: int, folder: Path) -> None:

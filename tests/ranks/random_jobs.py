@@ -31,7 +31,8 @@ import asyncckpt
 from asyncckpt.coordination import file_channel, store_channel
 from asyncckpt.coordination.messages import Limits
 from asyncckpt.errors import CheckpointError, ConflictError, PeerError, UsageError
-from asyncckpt.model.table_shard import Shard, owned_mask
+from asyncckpt.model.owned_ids import owned_mask
+from asyncckpt.model.table_shard import Shard
 from tests.ranks.forked import await_end, end, start
 from tests.ranks.kill_points import OF_COORDINATOR, OF_PARTICIPANT, strike_at
 from tests.ranks.table_ranks import MAKERS, values_of

@@ -39,7 +39,7 @@ class Schedule:
         return f"{self.strike} rank {self.victim} of {self.ranks_count} at {self.point!r} over {self.over}"
 
 
-def unchanged(blocks: list[asyncckpt.WriteBlock]) -> list[asyncckpt.WriteBlock]:
+def unchanged(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
     """A filter, so that there is a point at which it runs."""
     return blocks
 

@@ -183,7 +183,7 @@ def unsaid(rank: int, folder: Path) -> None:
             saver_of(rank, folder / kind, {"other": said, "t": make()})
         assert not (folder / kind).exists()
     with pytest.raises(UsageError, match="table 't' does not say"):
-        saver_of(rank, folder / "module", {"t": asyncckpt.HashEmbedding(DIM, name="t").table})
+        saver_of(rank, folder / "module", {"t": asyncckpt.nn.HashEmbedding(DIM, name="t").table})
     with embcache.Saver(peers_deadline=PEER_DEADLINE_S) as sparse:
         config = embcache.EmbCacheTableConfig("t", 2, ["f"], 8)
         collection = embcache.EmbCacheEmbeddingCollection([config])

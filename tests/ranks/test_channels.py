@@ -338,3 +338,14 @@ def test_a_forked_child_says_nothing(pair: list[Channel]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     pair[1].send(1, 0, b"parent")
     assert pair[0].receive(1, DEADLINE_S) == [(1, b"parent")]
+
+
+def test_what_is_put_is_found_by_all_at_once_and_before_that_nothing(pair: list[Channel]) -> None:
+    first, second = pair
+    assert second.find(10**11, "word", DEADLINE_S) is None
+    second.put(10**11, "word", b"stop")
+    assert second.find(10**11, "word", DEADLINE_S) == b"stop"
+    assert first.find(10**11, "word", DEADLINE_S) == b"stop"
+    for channel in pair:
+        channel.forget(7)
+    assert first.find(10**11, "word", DEADLINE_S) == b"stop"

@@ -289,7 +289,7 @@ def test_ranks_that_is_a_symbolic_link_is_refused(tmp_path: Path) -> None:
 def test_readers_and_retention_ignore_ranks(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     tensors = {"w": torch.arange(4)}
-    with asyncckpt.Saver(path=path, tensors=tensors, keep_latest=1) as saver:
+    with asyncckpt.Saver(path=path, tensors=tensors, keep=1) as saver:
         saver.save(1)
         left = leave_session(path, {1: "x"})
         leave_hello(path, 1)

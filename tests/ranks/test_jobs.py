@@ -80,6 +80,14 @@ def test_a_rank_that_is_ahead_of_what_is_agreed_upon(tmp_path: Path) -> None:
     assert run(replica_ranks.one_rank_is_ahead, 2, tmp_path) == [0, 0]
 
 
+def test_ranks_that_tie_different_tensors(tmp_path: Path) -> None:
+    assert run(replica_ranks.ranks_tie_different_ones, 3, tmp_path) == [0, 0, 0]
+
+
+def test_a_module_of_fsdp2_through_a_saver(tmp_path: Path) -> None:
+    assert run(replica_ranks.fsdp2_through_a_saver, 2, tmp_path) == [0, 0]
+
+
 def test_slices_of_recis_load_into_any_others(tmp_path: Path) -> None:
     assert run(job_ranks.slices, 3, tmp_path) == [0, 0, 0]
 

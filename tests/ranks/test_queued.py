@@ -33,7 +33,7 @@ def check(path: Path, seed: int, steps_count: int, *, are_kept: bool = True) -> 
 def test_saves_at_any_times(tmp_path: Path) -> None:
     assert run(queued_ranks.at_any_times, 2, tmp_path, SEEDS) == [0, 0]
     for seed in SEEDS:
-        are_kept = queued_ranks.keep_latest(seed) is None
+        are_kept = queued_ranks.keep_of(seed) is None
         check(tmp_path / f"{seed}", seed, queued_ranks.STEPS_COUNT, are_kept=are_kept)
 
 
@@ -42,7 +42,7 @@ def test_saves_at_more_times(tmp_path: Path) -> None:
     seeds = list(range(10, 40))
     assert run(queued_ranks.at_any_times, 2, tmp_path, seeds) == [0, 0]
     for seed in seeds:
-        are_kept = queued_ranks.keep_latest(seed) is None
+        are_kept = queued_ranks.keep_of(seed) is None
         check(tmp_path / f"{seed}", seed, queued_ranks.STEPS_COUNT, are_kept=are_kept)
 
 
@@ -66,6 +66,12 @@ def test_ranks_save_in_full_after_their_parent_was_removed(tmp_path: Path) -> No
     assert run(queued_ranks.the_parent_is_removed, 2, tmp_path) == [0, 0]
     assert asyncckpt.list_steps(tmp_path / "checkpoints") == [1, 2, 4, 5]
     for change in list(queued_ranks.changes(2))[3:5]:
+        assert not queued_ranks.differences(tmp_path / "checkpoints", change)
+
+
+def test_ranks_keep_the_best_and_what_one_of_them_pins(tmp_path: Path) -> None:
+    assert run(queued_ranks.what_is_kept, 2, tmp_path) == [0, 0]
+    for change in list(queued_ranks.changes(2))[1:4]:
         assert not queued_ranks.differences(tmp_path / "checkpoints", change)
 
 

@@ -40,7 +40,7 @@ class HashTableSuite(TableSuite):
             4,
             optimizer_slots={"sum": (), "momentum": torch.float64},
             metadata={"last_seen": torch.int64, "kind": asyncckpt.Slot(torch.uint8, (3,), 7)},
-            initializer=asyncckpt.Uniform(0.1, seed=3),
+            initializer=asyncckpt.nn.Uniform(0.1, seed=3),
             capacity=16,
             shard=shard,
             device=self.device,

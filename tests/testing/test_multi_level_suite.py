@@ -36,7 +36,7 @@ class MultiLevelSuite(TableSuite):
             cache_rows=self.cache_rows,
             optimizer_slots={"sum": (), "momentum": torch.float64},
             metadata={"last_seen": torch.int64},
-            initializer=asyncckpt.Uniform(0.1, seed=3),
+            initializer=asyncckpt.nn.Uniform(0.1, seed=3),
             capacity=self.capacity,
             policy=self.policy,
             admit_after=self.admit_after,

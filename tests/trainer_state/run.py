@@ -40,13 +40,13 @@ class Run:
         self.group = group
         rank, ranks_count = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.ranks = {"rank": rank, "ranks_count": ranks_count}
-        self.table = asyncckpt.HashTable("item", 4, initializer=asyncckpt.Uniform(0.1), shard=(rank, ranks_count))
-        self.bag = asyncckpt.HashEmbeddingBag(self.table)
+        self.table = asyncckpt.HashTable("item", 4, initializer=asyncckpt.nn.Uniform(0.1), shard=(rank, ranks_count))
+        self.bag = asyncckpt.nn.HashEmbeddingBag(self.table)
         # What a BatchNorm has counted is not the same on all ranks.
         norm = torch.nn.BatchNorm1d(16) if group is None else torch.nn.LayerNorm(16)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), norm, torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
         self.adam = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.sgd = asyncckpt.SparseSGD(self.bag, lr=0.1)
+        self.sgd = asyncckpt.optim.SparseSGD(self.bag, lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.adam, 0.9)
         loader = DataLoader(Noisy(), batch_size=7, sampler=ResumableSampler(SAMPLES_COUNT, seed=3, **self.ranks))
         self.trainer = TrainerState(

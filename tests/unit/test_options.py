@@ -52,7 +52,7 @@ RECORDS = (
         (SaveOptions, {"parallel": 1000}),
         (SaveOptions, {"durability": "maybe"}),
         (SaveOptions, {"host_memory_limit": -1}),
-        (SaveOptions, {"keep_latest": 0}),
+        (SaveOptions, {"keep": 1}),
         (SaveOptions, {"deltas": {}}),
         (SaveOptions, {"device": 1 << 20}),
         (SaveOptions, {"debug": False}),

@@ -30,7 +30,8 @@ from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoi
 from asyncckpt.engine.save.save_job import SaveTarget
 from asyncckpt.errors import NotFoundError, SaveCancelledError
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import BodyTemplate, Chain, encode_part, render_body
+from asyncckpt.format.manifest import Chain
+from asyncckpt.format.write_manifest import BodyTemplate, encode_part, render_body
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import SaveOptions
@@ -117,7 +118,7 @@ def _write(
 
 def _body(part: FoldedPart, own: CopiedBlocks, reader: ChainReader) -> BodyTemplate:
     filtered = [number for number, copy in enumerate(part.copies) if reader.block(copy.number).filtered]
-    return render_body(part.tables, part.was.tree, own.blocks, filtered=filtered)
+    return render_body(part.tables, part.was.tree, own.blocks, filtered=filtered, sharing=part.was.sharing)
 
 
 def start_compaction(target: SaveTarget, step: int | None) -> SaveFuture:

@@ -13,11 +13,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncckpt import system
 from asyncckpt.errors import CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.limits import STEP_MAX
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.strict_json import Fields, dumps, loads
-from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.directory import Directory, at, io_failed
 
 CURSOR_FORMAT = "asyncckpt-cursor"
 CURSOR_VERSION = 1
@@ -82,11 +83,11 @@ class CursorFile:
                 with os.fdopen(fd, "wb") as file:
                     file.write(dumps(record) + b"\n")
                     file.flush()
-                    os.fsync(file.fileno())
-                os.rename(temporary, self.path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+                    system.fsync(file.fileno())
+                at.rename(temporary, self.path.name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=folder.fd)
+                    at.unlink(temporary, dir_fd=folder.fd)
                 raise io_failed(f"cursor {str(self.path)!r} cannot be written", error) from error
             folder.sync()
 

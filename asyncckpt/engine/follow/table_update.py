@@ -27,14 +27,14 @@ from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, metadata_of, report_of, with_scalars
+from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, with_scalars
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UsageError
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress
-from asyncckpt.plan.contents import contents_of
+from asyncckpt.plan.contents import contents_of, metadata_of
 from asyncckpt.plan.load_plan import TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
@@ -165,7 +165,7 @@ class OpenUpdate:
         over = [
             item for item in changed if any(layer.rows_count for shard, _ in item.sources for layer in shard.layers)
         ]
-        _, rows_over = fill(replace(plan, dense=(), tables=tuple(over), objects=()), reader, clear=False)
+        _, rows_over = fill(replace(plan, dense=(), tables=tuple(over), objects=(), apart=()), reader, clear=False)
         give_state_dicts(plan, self._contents, rebuilt)
         return replace(
             with_scalars(report, targets),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,16 @@ from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError
-from asyncckpt.format.manifest import Chain, Manifest
+from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.tree import Path as LeafPath
-from asyncckpt.format.values import decode_value
 from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
-from asyncckpt.plan.contents import Contents, contents_of
+from asyncckpt.plan.contents import Contents, contents_of, metadata_of
 from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, owner_of
+from asyncckpt.plan.overlapping_targets import put_in_place
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
 
@@ -48,12 +48,13 @@ class LoadRequest:
     whole: load everything into targets that are made for it, and no other ones.
     """
 
-    tables: Mapping[str, Table]
-    state: Mapping[str, Any]
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
     filter_func: LoadFilter | None = None
     step: int | None = None
     strict: bool = True
     verify: bool | str = True
+    cast: bool = False
     merge: bool = False
     fallback: bool = False
     threads: int = 1
@@ -132,6 +133,7 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
         tables,
         filter_func=request.filter_func,
         strict=request.strict,
+        cast=request.cast,
         left_out=tables_left_out(request.state, tables.values()),
     )
     report = report_of(root.path, chain, contents, targets, plan)
@@ -199,6 +201,7 @@ def fill(
     try:
         with torch.no_grad():
             rebuilt = restore(plan, reader, clear=clear, opened=opened)
+            put_in_place(plan.apart)
         if not on_read():
             raise SaveCancelledError("the load was cancelled")
     except BaseException:
@@ -251,10 +254,3 @@ def values_of(targets: DenseTargets, contents: Contents) -> dict[str, Any]:
     paths = [path for path in contents.values if targets.owner_of(path) is None]
     names = unique_names(path_name(path) for path in paths)
     return {name: contents.values[path] for name, path in zip(names, paths, strict=True)}
-
-
-def metadata_of(manifest: Manifest) -> dict[str, Any]:
-    metadata = manifest.head.metadata
-    if type(metadata) is not dict:
-        raise CorruptError(f"metadata of step {manifest.step} is not an object")
-    return {key: decode_value(value, owner=f"metadata[{key!r}]") for key, value in metadata.items()}

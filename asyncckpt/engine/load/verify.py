@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -23,26 +21,12 @@ from asyncckpt.format.names import (
     attempt_of_directory,
     split_shard_path,
 )
+from asyncckpt.model.result import VerifyReport
 from asyncckpt.native import Progress, core
 from asyncckpt.shard.reader import ChainReader
 
 WINDOW_BYTES = 64 << 20
 READ_THREADS = 4
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """A sound checkpoint: how much was read, and `strays`, leftovers of crashed saves beside it.
-
-    steps: its chain, newest first; only its own step for a full checkpoint.
-    """
-
-    step: int
-    steps: tuple[int, ...]
-    path: Path
-    blocks_count: int
-    bytes_read: int
-    strays: tuple[str, ...]
 
 
 def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:

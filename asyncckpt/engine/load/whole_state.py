@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
@@ -43,16 +44,19 @@ class WholeState:
         self._values = [contents.values.get(path) for path, node in leaves(self._node) if node is VALUE]
         kinds = {path: node for path, node in leaves(self._node) if node is not VALUE}
         renamed = {path: TENSOR for path in stored if path not in kinds}
-        self._leaves = [
-            (node, _empty(stored[path], wanted.device if node is TENSOR else "cpu"))
-            for path, node in (kinds | renamed).items()
-        ]
+        kinds |= renamed
+        devices = {path: torch.device(wanted.device if node is TENSOR else "cpu") for path, node in kinds.items()}
+        self._made: dict[Path, torch.Tensor] = {}
+        of_blocks: dict[object, torch.Tensor] = {}
+        for path, device in devices.items():
+            key = stored[path].blocks, device
+            if key not in of_blocks:
+                of_blocks[key] = _made(stored[path], device)
+            self._made[path] = of_blocks[key]
+        self._kinds, self._shared = kinds, contents.shared
         top = [] if self._node[0] != "dict" else self._node[1]
         self._renamed = unique_names((stored[path].name for path in renamed), taken=top)
-        in_place = [
-            writable(stored[path].name, path, leaf)
-            for path, (_, leaf) in zip(kinds | renamed, self._leaves, strict=True)
-        ]
+        in_place = [writable(stored[path].name, path, leaf) for path, leaf in self._made.items()]
         self.targets = DenseTargets(tuple(in_place), (), ())
         self.tables = {name: _columns_of(chain, contents.tables[name], wanted) for name in _chosen(contents, wanted)}
         for name in self.tables:
@@ -63,8 +67,9 @@ class WholeState:
                 )
 
     def tree(self) -> dict[str, Any]:
-        """Return the state; its leaves are the filled targets themselves."""
-        filled = iter([leaf_of(node, leaf) for node, leaf in self._leaves])
+        """Return the state; its leaves are the filled targets themselves, but for those that share memory again."""
+        leaves = shared_again(self._made, self._shared)
+        filled = iter([leaf_of(node, leaves[path]) for path, node in self._kinds.items()])
         state: dict[str, Any] = rebuild(self._node, filled, iter(self._values))
         state |= dict(zip(self._renamed, filled, strict=True))
         return state | {name: table.columns() for name, table in self.tables.items()}
@@ -91,7 +96,8 @@ class TableColumns:
     def begin_load(self, *, clear: bool, rows_count: int, filled: Collection[str]) -> TableColumns:
         for column in self._schema.columns:
             shape = (rows_count, *column.row_shape)
-            self._columns[column.name] = torch.empty(shape, dtype=column.dtype, device=self._device)
+            with torch.inference_mode(False):  # Other threads write to them.
+                self._columns[column.name] = torch.empty(shape, dtype=column.dtype, device=self._device)
         return self
 
     def insert(self, ids: torch.Tensor) -> torch.Tensor:
@@ -132,8 +138,9 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
     return (node[0], tuple(children))
 
 
-def _empty(stored: StoredDense, device: torch.device | str) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=dtype_by_name(stored.dtype, owner=stored.name).dtype, device=device)
+def _made(stored: StoredDense, device: torch.device) -> torch.Tensor:
+    dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
+    return torch.empty(stored.shape, dtype=dtype, device=device)
 
 
 def _chosen(contents: Contents, wanted: WholeRequest) -> list[str]:

@@ -30,6 +30,7 @@ from asyncckpt.guard import Guard, check_holds_none, not_waiting
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
 from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.system import register_at_fork
 
 T = TypeVar("T")
 
@@ -267,5 +268,5 @@ def _give_back_in_child() -> None:
         sys.setswitchinterval(_usual_s.pop())
 
 
-os.register_at_fork(after_in_child=background.forget)
-os.register_at_fork(after_in_child=_give_back_in_child)
+register_at_fork(after_in_child=background.forget)
+register_at_fork(after_in_child=_give_back_in_child)

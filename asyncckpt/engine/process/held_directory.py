@@ -11,7 +11,7 @@ from asyncckpt.commit.transaction import Commits
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.format.names import LOCK_NAME
-from asyncckpt.options import Durability
+from asyncckpt.options import Durability, KeepPolicy
 from asyncckpt.storage.owner_lock import OwnerLock
 
 
@@ -31,23 +31,23 @@ def held_directory(root: CheckpointRoot, durability: Durability) -> Iterator[Com
 
 def start_retention(
     commits: Commits,
-    count: int | None,
+    policy: KeepPolicy | None,
     *,
     protected: Callable[[], Collection[int]],
     held: AbstractContextManager[object],
 ) -> Future[None] | None:
-    """Let all but the newest checkpoints go, on a thread of its own: it delays no save. Never raises.
+    """Let all checkpoints go that are not kept, on a thread of its own: it delays no save. Never raises.
 
-    count: None: none goes. held: what retention needs; it is given back when that has ended, however it ends.
+    policy: None keeps all. held: what retention needs; it is given back when that has ended, however it ends.
     """
 
-    def retain() -> None:
+    def retain(policy: KeepPolicy) -> None:
         with held:
-            commits.retain(count, protected=protected)
+            commits.retain(policy, protected=protected)
 
-    if count is not None:
+    if policy is not None:
         try:
-            return retainer.submit(retain)
+            return retainer.submit(retain, policy)
         except Exception as error:  # No thread can be started.
             log_warning("old checkpoints in %s were kept: %s", commits.root.path, error)
     with held:

@@ -14,7 +14,6 @@ a ticket that asks for longer, so whoever waits for all of them has its turn.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.options import BusyPolicy, OnBusy
 from asyncckpt.signals import STEP_S, uninterrupted
+from asyncckpt.system import register_at_fork
 
 Kind = Literal["save", "load", "staging"]
 
@@ -187,7 +187,7 @@ def _report_what_is_awaited() -> None:
         print(f"asyncckpt: the interpreter ends after the {', '.join(map(str, tickets))}", file=sys.stderr)
 
 
-os.register_at_fork(after_in_child=save_lock.forget)
+register_at_fork(after_in_child=save_lock.forget)
 # Runs before threads are joined; atexit would run after. Private, so its absence only costs the message.
 _register = getattr(threading, "_register_atexit", None)
 if _register is not None:

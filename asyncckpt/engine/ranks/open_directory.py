@@ -1,6 +1,7 @@
 """Open a checkpoint directory for saving, alone or with other ranks: its folders, its lock, and the way to the others.
 
-Rank 0 makes the directory and holds its LOCK; the others wait until it has, or hear why it could not.
+Rank 0 makes the directory, holds its LOCK, and completes what a crash has left half removed; the others wait until it
+has, or hear why it could not.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt.arguments import check_int
+from asyncckpt.commit.removal import complete_decided
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.coordination.channel import Channel
 from asyncckpt.coordination.file_channel import open_file_channel
 from asyncckpt.coordination.messages import Limits, cause_of
 from asyncckpt.coordination.store_channel import StoreChannel, open_store_channel
+from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.ranks.replicas import Replicas
 from asyncckpt.engine.ranks.saver_ranks import Ranks, announce_failed
 from asyncckpt.errors import CheckpointError, DeadlineError, NotFoundError, PeerError, UsageError
@@ -148,10 +151,16 @@ def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
 
 def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
     root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
+    opened = Opened(root=root)
     try:
-        return Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
+        opened = Opened(root=root, lock=OwnerLock.acquire(root.root, LOCK_NAME))
+        try:
+            complete_decided(root)
+        except CheckpointError as error:
+            log_warning("leftovers in %s were kept: %s", root.path, error)
+        return opened
     except BaseException:
-        root.close()
+        opened.close()
         raise
 
 

@@ -49,9 +49,10 @@ from asyncckpt.errors import (
     PeerError,
 )
 from asyncckpt.format.limits import STEP_MAX
-from asyncckpt.format.manifest import FileFacts, ParentFacts, PartText, encode_part
+from asyncckpt.format.manifest import FileFacts, ParentFacts
 from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Fields, Json, dumps
+from asyncckpt.format.write_manifest import PartText, encode_part
 from asyncckpt.storage.directory import Directory
 
 FACTS_MAX = 1_000_000

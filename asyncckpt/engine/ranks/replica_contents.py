@@ -59,6 +59,9 @@ def contents_of(job: SaveJob, listed: ReplicaList) -> Contents:
                 digesters[path] = core.digester()
             _digest(block, digesters[path])
     digests = {path: digester.end().hex() for path, digester in digesters.items()}
+    for item in job.plan.sharing.tied:  # Another rank may hold it apart.
+        if item.leaf in leaves and leaves.get(item.of) in digests:
+            digests[leaves[item.leaf]] = digests[leaves[item.of]]
     some_ids = {}
     for table in staged_tables(job, blocks, Selections()):
         name = table.facts.name

@@ -97,7 +97,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     seconds = time.perf_counter() - job.begun
     written = committed.written
     job.target.memory.newest = _link(job, committed)
-    if committed.manifest_bytes and job.target.options.keep_latest is not None:
+    if committed.manifest_bytes and job.target.options.keep is not None:
         _start_retention(job.target, job.step)
     return SaveResult(
         step=job.step,
@@ -174,5 +174,5 @@ def _start_retention(target: SaveTarget, step: int) -> None:
         newest = target.memory.newest  # The next delta may build upon it.
         return {step, *newest_verified(target.root), *(() if newest is None else (newest.parent.step,))}
 
-    started = start_retention(target.commits, target.options.keep_latest, protected=protected, held=nullcontext())
+    started = start_retention(target.commits, target.options.keep, protected=protected, held=nullcontext())
     target.memory.retention = started or target.memory.retention

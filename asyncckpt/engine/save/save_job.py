@@ -20,8 +20,9 @@ from asyncckpt.engine.save.delta_chain import ChainLink, Choice
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import SaveCancelledError
-from asyncckpt.format.manifest import BodyTemplate, FileFacts, ParentFacts
+from asyncckpt.format.manifest import FileFacts, ParentFacts
 from asyncckpt.format.strict_json import Json
+from asyncckpt.format.write_manifest import BodyTemplate
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.table import Table
 from asyncckpt.native import U8

@@ -11,7 +11,8 @@ not deferred either, and with audit=True none is.
 
 Tables whose columns are plain memory get regions in the arena (plan/regions.py), so that a full save need copy only
 the rows written since the arena was filled. What the user's own filter function sees are blocks of the plan, so with
-one there are no regions.
+one there are no regions. Filters name tensors, so with any each of them has blocks of its own, whatever memory it
+shares.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def choose_stage(target: SaveTarget, cut: Cut, choice: Choice) -> StageChoice:
 
 def unstaged(target: SaveTarget, cut: Cut, fallback: str | None = None) -> StageChoice:
     """Return the choice to write the live state while the caller waits."""
-    plan = target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers)
+    shares = not _is_filtered(target)
+    plan = target.memory.plans.plan(cut.flat, cut.tables, by_peers=cut.leaves_by_peers, shares=shares)
     return StageChoice(plan, fallback=fallback)
 
 
@@ -85,8 +87,12 @@ def check_audited(cut: Cut, stage: StageChoice) -> None:
         raise UsageError(f"audit=True cannot compare the rows of tables: {reason}", found=left_out)
 
 
+def _is_filtered(target: SaveTarget) -> bool:
+    return target.filter_func is not identity or bool(target.filters)
+
+
 def _can_be_left_open(target: SaveTarget, cut: Cut, choice: Choice) -> list[str]:
-    if target.filter_func is not identity or target.filters:
+    if _is_filtered(target):
         return []
     some_rows = {cut.tables[chosen.table].name for chosen in choice.tables if not chosen.is_whole}
     # Of several ranks whether a table that holds all ids is written here, is perhaps known too late for its cut; and
@@ -109,7 +115,12 @@ def _stage(target: SaveTarget, cut: Cut, choice: Choice, *, deferred: Collection
     ]
     names = [item.name for _, item in in_regions]
     plan = target.memory.plans.plan(
-        cut.flat, cut.tables, deferred=deferred, in_regions=names, by_peers=cut.leaves_by_peers
+        cut.flat,
+        cut.tables,
+        deferred=deferred,
+        in_regions=names,
+        by_peers=cut.leaves_by_peers,
+        shares=not _is_filtered(target),
     )
     wishes = [
         RegionWish(

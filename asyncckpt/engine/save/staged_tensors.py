@@ -17,7 +17,6 @@ its arena is written as it is, without a second copy.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.tensor_copies import LiveTensors, list_pieces, tensors_over
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
+from asyncckpt.system import register_at_fork
 
 _ALIGNMENT = 64
 PLACES_KEPT_MAX = 2
@@ -216,4 +216,4 @@ def _one_behind_the_other(sizes: I64, itemsizes: I64) -> Places:
 
 
 # Arena memory is not inherited by forked children, where tensors of others may lie at its addresses.
-os.register_at_fork(after_in_child=_lent.clear)
+register_at_fork(after_in_child=_lent.clear)

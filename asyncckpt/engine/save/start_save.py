@@ -54,7 +54,9 @@ def start_save(
     check_not_capturing("a save")
     if not staged:
         check_may_wait("a blocking save")
-    encoded = _encode_metadata(metadata)
+    encoded = encode_metadata(metadata)
+    if target.options.keep is not None and target.rank == 0:  # Its metadata counts.
+        target.options.keep.check_metadata(metadata)
     if target.ranks is None and not (target.tables or target.state or encoded):
         raise UsageError("there is nothing to save", hint="give the Saver hashtables or tensors")
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
@@ -266,7 +268,8 @@ def _contents(tables: Sequence[TableCapture]) -> dict[str, TableContents]:
     }
 
 
-def _encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
+def encode_metadata(metadata: Mapping[str, Any] | None) -> Json:
+    """Return the metadata of a save as they are stored. UsageError, UnsupportedError."""
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise UsageError("metadata is not a mapping with string keys", found=type(metadata).__name__)

@@ -24,8 +24,9 @@ from asyncckpt.engine.save.filter_input import filter_blocks, own_blocks, planne
 from asyncckpt.engine.save.row_fingerprints import Selections, select_rows
 from asyncckpt.engine.save.save_job import SaveJob, Written
 from asyncckpt.errors import FilterError
-from asyncckpt.format.manifest import BodyTemplate, FileFacts, extend_body, render_body
+from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt
+from asyncckpt.format.write_manifest import BodyTemplate, extend_body, render_body
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.source import ByteSource
 from asyncckpt.model.table import DeferredCut, Role
@@ -141,7 +142,8 @@ def _stream_changed(job: SaveJob, state: FilteredState, target: ShardTarget) -> 
     )
     tables = _in_order(job, (*state.tables, *_open_facts(job)))
     replaced = {number for number, block in enumerate(state.blocks) if block.replaced}
-    body = render_body(tables, job.plan.tree, [*image.blocks, *opened.blocks], filtered=replaced)
+    blocks = [*image.blocks, *opened.blocks]
+    body = render_body(tables, job.plan.tree, blocks, filtered=replaced, sharing=job.plan.sharing)
     return _stream(job, image, body, tables, [block.source for block in state.blocks], target)
 
 

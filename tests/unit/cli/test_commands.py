@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import xxhash
-from typer.testing import CliRunner, Result
 
 import asyncckpt
-from asyncckpt.cli import app
 from asyncckpt.cli.findings import ExitCode
+from tests.program import Result
+from tests.program import invoke as run
 
 STEPS = [100, 200, 300]
 HOSTILE_NAME = "[bold]evil[/bold]\x1b[31m\nname"
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def answer_of(result: Result) -> Any:
@@ -163,7 +158,7 @@ def test_show_tells_blocks_tables_and_metadata(checkpoints: Path) -> None:
 
 
 def test_show_limits_blocks_on_the_screen(checkpoints: Path) -> None:
-    result = run("show", checkpoints, "--blocks", 2)
+    result = run("show", checkpoints, "--most", 2)
     assert "user@sum" not in result.stdout
     assert "and 4 more blocks" in result.stdout
 
@@ -242,11 +237,3 @@ def test_help_tells_the_exit_codes(arguments: tuple[str, ...]) -> None:
 
 def test_negative_step_is_wrong_usage(checkpoints: Path) -> None:
     assert run("show", checkpoints, "--", "-1").exit_code == ExitCode.USAGE
-
-
-def test_the_command_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["cli", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("asyncckpt.cli", run_name="__main__")
-    assert ended.value.code == 0
-    assert "Usage: asyncckpt" in capsys.readouterr().out

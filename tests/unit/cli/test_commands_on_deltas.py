@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import asyncckpt
-from asyncckpt.cli import app
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.format.names import LOCK_NAME
 from asyncckpt.storage.directory import Directory
 from asyncckpt.storage.owner_lock import _lock_file
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+from tests.program import Result
+from tests.program import invoke as run
 
 
 def answer_of(result: Result) -> Any:
@@ -47,7 +43,7 @@ def deltas(tmp_path: Path) -> Path:
 def test_ls_shows_what_builds_upon_what(deltas: Path) -> None:
     result = run("ls", deltas)
     assert result.exit_code == ExitCode.OK
-    head, _, *lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    head, *lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
     assert head[:4] == ["step", "created", "kind", "upon"]
     assert [(line[0], *line[2:4]) for line in lines] == [
         ("10", "full", "-"),

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import asyncckpt
-from asyncckpt.cli import app
 from asyncckpt.cli.findings import ExitCode
 from tests.end_to_end.merged_ranks import as_boxes, save_each
+from tests.program import invoke
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_show_tells_what_each_rank_has_written(checkpoint: Path) -> None:
-    result = CliRunner().invoke(app, ["show", str(checkpoint)])
+    result = invoke("show", checkpoint)
     assert result.exit_code == ExitCode.OK
     assert "saved by" in result.stdout
     assert "2 ranks" in result.stdout
@@ -44,7 +43,7 @@ def test_show_tells_what_each_rank_has_written(checkpoint: Path) -> None:
 
 
 def test_show_json_holds_ranks_and_boxes(checkpoint: Path) -> None:
-    result = CliRunner().invoke(app, ["show", str(checkpoint), "--json"])
+    result = invoke("show", checkpoint, "--json")
     answer = json.loads(result.stdout)
     assert answer["ranks_count"] == 2
     assert [(rank["rank"], len(rank["files"]), rank["tables"]) for rank in answer["ranks"]] == [
@@ -62,13 +61,13 @@ def test_show_json_holds_ranks_and_boxes(checkpoint: Path) -> None:
 
 
 def test_ls_and_verify(checkpoint: Path) -> None:
-    listed = CliRunner().invoke(app, ["ls", str(checkpoint)])
+    listed = invoke("ls", checkpoint)
     assert listed.exit_code == ExitCode.OK
     row = next(line.split() for line in listed.stdout.splitlines() if line.split()[:1] == ["1"])
     assert row[-4:] == ["2", "51", "2", "committed"]  # Files, rows, tensors.
-    assert CliRunner().invoke(app, ["verify", str(checkpoint)]).exit_code == ExitCode.OK
+    assert invoke("verify", checkpoint).exit_code == ExitCode.OK
     (shard,) = (checkpoint / "data").glob("*/r00001-*")
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
-    damaged = CliRunner().invoke(app, ["verify", str(checkpoint)])
+    damaged = invoke("verify", checkpoint)
     assert damaged.exit_code == ExitCode.DAMAGED
     assert "r00001-000.safetensors" in damaged.stdout

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt import KeepPolicy
 from asyncckpt.commit import removal
 from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.retention import keep_latest, sweep
+from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
 from asyncckpt.errors import CorruptError, IOFailedError
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.format.names import Mark
@@ -39,9 +41,10 @@ def delta(root: Path, step: int, chain: tuple[ParentFacts, ...]) -> Written:
     return write(root, step, {"user": layer_of({step: row(step)})}, parents=chain)
 
 
-def retain(root: Path, count: int, *protected: int) -> list[int]:
+def keep_latest(root: Path, count: int, *protected: int) -> list[int]:
     with CheckpointRoot.for_reading(root) as opened:
-        return keep_latest(opened, KnownHeads(opened), count=count, protected=lambda: protected)
+        policy = KeepPolicy(latest=count)
+        return list(retain(opened, KnownHeads(opened), policy, protected=lambda: protected).removed)
 
 
 def folders(root: Path) -> set[str]:
@@ -62,7 +65,7 @@ def two_chains(root: Path) -> dict[int, Written]:
 
 def test_a_kept_delta_keeps_what_it_builds_upon(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
-    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert keep_latest(tmp_path, 1) == [1, 2, 3]
     assert asyncckpt.list_steps(tmp_path) == [4, 5, 6, 7]
     assert folders(tmp_path) == {found[step].folder.name for step in (4, 5, 6, 7)}
     for step in (4, 5, 6, 7):
@@ -71,28 +74,28 @@ def test_a_kept_delta_keeps_what_it_builds_upon(tmp_path: Path) -> None:
 
 def test_a_protected_step_keeps_its_chain_and_nothing_above(tmp_path: Path) -> None:
     two_chains(tmp_path)
-    assert retain(tmp_path, 1, 2, 99) == [3]
+    assert keep_latest(tmp_path, 1, 2, 99) == [3]
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 4, 5, 6, 7]
 
 
 def test_full_checkpoints_free_the_chains_before_them(tmp_path: Path) -> None:
     two_chains(tmp_path)
     full(tmp_path, 8)
-    assert retain(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
+    assert keep_latest(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
     assert len(folders(tmp_path)) == 1
 
 
 def test_nothing_to_do(tmp_path: Path) -> None:
     two_chains(tmp_path)
-    assert retain(tmp_path, 7) == []
-    assert retain(tmp_path, 4) == [1, 2, 3]
-    assert retain(tmp_path, 3) == []
+    assert keep_latest(tmp_path, 7) == []
+    assert keep_latest(tmp_path, 4) == [1, 2, 3]
+    assert keep_latest(tmp_path, 3) == []
 
 
 def test_compaction_frees_what_lies_below(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
     compacted = full(tmp_path, 6, replaces=found[6].digest)
-    assert retain(tmp_path, 2) == [1, 2, 3, 4, 5]
+    assert keep_latest(tmp_path, 2) == [1, 2, 3, 4, 5]
     assert names(tmp_path) == {"000000000006.full.json", "000000000007.json"}
     assert folders(tmp_path) == {compacted.folder.name, found[7].folder.name}
     assert load(tmp_path, 7) == {0: row(6), 7: row(7)}
@@ -102,7 +105,7 @@ def test_compacted_step_loses_its_own_manifest_although_it_is_kept(tmp_path: Pat
     """Not more checkpoints than may be, but one has two manifests."""
     found = two_chains(tmp_path)
     compacted = full(tmp_path, 7, replaces=found[7].digest)
-    assert retain(tmp_path, 10) == []
+    assert keep_latest(tmp_path, 10) == []
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
     assert "000000000007.json" not in names(tmp_path)
     assert folders(tmp_path) == {found[step].folder.name for step in range(1, 7)} | {compacted.folder.name}
@@ -115,7 +118,7 @@ def test_a_compacted_step_without_its_folder_hides_nothing(tmp_path: Path) -> No
     before = {step: load(tmp_path, step) for step in (5, 6, 7)}
     shutil.rmtree(full(tmp_path, 6, replaces=found[6].digest).folder)
     assert {step: load(tmp_path, step) for step in (5, 6, 7)} == before
-    assert retain(tmp_path, 2) == [1, 2, 3]
+    assert keep_latest(tmp_path, 2) == [1, 2, 3]
     assert names(tmp_path) == {f"{step:012d}.json" for step in (4, 5, 6, 7)}
     assert {step: load(tmp_path, step) for step in (5, 6, 7)} == before
 
@@ -123,7 +126,7 @@ def test_a_compacted_step_without_its_folder_hides_nothing(tmp_path: Path) -> No
 def test_old_compacted_step_goes_with_both_manifests(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
     full(tmp_path, 3, replaces=found[3].digest)
-    assert retain(tmp_path, 1) == [1, 2, 3]
+    assert keep_latest(tmp_path, 1) == [1, 2, 3]
     assert asyncckpt.list_steps(tmp_path) == [4, 5, 6, 7]
     assert len(folders(tmp_path)) == 4
 
@@ -147,7 +150,7 @@ def test_a_broken_chain_stops_everything(tmp_path: Path, damage: str, step: int)
         shard.write_bytes(shard.read_bytes()[:-1])
     before = names(tmp_path), folders(tmp_path)
     with pytest.raises(CorruptError):
-        retain(tmp_path, 1)
+        keep_latest(tmp_path, 1)
     assert (names(tmp_path), folders(tmp_path)) == before
 
 
@@ -171,7 +174,7 @@ def test_no_delta_is_ever_without_its_parents(tmp_path: Path, monkeypatch: pytes
 
     for operation in plain:
         monkeypatch.setattr(Directory, operation, noted(operation))
-    assert retain(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
+    assert keep_latest(tmp_path, 1) == [1, 2, 3, 4, 5, 6, 7]
     wanted = ["7", "6", "6.full", "5", "4", "3", "2", "1"]
     manifests = [f"{name[0]:0>12}{name[1:]}.json" for name in wanted]
     assert [name for name in done if name in manifests] == manifests
@@ -286,7 +289,7 @@ def retain_beside(root: Path, act: Callable[[], object], *, at: int) -> bool:
         for operation in ("move", "create_file", "remove_file", "sync", "names", "remove_folder"):
             patch.setattr(Directory, operation, watched(getattr(Directory, operation)))
         with contextlib.suppress(asyncckpt.CheckpointError):  # What it is about was taken from it.
-            retain(root, 1)
+            keep_latest(root, 1)
     return count >= at
 
 
@@ -322,7 +325,7 @@ def test_random_retention_leaves_what_loads(tmp_path: Path, seed: int) -> None:
                 if f"{old:012d}.full.json" not in names(tmp_path):
                     write(tmp_path, old, {"user": layer_of(rows)}, replaces=found[old].digest)
         if choose.random() < 0.3:
-            retain(tmp_path, choose.randrange(1, 6), choose.randrange(1, 25))
+            keep_latest(tmp_path, choose.randrange(1, 6), choose.randrange(1, 25))
             left = asyncckpt.list_steps(tmp_path)
             assert step in left
             for one in left:
@@ -357,16 +360,18 @@ def test_sweep_does_nothing_where_a_manifest_cannot_be_read(tmp_path: Path) -> N
     assert len(folders(tmp_path)) == 8
 
 
-def test_known_heads_hold_no_values(tmp_path: Path) -> None:
+def test_known_heads_hold_no_values_but_numbers_of_metadata(tmp_path: Path) -> None:
     """A Saver keeps the head of every checkpoint, and values may be megabytes."""
     state = {"step": torch.zeros(1), "loader": b""}
     with asyncckpt.Saver(path=tmp_path, tensors=state) as saver:
         heads = saver._target.commits.heads
         for step in range(3):
             state["loader"] = os.urandom(1 << 10)
-            saver.save(step, metadata={"note": "x" * 1000})
+            saver.save(step, metadata={"note": "x" * 1000, "loss": 3})
         assert len(heads._heads) == 3
-        assert all(sealed.head.values == () and sealed.head.metadata is None for _, sealed in heads._heads.values())
+        assert all(
+            sealed.head.values == () and sealed.head.metadata == {"loss": 3} for _, sealed in heads._heads.values()
+        )
         with CheckpointRoot.for_reading(tmp_path) as root:
             read = [KnownHeads(root).of(f"{step:012d}.json") for step in range(3)]
         assert read == [sealed for _, sealed in heads._heads.values()]
@@ -376,6 +381,6 @@ def test_a_folder_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path
     found = {step: full(tmp_path, step) for step in range(4)}
     (found[0].folder / "lost+found").mkdir()
     with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
-        retain(tmp_path, 1)
+        keep_latest(tmp_path, 1)
     assert asyncckpt.list_steps(tmp_path) == [3]
     assert folders(tmp_path) == {found[0].folder.name, found[3].folder.name}

@@ -28,8 +28,13 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    # The files of coordination are no manifests.
-    "publish": {"commit/transaction.py", "coordination/session_files.py", "coordination/driver.py"},
+    # The files of coordination, and of the trial of a disk, are no manifests.
+    "publish": {
+        "commit/transaction.py",
+        "coordination/session_files.py",
+        "coordination/driver.py",
+        "storage/disk_probe.py",
+    },
 }
 
 

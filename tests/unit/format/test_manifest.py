@@ -12,17 +12,7 @@ import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import (
-    FEATURES,
-    FileFacts,
-    ManifestHead,
-    ParentFacts,
-    SealedHead,
-    encode_manifest,
-    manifest_digest,
-    render_body,
-    written_digest,
-)
+from asyncckpt.format.manifest import FEATURES, FileFacts, ManifestHead, ParentFacts, SealedHead, manifest_digest
 from asyncckpt.format.names import (
     compacted_manifest_name,
     is_compacted_manifest,
@@ -31,6 +21,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.format.write_manifest import encode_manifest, render_body, written_digest
 from asyncckpt.model.block import REMOVED_COLUMN, BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 
@@ -183,7 +174,7 @@ def test_unknown_feature_is_refused_whatever_else_the_manifest_says() -> None:
         IncompatibleError, match=r"found \(1, 'pad', 'x'\).*boxes.*compacted.*delta.*encoding.*pad.*ranks"
     ):
         decode_head(signed, manifest_name(STEP))
-    assert {"delta", "compacted", "encoding", "pad", "ranks", "boxes"} == FEATURES
+    assert {"delta", "compacted", "encoding", "pad", "ranks", "boxes", "tied"} == FEATURES
 
 
 def test_names_of_manifests() -> None:

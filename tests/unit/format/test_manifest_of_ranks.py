@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 from asyncckpt.errors import CorruptError
-from asyncckpt.format.manifest import (
+from asyncckpt.format.manifest import FileFacts, ManifestHead
+from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
+from asyncckpt.format.read_head import decode_head
+from asyncckpt.format.read_manifest import decode_manifest
+from asyncckpt.format.tree import TENSOR, VALUE, Node
+from asyncckpt.format.write_manifest import (
     BodyTemplate,
-    FileFacts,
-    ManifestHead,
     PartText,
     encode_manifest,
     encode_part,
     render_body,
     written_digest,
 )
-from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
-from asyncckpt.format.read_head import decode_head
-from asyncckpt.format.read_manifest import decode_manifest
-from asyncckpt.format.tree import TENSOR, VALUE, Node
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Role
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncckpt.model.table_shard import Shard, buckets_of, described, is_shard, may_share_ids, owned_mask, slice_info
+from asyncckpt.model.owned_ids import owned_mask
+from asyncckpt.model.table_shard import Shard, buckets_of, described, is_shard, may_share_ids, slice_info
 
 pytestmark = pytest.mark.any_core
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,33 @@ def check(id_map: IdMap, model: Model) -> None:
     begins_and_ends = id_map.runs().ravel().tolist()
     # Maximal ranges neither touch nor overlap.
     assert all(left < right for left, right in itertools.pairwise(begins_and_ends))
+
+
+@pytest.mark.parametrize("marks_count", [0, 500, 2000])
+def test_inserting_marks_the_used_rows_that_there_are_marks_for(core: Core, marks_count: int) -> None:
+    random = np.random.default_rng(7)
+    id_map = core.id_map(0)
+    first = random.permutation(1000)
+    rows, _ = id_map.insert(first)
+    marks = np.zeros(marks_count, dtype=np.uint8)
+    marks[rows[rows < marks_count]] = 9
+    before = marks.copy()
+    mentioned = random.integers(0, 1500, 700)
+    rows, _ = id_map.insert(mentioned, (marks, 17))
+    inside = rows[rows < marks_count]
+    expected = before.copy()
+    expected[inside[before[inside] != 0]] = 17
+    assert marks.tolist() == expected.tolist()
+    assert (marks_count == 0) or (17 in marks.tolist() and 9 in marks.tolist())
+
+
+def test_marks_of_an_insert_are_checked_first(core: Core) -> None:
+    id_map = core.id_map(0)
+    wrong: Any
+    for wrong in ((np.zeros(4, dtype=np.int8), 3), (np.zeros(4, dtype=np.uint8), 256)):
+        with pytest.raises(ValueError, match=r"mark"):
+            id_map.insert(np.arange(3), wrong)
+    assert len(id_map) == 0
 
 
 @given(actions=ACTIONS)

@@ -13,19 +13,11 @@ import pytest
 import torch
 
 from asyncckpt.errors import CorruptError, IncompatibleError
-from asyncckpt.format.manifest import (
-    Chain,
-    FileFacts,
-    Manifest,
-    ManifestHead,
-    ParentFacts,
-    encode_manifest,
-    encode_part,
-    render_body,
-)
+from asyncckpt.format.manifest import Chain, FileFacts, Manifest, ManifestHead, ParentFacts
 from asyncckpt.format.names import Attempt, manifest_name, shard_name, shard_path
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.format.tree import ARRAY, TENSOR, VALUE, Node
+from asyncckpt.format.write_manifest import encode_manifest, encode_part, render_body
 from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
 from asyncckpt.model.table import Column, OwnsIds, Role, TableSchema
 from asyncckpt.plan.contents import contents_of, joined_tree

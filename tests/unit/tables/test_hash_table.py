@@ -280,8 +280,8 @@ def test_ids_whose_lookup_is_interrupted_have_rows(monkeypatch: pytest.MonkeyPat
     id_map = type(table._store._ids)
     insert = id_map.insert
 
-    def insert_and_signal(self: Any, ids: Any) -> Any:
-        found = insert(self, ids)
+    def insert_and_signal(self: Any, *arguments: Any) -> Any:
+        found = insert(self, *arguments)
         signal.raise_signal(signal.SIGINT)
         return found
 

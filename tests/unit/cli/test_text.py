@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncckpt.cli.screen import size
+from asyncckpt.cli.text import size
 
 
 @pytest.mark.parametrize(

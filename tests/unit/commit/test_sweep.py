@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncckpt import IOFailedError, Saver
+from asyncckpt import CorruptError, IOFailedError, Saver
+from asyncckpt.checkpoints import collect_garbage
+from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import KnownHeads
-from asyncckpt.commit.retention import sweep
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import sweep
 from asyncckpt.format.names import Attempt, Mark
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
@@ -98,3 +100,35 @@ def test_what_is_published_while_it_is_swept_goes_with_its_folder_or_stays(
     assert swept(saved.root) == ([saved.folder.name] if is_decided else [])
     assert saved.manifest.exists() == saved.folder.exists() == (not is_decided)
     assert marks(saved.root) == []
+
+
+def test_garbage_is_counted(saved: Written) -> None:
+    left = [leave(saved.root, step) for step in (1, 5)]
+    temporary = saved.root / "manifests" / f".m-{'ab' * 16}"
+    temporary.write_bytes(b"x" * 30)
+    with CheckpointRoot.for_reading(saved.root) as root, claims.save(root, 9) as claim:
+        running = root.data.make_folder(claim.attempt.directory)
+        running.close()
+        report = collect_garbage(saved.root)
+    assert (report.folders_count, report.files_count, report.bytes) == (2, 3, 2030)
+    assert folders(saved.root) == {saved.folder.name, claim.attempt.directory}
+    assert not temporary.exists()
+    assert collect_garbage(saved.root).folders_count == 1, "the save has ended without it"
+    assert (collect_garbage(saved.root).files_count, collect_garbage(saved.root).bytes) == (0, 0)
+    assert not folders(saved.root) & set(left)
+
+
+def test_what_a_crash_had_decided_is_counted(saved: Written) -> None:
+    (saved.root / "manifests" / Mark("ab" * 16, saved.folder.name, is_decided=True).name).touch()
+    bytes_count = sum(path.stat().st_size for path in saved.folder.iterdir())
+    report = collect_garbage(saved.root)
+    assert (report.folders_count, report.files_count, report.bytes) == (1, 1, bytes_count)
+    assert folders(saved.root) == set()
+
+
+def test_garbage_beside_a_manifest_that_cannot_be_read_stays(saved: Written) -> None:
+    stray = leave(saved.root, 5)
+    saved.manifest.write_bytes(b"{}")
+    with pytest.raises(CorruptError):
+        collect_garbage(saved.root)
+    assert stray in folders(saved.root)

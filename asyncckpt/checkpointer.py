@@ -1,0 +1,342 @@
+"""Checkpoints of a training loop in five lines, from the first step to the last, whatever ends it.
+
+    with asyncckpt.Checkpointer("ckpt", every=500, model=model, optimizer=optimizer) as ckpt:
+        for step in range(ckpt.restore(), steps):
+            train(step)
+            ckpt.step(step)
+
+A Saver, a PeriodicSaver and a Loader over one state, and what ends a loop:
+
+    the end of the `with` block     the last step is saved, if it was not yet
+    an exception, sys.exit          the same; the metadata says whether the state may be half a step off (periodic.py)
+    the end of the interpreter      the same, where there is no `with` block
+    SIGTERM, max_hours              the next `.step` saves, and the process ends: SystemExit with status 143, or the
+                                    handler of SIGTERM from before
+    SIGKILL, os._exit, power loss   what had committed is there
+
+With several ranks all of them do this together: they restore one step, stop behind one step, save the same last one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
+from time import monotonic
+from typing import Any
+
+from asyncckpt.adapters.named_parts import named_parts
+from asyncckpt.arguments import check_seconds, check_type
+from asyncckpt.commit.discover import committed_steps, read_head
+from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.engine.process.termination import Termination, exit_as_terminated
+from asyncckpt.engine.ranks.steps_together import StepsTogether
+from asyncckpt.engine.save.go_back import check_may_go_back, go_back
+from asyncckpt.errors import UsageError, closing_beside, warn
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.strict_json import Json
+from asyncckpt.loader import Loader
+from asyncckpt.model.own_rank import own_rank
+from asyncckpt.model.result import LoadReport, SaveResult
+from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, DeltaPolicy, KeepPolicy, RankOptions
+from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics
+from asyncckpt.saver import Saver
+from asyncckpt.signals import uninterrupted
+
+_MAX_HOURS = "max_hours"
+
+
+class Checkpointer:
+    """Saves a state every so many steps, restores it, and saves the last step whatever ends the loop; see above.
+
+    path           the checkpoint directory, made with its parents when missing
+    every          steps between saves; or every_seconds between them, with one rank. One that is due while another is
+                   in flight is skipped
+    keep           which checkpoints stay: so many of the newest, or a KeepPolicy; None: all
+    max_hours      save and end the process before it has run for so long since this was made, counting the longest
+                   step and the last save; None: no bound
+    deltas         as of a Saver
+    on_error       what becomes of errors of background saves: as of a PeriodicSaver
+    options        further arguments of the Saver, by name
+    state          what is saved, by name: tables, modules (also in DDP or torch.compile), optimizers, dicts, anything
+                   with a state dict, tensors. Tables in modules and of sparse optimizers are found
+
+    Used by one thread; on the main thread it takes SIGTERM from the beginning of the `with` block, or from the first
+    step on. Without a `with` block, it is closed by `close`, by another Checkpointer of the same directory, or when the
+    interpreter ends. Ranks are those of torch.distributed, unless options say otherwise.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        keep: int | KeepPolicy | None = None,
+        max_hours: float | None = None,
+        deltas: DeltaPolicy | None = None,
+        on_error: ErrorHandler = "raise",
+        options: Mapping[str, Any] | None = None,
+        **state: Any,
+    ) -> None:
+        if max_hours is not None:
+            check_seconds("max_hours", max_hours, above_zero=True)
+        check_type("options", {} if options is None else options, Mapping)
+        if not state:
+            raise UsageError("there is nothing to save", hint="Checkpointer(path, every=500, model=model)")
+        tables, tensors = named_parts(state)
+        more = {"keep": keep, "deltas": deltas, **(options or {})}
+        if "shard_num" not in more:
+            ranks = more.get("ranks", RankOptions())
+            check_type("ranks", ranks, RankOptions)
+            more["shard_index"], more["shard_num"] = own_rank(None, None, ranks.process_group)
+        key = os.path.realpath(path)
+        _end_earlier(key)
+        self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
+        try:
+            self._periodic = PeriodicSaver(
+                self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error
+            )
+        except BaseException:
+            self._saver.close()
+            raise
+        self._together = StepsTogether(self._saver._target.ranks)
+        self._termination = Termination()
+        self._until = None if max_hours is None else monotonic() + 3600 * max_hours
+        self._step_ended: float | None = None
+        self._longest_step_s = 0.0
+        self._last_step: int | None = None
+        self._report: LoadReport | None = None
+        self._key, self._pid = key, os.getpid()
+        self._is_entered = self._closed = False
+        self._errors_before: list[BaseException] = []  # Raised before the last step ended, as far as can be seen.
+        _open[key] = self
+        if parent_process() is not None:  # Processes of multiprocessing end without what is registered with atexit.
+            Finalize(None, _end_all, exitpriority=0)
+
+    @property
+    def path(self) -> str:
+        """The checkpoint directory, absolute."""
+        return self._saver.path
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What the last `restore` has loaded; None before it, and when there was nothing to load."""
+        return self._report
+
+    def restore(self, step: int | None = None, *, discard_newer: bool = False) -> int:
+        """Load a step, by default the newest, into the state; return the step to go on with: 0 in an empty directory.
+
+        To go back, name the step: what was saved after it is discarded, durably, when the step is loaded, so that the
+        directory tells one history. UsageError, with nothing changed, where that would be needed and discard_newer does
+        not say so, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
+        Raises as Loader.load does; then the state may be that of no step, so it is not saved at the end.
+        """
+        step = check_step(step)
+        check_type("discard_newer", discard_newer, bool)
+        self._check_open()
+        self._periodic.drain()
+        self._saver._wait_in_flight(SAVE_DEADLINE_S)
+        chosen = self._together.decided(lambda: self._choose(step, discard_newer=discard_newer))
+        if chosen is None:
+            return 0
+        assert isinstance(chosen, int)
+        # From here on, also when an error ends it, the state is not that of the last step any more.
+        self._last_step = None
+        self._periodic._forget_last()
+        report = self._together.all_done(lambda: self._load(chosen))
+        if discard_newer:
+            self._together.all_done(lambda: go_back(self._saver._target, chosen))
+        self._report, self._last_step = report, chosen
+        self._warn_if_half_way(report)
+        if self._termination.is_asked:  # Nothing is to be saved.
+            self._termination.leave()
+        return chosen + 1
+
+    def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
+        """Note that a training step has ended; return the future if a save was begun.
+
+        Steps ascend. Every rank calls it, for the same steps. Behind SIGTERM, or shortly before max_hours have passed,
+        it saves, waits for that, and ends the process.
+        """
+        step = check_step(step, or_none=False)
+        self._check_open()
+        self._check_ascends(step)
+        self._last_step = step
+        self._errors_before = _errors_raised()
+        self._termination.listen()
+        self._measure_step()
+        why = self._together.stop(self._why_stop())
+        if not why:
+            return self._periodic.step(step, metadata=metadata)
+        self._periodic._save_and_leave(step, metadata)
+        if why == _MAX_HOURS:
+            exit_as_terminated()
+        self._termination.leave()
+        return None
+
+    def save_now(self, step: int | None = None, *, metadata: Mapping[str, Any] | None = None) -> SaveResult:
+        """Save the state as it is now, and return when the checkpoint is durable: see PeriodicSaver.save_now."""
+        self._check_open()
+        step = check_step(step)
+        if step is not None and step != self._last_step:
+            self._check_ascends(step)
+            self._last_step = step - 1  # The step may still be noted.
+        return self._periodic.save_now(step, metadata=metadata)
+
+    def statistics(self) -> PeriodicStatistics:
+        """Return how many saves were begun, skipped or failed."""
+        return self._periodic.statistics()
+
+    def close(self) -> None:
+        """Save the last step, unless it is saved, and give everything back. Idempotent."""
+        # Of several ranks, those that are closed are at an end that all come to.
+        self._end(self._error_since() if self._saver.ranks_count == 1 else None)
+
+    def __enter__(self) -> Checkpointer:
+        self._check_open()
+        self._is_entered = True
+        self._termination.listen()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with closing_beside(error, "the last step was not saved"):
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Save the last step, close, and act on a SIGTERM that came meanwhile. error: what has ended the loop."""
+        self._finish(error)
+        if self._termination.is_asked:
+            self._termination.leave()
+
+    def _error_since(self) -> BaseException | None:
+        """Return what was raised behind the last step, as far as can be seen outside of a `with` block."""
+        new = [error for error in _errors_raised() if all(error is not old for old in self._errors_before)]
+        return new[0] if new else None
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        try:
+            with uninterrupted:
+                self._closed = True
+                try:
+                    self._periodic._finish(error)
+                finally:
+                    if _open.get(self._key) is self:
+                        del _open[self._key]
+                    self._saver.close()
+        finally:
+            self._termination.end()
+
+    def _choose(self, step: int | None, *, discard_newer: bool) -> Json:
+        """Return the step to load, None when there is none. Of several ranks, rank 0 decides."""
+        steps = committed_steps(self._saver._target.root)
+        if step is None:
+            return steps[-1] if steps else None
+        if step not in steps:
+            read_head(self._saver._target.root, step)  # It says what there is.
+        if discard_newer:
+            check_may_go_back(self._saver._target, step)
+            return step
+        newer = [other for other in steps if other > step]
+        if newer:
+            raise UsageError(
+                f"step {step} is not the newest in {self.path!r}, and two histories do not go into one directory",
+                found=f"{len(newer)} newer, up to step {newer[-1]}",
+                hint=f"restore({step}, discard_newer=True) removes what was saved after it; to only read an older "
+                "step, use asyncckpt.load or a Loader",
+            )
+        return step
+
+    def _load(self, step: int) -> LoadReport:
+        target = self._saver._target
+        return Loader(
+            self.path,
+            target.tables,
+            target.state,
+            step=step,
+            shard_index=target.rank,
+            shard_num=self._saver.ranks_count,
+        ).load()
+
+    def _warn_if_half_way(self, report: LoadReport) -> None:
+        if report.metadata.get(HALF_WAY):
+            by = report.metadata.get(INTERRUPTED, "the end of the program")
+            warn(
+                f"asyncckpt: step {report.step} was saved after {by} in the middle of the next step, of which the "
+                "state may hold a part; restore(an earlier step, discard_newer=True) goes back",
+                RuntimeWarning,
+            )
+
+    def _check_ascends(self, step: int) -> None:
+        """Refuse at once what would be refused, or become a second history, in the middle of training."""
+        if self._last_step is None:
+            steps = committed_steps(self._saver._target.root)
+            if steps and steps[-1] >= step:
+                raise UsageError(
+                    f"step {step} is not behind those that are in {self.path!r}",
+                    found=f"step {steps[-1]}",
+                    hint="begin with restore()",
+                )
+        elif step <= self._last_step:
+            raise UsageError(
+                "steps do not ascend", found=step, expected=f"more than {self._last_step}", hint="count over all epochs"
+            )
+
+    def _measure_step(self) -> None:
+        now = monotonic()
+        if self._step_ended is not None:
+            self._longest_step_s = max(self._longest_step_s, now - self._step_ended)
+        self._step_ended = now
+
+    def _why_stop(self) -> str:
+        """Return why this rank would stop now, or ""."""
+        if self._termination.is_asked:
+            return "SIGTERM"
+        if self._until is None:
+            return ""
+        result = self._periodic.statistics().last_result
+        needed_s = self._longest_step_s + (0.0 if result is None else result.seconds)
+        return _MAX_HOURS if monotonic() + needed_s >= self._until else ""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the Checkpointer of {self.path!r} is closed")
+
+
+# Those that are not closed, by path. They stay alive: the last step of one that nobody holds is to be saved, too.
+_open: dict[str, Checkpointer] = {}
+
+
+def _end_earlier(path: str) -> None:
+    """Close an earlier Checkpointer of the same directory: a cell of a notebook is run again."""
+    earlier = _open.get(path)
+    if earlier is None or earlier._pid != os.getpid():
+        return
+    if earlier._is_entered:
+        raise UsageError(f"a Checkpointer of {path!r} is open already", hint="close it, or leave its with block")
+    earlier.close()
+
+
+def _errors_raised() -> list[BaseException]:
+    """Return the exception that is being handled, and the last one that ended a program or a cell of a notebook."""
+    found = (sys.exc_info()[1], getattr(sys, "last_value", None))
+    return [error for error in found if error is not None]
+
+
+@atexit.register
+def _end_all() -> None:
+    """Save the last steps at the end of the interpreter; then act on a SIGTERM that came since they ended."""
+    ended = list(reversed(_open.values()))
+    for checkpointer in ended:
+        try:
+            checkpointer._finish(checkpointer._error_since())
+        except Exception as failed:
+            print(f"asyncckpt: the last step was not saved in {checkpointer.path!r}: {failed}", file=sys.stderr)
+    for checkpointer in ended:
+        if checkpointer._termination.is_asked:
+            checkpointer._termination.leave(at_exit=True)

@@ -1,0 +1,86 @@
+"""What all commands share: their arguments, and how an error of the library ends them: one line and a code."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asyncckpt.cli import as_json, screen
+from asyncckpt.cli.findings import EXIT_CODES, code_of
+from asyncckpt.errors import CheckpointError
+
+Answer = TypeVar("Answer")
+
+
+class Commands:
+    """The commands of the program, with their parsers."""
+
+    def __init__(self, parsers: Any) -> None:
+        self._parsers = parsers
+        self.by_name: dict[str, ArgumentParser] = {}
+
+    def add(
+        self, name: str, command: Callable[[Namespace], int], what: str, more: str, *, directory: bool = True
+    ) -> ArgumentParser:
+        """Add a command; its first argument is a checkpoint directory, unless it has none."""
+        parser: ArgumentParser = self._parsers.add_parser(
+            name, help=what, description=f"{what}. {more}", epilog=EXIT_CODES, allow_abbrev=False
+        )
+        parser.set_defaults(command=command)
+        if directory:
+            parser.add_argument(
+                "path", metavar="DIR", type=Path, help="a checkpoint directory: it holds manifests/ and data/"
+            )
+        self.by_name[name] = parser
+        return parser
+
+
+def add_step(parser: ArgumentParser) -> None:
+    parser.add_argument("step", metavar="STEP", type=natural, nargs="?", help="which checkpoint; default: the newest")
+
+
+def add_json(parser: ArgumentParser, what: str = "print JSON instead of text") -> None:
+    parser.add_argument("--json", action="store_true", help=what)
+
+
+def add_most(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument("--most", type=natural, default=40, help=f"show at most so many {what} (40)")
+
+
+def add_dry_run(parser: ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+
+
+def natural(text: str) -> int:
+    """Return a number that is not negative, as an argument."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
+def asked(ask: Callable[[], Answer], *, json: bool) -> Answer:
+    """Return an answer of the library; its error ends the program."""
+    try:
+        return ask()
+    except CheckpointError as error:
+        if json:
+            as_json.print_error(error)
+        screen.print_error(error)
+        sys.exit(code_of(error))
+
+
+@contextmanager
+def said(what: str) -> Iterator[None]:
+    """Say on a terminal what takes so long; the line goes when it is done."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(f"{what} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

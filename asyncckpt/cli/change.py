@@ -1,0 +1,150 @@
+"""The commands that change a directory: compact, rm, prune, pin, unpin, gc. Each says what it did, or would do."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncckpt import checkpoints
+from asyncckpt.cli import as_json, screen
+from asyncckpt.cli.answers import Commands, add_dry_run, add_json, add_step, asked, natural, said
+from asyncckpt.cli.findings import ExitCode
+from asyncckpt.cli.text import count_of, print_columns, size
+
+
+def add_commands(commands: Commands) -> None:
+    more = "It has the same step. Not while training writes there."
+    made = commands.add("compact", compact, "fold the chain of a delta into a full checkpoint", more)
+    add_step(made)
+    add_json(made)
+    more = "For good, all or none; refuses what a delta that stays builds upon. Not while training writes there."
+    made = commands.add("rm", rm, "remove checkpoints", more)
+    made.add_argument("steps", metavar="STEP", type=natural, nargs="*", help="which checkpoints")
+    made.add_argument("--after", metavar="STEP", type=natural, help="all above this step instead")
+    made.add_argument("--even-pinned", action="store_true", help="also such as are pinned")
+    add_dry_run(made)
+    add_json(made)
+    _add_prune(commands)
+    for name, command, what in (
+        ("pin", pin, "keep a checkpoint, and what it builds upon, whatever retention says"),
+        ("unpin", unpin, "let retention have a checkpoint again"),
+    ):
+        made = commands.add(name, command, what, "Also while training writes there.")
+        made.add_argument("step", metavar="STEP", type=natural, help="which checkpoint")
+        add_json(made)
+    more = "The next save there would do the same. Not while training writes there."
+    made = commands.add("gc", gc, "remove what failed saves and crashes have left", more)
+    add_json(made)
+
+
+def _add_prune(commands: Commands) -> None:
+    made = commands.add(
+        "prune",
+        prune,
+        "remove the checkpoints that no rule keeps",
+        "As the `keep` of a Saver does; pinned ones stay, and what those that stay build upon. Not while training "
+        "writes there, but for --dry-run.",
+    )
+    made.add_argument("--latest", type=_positive, required=True, metavar="N", help="keep so many of the newest")
+    made.add_argument("--every-steps", type=_positive, metavar="N", help="and the first of every so many steps")
+    made.add_argument("--every-hours", type=float, metavar="H", help="and the first in every so many hours")
+    made.add_argument("--best", type=_positive, metavar="N", help="and so many with the best metric")
+    made.add_argument("--metric", metavar="NAME", help="the name of a number in the metadata")
+    made.add_argument("--mode", choices=("min", "max"), default="min", help="which is best (min)")
+    add_dry_run(made)
+    add_json(made)
+
+
+def compact(wanted: Namespace) -> ExitCode:
+    from asyncckpt.compaction import compact as compact_step
+
+    with said("compacting"):
+        result = asked(lambda: compact_step(wanted.path, wanted.step), json=wanted.json)
+    (as_json if wanted.json else screen).print_compacted(result)
+    return ExitCode.OK
+
+
+def rm(wanted: Namespace) -> ExitCode:
+    if bool(wanted.steps) == (wanted.after is not None):
+        screen.complain("rm", "give STEPs, or --after STEP")
+        return ExitCode.USAGE
+
+    def remove() -> list[int]:
+        options = {"even_pinned": wanted.even_pinned, "dry_run": wanted.dry_run}
+        if wanted.after is not None:
+            return checkpoints.remove_after(wanted.path, wanted.after, **options)
+        return checkpoints.remove(wanted.path, wanted.steps, **options)
+
+    with said("removing"):
+        removed = asked(remove, json=wanted.json)
+    _tell(wanted, {"removed": removed}, f"{_done(wanted)} {_steps(removed)}")
+    return ExitCode.OK
+
+
+def prune(wanted: Namespace) -> ExitCode:
+    from asyncckpt.options import KeepPolicy
+
+    names = ("latest", "every_steps", "every_hours", "best", "metric", "mode")
+
+    def ask() -> Any:
+        policy = KeepPolicy(**{name: getattr(wanted, name) for name in names})
+        return checkpoints.prune(wanted.path, policy, dry_run=wanted.dry_run)
+
+    with said("pruning"):
+        report = asked(ask, json=wanted.json)
+    answer = {
+        "removed": list(report.removed),
+        "bytes": report.bytes,
+        "kept": {str(s): r for s, r in report.kept.items()},
+    }
+    _tell(wanted, answer, f"{_done(wanted)} {_steps(report.removed)}, {size(report.bytes)}")
+    if not wanted.json and report.kept:
+        print_columns(
+            ["kept", "for"], [[str(step), ", ".join(why)] for step, why in report.kept.items()], right=["kept"]
+        )
+    return ExitCode.OK
+
+
+def pin(wanted: Namespace) -> ExitCode:
+    asked(lambda: checkpoints.pin(wanted.path, wanted.step), json=wanted.json)
+    _tell(wanted, {"step": wanted.step, "pinned": True}, f"step {wanted.step} is pinned")
+    return ExitCode.OK
+
+
+def unpin(wanted: Namespace) -> ExitCode:
+    was = asked(lambda: checkpoints.unpin(wanted.path, wanted.step), json=wanted.json)
+    text = f"step {wanted.step} is not pinned any more" if was else f"step {wanted.step} was not pinned: nothing to do"
+    _tell(wanted, {"step": wanted.step, "pinned": False, "was_pinned": was}, text)
+    return ExitCode.OK
+
+
+def gc(wanted: Namespace) -> ExitCode:
+    with said("removing leftovers"):
+        report = asked(lambda: checkpoints.collect_garbage(wanted.path), json=wanted.json)
+    found = f"{count_of(report.folders_count, 'folder')}, {count_of(report.files_count, 'file')}, {size(report.bytes)}"
+    _tell(wanted, vars(report), f"removed leftovers: {found}")
+    return ExitCode.OK
+
+
+def _tell(wanted: Namespace, facts: dict[str, Any], text: str) -> None:
+    if not wanted.json:
+        print(text)
+        return
+    dry_run = {"dry_run": wanted.dry_run} if "dry_run" in wanted else {}
+    as_json.print_answer({"path": str(Path(wanted.path)), **dry_run, **facts})
+
+
+def _done(wanted: Namespace) -> str:
+    return "would remove" if wanted.dry_run else "removed"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"{count_of(len(steps), 'checkpoint')}" + (f": {', '.join(map(str, steps))}" if steps else "")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)

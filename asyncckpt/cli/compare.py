@@ -1,0 +1,220 @@
+"""The commands that look at numbers: diff compares two checkpoints, cat prints rows of a table."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncckpt.checkpoints import list_steps
+from asyncckpt.cli import as_json, screen
+from asyncckpt.cli.answers import Commands, add_json, add_most, asked, natural, said
+from asyncckpt.cli.findings import ExitCode
+from asyncckpt.cli.text import count_of, print_columns, safe, shown_value
+from asyncckpt.errors import NotFoundError
+from asyncckpt.inspection import Comparison, compare, find_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncckpt.engine.inspect.find_rows import FoundRows
+    from asyncckpt.native import I64
+
+_NUMBERS = frozenset({"was", "is", "added", "removed", "changed", "rows", "max abs", "cosine"})
+
+
+def add_commands(commands: Commands) -> None:
+    made = commands.add(
+        "diff",
+        diff,
+        "tell what differs between two checkpoints",
+        "Rows by their ids, tensors, plain values, metadata. Reads what may differ, in windows. Ends with 7 if their "
+        "states differ, with 0 if they are the same.",
+    )
+    made.add_argument("first", metavar="A", type=natural, nargs="?", help="a step; default: the second newest")
+    made.add_argument("second", metavar="B", type=natural, nargs="?", help="another step; default: the newest")
+    made.add_argument("--with", dest="other", metavar="DIR2", type=Path, help="B is a checkpoint of this directory")
+    add_most(made, "lines of a kind, and ids")
+    add_json(made)
+    made = commands.add(
+        "cat",
+        cat,
+        "print rows of a table by their ids",
+        "Reads the ids of the table, and of its columns these rows alone.",
+    )
+    made.add_argument("table", metavar="TABLE", help="its name, see `show`")
+    made.add_argument("ids", metavar="ID", type=_id, nargs="+", help="an int64 id")
+    made.add_argument("--step", type=natural, help="which checkpoint; default: the newest")
+    add_json(made)
+
+
+def diff(wanted: Namespace) -> ExitCode:
+    def ask() -> Comparison:
+        first = wanted.first
+        if first is None and wanted.other is None:
+            steps = list_steps(wanted.path)
+            if len(steps) < 2:
+                raise NotFoundError(f"there are no two checkpoints in {str(wanted.path)!r}", found=f"steps {steps}")
+            first = steps[-2]
+        return compare(wanted.path, first, wanted.second, other_path=wanted.other)
+
+    with said("comparing"):
+        found = asked(ask, json=wanted.json)
+    if wanted.json:
+        as_json.print_answer(_diff_answer(found, wanted))
+    else:
+        _print_diff(found, count_max=wanted.most)
+    return ExitCode.OK if found.is_same else ExitCode.DIFFERENT
+
+
+def cat(wanted: Namespace) -> ExitCode:
+    with said("looking for rows"):
+        found = asked(lambda: find_rows(wanted.path, wanted.table, wanted.ids, wanted.step), json=wanted.json)
+    columns = {name: _numbers(values) for name, values in found.columns.items()}
+    if wanted.json:
+        rows = [
+            {"id": id, **{name: values[row].tolist() for name, values in columns.items()}}
+            for row, id in enumerate(found.ids.tolist())
+        ]
+        answer = {"path": str(wanted.path), "table": wanted.table, "rows": rows, "missing": found.missing.tolist()}
+        as_json.print_answer(answer)
+    elif len(found.ids):
+        _print_rows(found, columns)
+    if len(found.missing):
+        ids = ", ".join(map(str, found.missing.tolist()))
+        screen.complain("cat", f"table {safe(wanted.table)!r} holds no row with id {ids}")
+        return ExitCode.NOT_FOUND
+    return ExitCode.OK
+
+
+def _id(text: str) -> int:
+    try:
+        id = int(text, 0)
+    except ValueError:
+        id = 1 << 63
+    if not -(1 << 63) <= id < 1 << 63:
+        raise ArgumentTypeError(f"{text!r} is not an int64 number")
+    return id
+
+
+def _print_rows(found: FoundRows, columns: Mapping[str, Any]) -> None:
+    rows = []
+    for row, id in enumerate(found.ids.tolist()):
+        cells = [" ".join(map(str, values[row].reshape(-1))) for values in columns.values()]
+        rows.append([str(id), *cells])
+    print_columns(["id", *columns], rows, right={"id"})
+
+
+def _numbers(values: torch.Tensor) -> Any:
+    """Return a column as an array of numbers that NumPy knows, [rows, ...]; of others, their bytes."""
+    import torch
+
+    from asyncckpt.engine.inspect.stored_values import bits_of
+
+    try:
+        if values.dtype.is_floating_point and values.dtype.itemsize < 4:
+            return values.to(torch.float32).numpy()
+        return values.numpy()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return bits_of(values).numpy()
+
+
+def _print_diff(found: Comparison, *, count_max: int) -> None:
+    if found.is_same and not found.metadata:
+        print(
+            f"steps {found.step} and {found.other_step} hold the same: {count_of(found.compared, 'entry', 'entries')}"
+        )
+        return
+    print(f"from step {found.step} to step {found.other_step}")
+    tables = [
+        [
+            name,
+            _shown(t.rows_before),
+            _shown(t.rows_after),
+            *(f"{len(ids):,}" for ids in (t.added, t.removed, t.changed)),
+        ]
+        for name, t in found.tables.items()
+    ]
+    _print_part(["table", "was", "is", "added", "removed", "changed"], tables, count_max)
+    ids = [
+        [name, what, " ".join(map(str, some[:count_max].tolist())) + (" ..." if len(some) > count_max else "")]
+        for name, table in found.tables.items()
+        for what, some in (("added", table.added), ("removed", table.removed), ("changed", table.changed))
+        if len(some)
+    ]
+    _print_part(["rows of", "were", "ids"], ids, 3 * count_max)
+    columns = [
+        [f"{name}@{column}", *_forms(c.before, c.after), f"{c.rows:,}", _shown(c.max_abs), _shown(c.cosine)]
+        for name, table in found.tables.items()
+        for column, c in table.columns.items()
+    ]
+    _print_part(["column", "form", "rows", "max abs", "cosine"], columns, count_max)
+    tensors = [
+        [name, t.kind, *_forms(t.before, t.after), _shown(t.max_abs), _shown(t.cosine)]
+        for name, t in found.tensors.items()
+    ]
+    _print_part(["tensor", "was", "form", "max abs", "cosine"], tensors, count_max)
+    for what, changes in (("value", found.values), ("metadata", found.metadata)):
+        rows = [[name, *(shown_value(side[0]) if side else "" for side in both)] for name, both in changes.items()]
+        _print_part([what, "was", "is"], rows, count_max, right=())
+
+
+def _print_part(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    count_max: int,
+    *,
+    right: Sequence[str] | frozenset[str] = _NUMBERS,
+) -> None:
+    if not rows:
+        return
+    print()
+    print_columns(heads, rows[:count_max], right=right if "form" not in heads else _NUMBERS - {"was"})
+    if len(rows) > count_max:
+        print(f"and {len(rows) - count_max:,} more (--most, --json)")
+
+
+def _forms(before: str | None, after: str | None) -> list[str]:
+    """Return what something is, as one cell, "was -> is" where that has changed."""
+    return [" -> ".join(dict.fromkeys(form for form in (before, after) if form is not None))]
+
+
+def _shown(number: float | None) -> str:
+    if number is None:
+        return ""
+    return f"{number:,}" if isinstance(number, int) else f"{number:.6g}"
+
+
+def _diff_answer(found: Comparison, wanted: Namespace) -> dict[str, Any]:
+    """`{"step": ..., "other_step": ..., "same": ..., "tables": {...}, "tensors": {...}, "values": {...}, ...}`"""
+    tables = {}
+    for name, table in found.tables.items():
+        ids = {"added": table.added, "removed": table.removed, "changed": table.changed}
+        tables[name] = {
+            "kind": table.kind,
+            "rows_before": table.rows_before,
+            "rows_after": table.rows_after,
+            **{what: _ids_answer(some, wanted.most) for what, some in ids.items()},
+            "columns": {column: vars(change) for column, change in table.columns.items()},
+        }
+    return {
+        "path": str(wanted.path),
+        "step": found.step,
+        "other_path": str(wanted.path if wanted.other is None else wanted.other),
+        "other_step": found.other_step,
+        "same": found.is_same,
+        "tables": tables,
+        "tensors": {name: {"kind": tensor.kind, **vars(tensor)} for name, tensor in found.tensors.items()},
+        "values": _pairs_answer(found.values),
+        "metadata": _pairs_answer(found.metadata),
+    }
+
+
+def _ids_answer(ids: I64, count_max: int) -> dict[str, Any]:
+    return {"count": len(ids), "ids": ids[:count_max].tolist()}
+
+
+def _pairs_answer(changes: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]]) -> dict[str, Any]:
+    """Return lists of one value, or of none where it is not there."""
+    return {name: {"before": list(before), "after": list(after)} for name, (before, after) in changes.items()}

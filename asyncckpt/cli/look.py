@@ -1,0 +1,107 @@
+"""The commands that look at checkpoints one by one: ls, show, tree, verify."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncckpt.checkpoints import CheckpointSummary, VerifyReport, describe, list_steps, summaries
+from asyncckpt.checkpoints import verify as verify_step
+from asyncckpt.cli import as_json, screen
+from asyncckpt.cli.answers import Answer, Commands, add_json, add_most, add_step, asked, said
+from asyncckpt.cli.findings import ExitCode, Finding, worst_code
+from asyncckpt.cli.print_tree import tree_answer, tree_lines
+from asyncckpt.errors import CheckpointError, NotFoundError
+from asyncckpt.inspection import outline
+
+
+def add_commands(commands: Commands) -> None:
+    add_json(commands.add("ls", ls, "list the checkpoints of a directory, the newest last", "Reads manifests only."))
+    more = "Tables, plain values, tensors, metadata, files. Reads its manifest only."
+    made = commands.add("show", show, "show what one checkpoint holds", more)
+    add_step(made)
+    add_most(made, "values and blocks; with --json all of them")
+    add_json(made)
+    more = "Containers, types, shapes and plain values, in their order. Reads its manifest only."
+    made = commands.add("tree", tree, "show the state of one checkpoint as a tree", more)
+    add_step(made)
+    add_json(made)
+    more = "Manifest, file sizes, headers and the digest of every block."
+    made = commands.add("verify", verify, "read every byte of a checkpoint and check it", more)
+    add_step(made)
+    made.add_argument("--all", action="store_true", help="verify every checkpoint of the directory")
+    add_json(made)
+
+
+def ls(wanted: Namespace) -> ExitCode:
+    found = asked(lambda: summaries(wanted.path), json=wanted.json)
+    findings = [_finding(step, answer) for step, answer in found.items()]
+    (as_json if wanted.json else screen).print_list(wanted.path, findings)
+    return worst_code(findings)
+
+
+def show(wanted: Namespace) -> ExitCode:
+    info = asked(lambda: describe(wanted.path, wanted.step), json=wanted.json)
+    if wanted.json:
+        as_json.print_info(wanted.path, info)
+    else:
+        screen.print_info(wanted.path, info, count_max=wanted.most)
+    return ExitCode.OK
+
+
+def tree(wanted: Namespace) -> ExitCode:
+    found = asked(lambda: outline(wanted.path, wanted.step), json=wanted.json)
+    if wanted.json:
+        as_json.print_answer({"path": str(wanted.path), **tree_answer(found)})
+    else:
+        print("\n".join(tree_lines(found)))
+    return ExitCode.OK
+
+
+def verify(wanted: Namespace) -> ExitCode:
+    if wanted.all and wanted.step is not None:
+        screen.complain("verify", "give a STEP or --all, not both")
+        return ExitCode.USAGE
+    steps = asked(lambda: _steps_to_verify(wanted.path, wanted.step, everything=wanted.all), json=wanted.json)
+    findings = _verified(wanted.path, steps)
+    (as_json if wanted.json else screen).print_verified(wanted.path, findings)
+    return worst_code(findings)
+
+
+def _finding(step: int, answer: CheckpointSummary | CheckpointError) -> Finding[CheckpointSummary]:
+    if isinstance(answer, CheckpointError):
+        return Finding(step=step, error=answer)
+    return Finding(step=step, fact=answer)
+
+
+def _steps_to_verify(path: Path, step: int | None, *, everything: bool) -> list[int]:
+    if step is not None:
+        return [step]
+    steps = list_steps(path)
+    if not steps:
+        raise NotFoundError(f"there is no checkpoint in {str(path)!r}")
+    return steps if everything else steps[-1:]
+
+
+def _verified(path: Path, steps: Sequence[int]) -> list[Finding[VerifyReport]]:
+    findings = []
+    for step in steps:
+        with said(f"verifying step {step}"):
+            # Skip a step that retention removes meanwhile, unless it is the only one.
+            finding = _find(verify_step, path, step, keep_missing=len(steps) == 1)
+        if finding is not None:
+            findings.append(finding)
+    return findings
+
+
+def _find(
+    ask: Callable[[Path, int], Answer], path: Path, step: int, *, keep_missing: bool = False
+) -> Finding[Answer] | None:
+    """Return the facts of a step, or its error; None if it was removed since it was listed."""
+    try:
+        return Finding(step=step, fact=ask(path, step))
+    except NotFoundError as error:
+        return Finding(step=step, error=error) if keep_missing else None
+    except CheckpointError as error:
+        return Finding(step=step, error=error)

@@ -1,0 +1,98 @@
+"""Remove what failed and crashed saves left.
+
+For a writer that holds LOCK, and so that nothing is lost where locks do not work: see removal.py.
+
+Sweep removes temporary manifests, attempt folders that no manifest names, and pins of steps that are gone. Only a
+manifest of step N can name a folder of step N. A folder of another process may be about to be published, where locks do
+not work. As long as a manifest cannot be read, the folders of its step stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Container, Iterable
+from functools import partial
+
+from asyncckpt.commit.discover import KnownHeads, by_step, manifests_by_step
+from asyncckpt.commit.pins import pins_among, remove_pins
+from asyncckpt.commit.removal import being_removed, remove
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import CorruptError, IncompatibleError, NotFoundError, UnsupportedError
+from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, step_of_pin
+from asyncckpt.model.result import GarbageReport
+from asyncckpt.storage.directory import Directory
+
+UNREADABLE = (CorruptError, IncompatibleError, UnsupportedError)
+
+
+def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> list[str]:
+    """Remove data folders and temporary manifests of no checkpoint and no running attempt; return their names.
+
+    keep_attempts: ids of running attempts. Others may add theirs while this runs, before they make their folder, and
+    take it out once they have published it or given it up. One that cannot be removed does not keep the others:
+    IOFailedError naming those that stay, at the end.
+    """
+    names = root.data.names()
+    find_strays = partial(_strays, root, heads, names, keep_attempts)
+    try:
+        strays = find_strays()
+    except UNREADABLE:
+        return []
+    listed = root.manifests.names()
+    temporaries = _temporaries(listed, keep_attempts)
+    for name in temporaries:
+        root.manifests.remove_file(name)
+    removed = temporaries + remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
+    if pins_among(listed):
+        now = root.manifests.names()
+        removed += remove_pins(root, pins_among(now) - by_step(now).keys())
+    return removed
+
+
+def collect_garbage(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> GarbageReport:
+    """Sweep, and say how much that was. Raises also what keeps a sweep from anything: CorruptError, ..."""
+    strays = _strays(root, heads, root.data.names(), keep_attempts)
+    sizes = {name: _sizes_in(root.data, name) for name in {*strays, *being_removed(root)}}
+    for name in _temporaries(root.manifests.names(), keep_attempts):
+        sizes[name] = [root.manifests.size(name)]
+    removed = sweep(root, heads, keep_attempts=keep_attempts)
+    files = [size for name in removed for size in sizes.get(name, [0] if step_of_pin(name) is not None else [])]
+    folders_count = sum(attempt_of_directory(name) is not None for name in removed)
+    return GarbageReport(folders_count=folders_count, files_count=len(files), bytes=sum(files))
+
+
+def _temporaries(names: Iterable[str], keep_attempts: Container[str]) -> list[str]:
+    """Return the temporary manifests among these names, but those of running attempts."""
+    attempts = [(name, attempt_id_of_temporary(name)) for name in names]
+    return [name for name, attempt in attempts if attempt is not None and attempt not in keep_attempts]
+
+
+def _sizes_in(data: Directory, name: str) -> list[int]:
+    """Return the bytes of each file of an attempt's folder, which may be gone."""
+    with contextlib.suppress(NotFoundError), data.child(name) as folder:
+        return [folder.size(file) for file in folder.names()]
+    return []
+
+
+def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_attempts: Container[str]) -> list[str]:
+    """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
+
+    `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
+    have one.
+    """
+    folders_of: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        attempt = attempt_of_directory(name)
+        if attempt is not None and attempt.id not in keep_attempts:
+            folders_of[attempt.step].append(name)
+    manifests = manifests_by_step(root)
+    strays = []
+    for step, folders in folders_of.items():
+        if step not in manifests:
+            strays += folders
+        elif len(folders) > 1 or len(manifests[step]) > 1:
+            with contextlib.suppress(NotFoundError):  # Retention removes the step right now, and its folders.
+                named = {heads.of(name).head.folder_name for name in manifests[step]}
+                strays += [folder for folder in folders if folder not in named]
+    return strays

@@ -1,0 +1,158 @@
+"""Compare the rows of a table in two open checkpoints, by their ids.
+
+1. The ids of both are read, and those of one are looked up among those of the other.
+2. Rows that both take from the same place of the same file are the same: of a delta and its base, nearly all.
+3. The other ones are read column by column in windows, but for columns whose blocks have the same digests.
+
+In memory are the ids of one table at a time: about 60 bytes for each of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncckpt.engine.inspect.numbers_compared import NumbersCompared
+from asyncckpt.engine.inspect.stored_values import WINDOW_BYTES, bits_of, taken
+from asyncckpt.engine.inspect.table_rows import TableRows
+from asyncckpt.errors import CorruptError
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.model.table import ID_COLUMN
+from asyncckpt.native import I64, core
+
+WINDOW_ROWS_MAX = 1 << 18
+
+
+@dataclass(frozen=True)
+class ColumnChange:
+    """What became of a column in rows that both checkpoints have.
+
+    before, after    dtype and row shape, "float32 [4]"; None where there is no such column
+    rows             how many rows differ in it
+    max_abs, cosine  of the numbers in these rows, see TensorChange
+    """
+
+    before: str | None
+    after: str | None
+    rows: int = 0
+    max_abs: float | None = None
+    cosine: float | None = None
+
+
+@dataclass(frozen=True)
+class TableChange:
+    """What became of a table.
+
+    rows_before, rows_after  rows of each; None where there is no such table
+    added, removed, changed  ids, int64 [n]; changed: of rows in which some column differs
+    columns                  those that differ
+    """
+
+    rows_before: int | None
+    rows_after: int | None
+    added: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    removed: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    changed: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    columns: Mapping[str, ColumnChange] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """`"added"`, `"removed"` or `"changed"`."""
+        return "added" if self.rows_before is None else "removed" if self.rows_after is None else "changed"
+
+    @property
+    def is_same(self) -> bool:
+        counts = len(self.added) + len(self.removed) + len(self.changed) + len(self.columns)
+        return self.rows_before == self.rows_after and not counts
+
+
+def compare_tables(first: TableRows, second: TableRows) -> TableChange:
+    """Compare two tables. CorruptError where one holds an id twice."""
+    own, other, is_new = _matched(first.ids, second.ids)
+    changed = np.zeros(len(own), dtype=np.bool_)
+    columns = _other_columns(first, second)
+    same_ids = first.digests(ID_COLUMN) == second.digests(ID_COLUMN)
+    apart = np.flatnonzero(~_at_same_place(first, second, own, other))
+    for name in first.columns:
+        if name in columns or name not in second.columns or (same_ids and first.digests(name) == second.digests(name)):
+            continue
+        numbers, differs = _compare_column(name, first, second, own[apart], other[apart])
+        if differs.any():
+            changed[apart[differs]] = True
+            form = _form(first, name)
+            columns[name] = ColumnChange(form, form, int(differs.sum()), numbers.max_abs, numbers.cosine)
+    is_old = np.ones(len(first.ids), dtype=np.bool_)
+    is_old[own] = False
+    return TableChange(
+        rows_before=len(first.ids),
+        rows_after=len(second.ids),
+        added=second.ids[is_new],
+        removed=first.ids[is_old],
+        changed=first.ids[own[changed]],
+        columns=columns,
+    )
+
+
+def _matched(first: I64, second: I64) -> tuple[I64, I64, NDArray[np.bool_]]:
+    """Return the rows of ids that both have, in either, and which rows of the second the first has not."""
+    ids = core.id_map(len(second))
+    _, new = ids.insert(second)
+    if len(new) != len(second) or len(np.unique(first)) != len(first):
+        raise CorruptError("a table holds the same id twice")
+    found = ids.find(first)
+    own = np.flatnonzero(found >= 0)
+    number_of = np.empty(ids.rows_end, dtype=np.int64)
+    number_of[new] = np.arange(len(new))
+    other = number_of[found[own]]
+    is_new = np.ones(len(second), dtype=np.bool_)
+    is_new[other] = False
+    return own, other, is_new
+
+
+def _at_same_place(first: TableRows, second: TableRows, own: I64, other: I64) -> NDArray[np.bool_]:
+    """Return which pairs of rows stand at the same place of the same layer."""
+    same = np.zeros(len(own), dtype=np.bool_)
+    theirs = {part.origin: part for part in second.parts}
+    for part in first.parts:
+        twin = theirs.get(part.origin)
+        if twin is not None:
+            in_own = (own >= part.begin) & (own < part.end)
+            at = np.flatnonzero(in_own & (other >= twin.begin) & (other < twin.end))
+            same[at] = part.positions(own[at]) == twin.positions(other[at])
+    return same
+
+
+def _compare_column(
+    name: str, first: TableRows, second: TableRows, own: I64, other: I64
+) -> tuple[NumbersCompared, NDArray[np.bool_]]:
+    """Compare a column in pairs of rows; return which differ, and by how much."""
+    dtype, shape = first.form(name)
+    row_bytes = int(np.prod(shape, dtype=np.int64)) * dtype_by_name(dtype, owner=name).itemsize
+    step = max(1, min(WINDOW_ROWS_MAX, WINDOW_BYTES // max(1, row_bytes)))
+    numbers = NumbersCompared()
+    differs = np.zeros(len(own), dtype=np.bool_)
+    for begin in range(0, len(own), step):
+        a, b = first.read(name, own[begin : begin + step]), second.read(name, other[begin : begin + step])
+        apart = (bits_of(a) != bits_of(b)).any(dim=1)
+        differs[begin : begin + step] = apart.numpy()
+        if apart.any():
+            rows = np.flatnonzero(differs[begin : begin + step])
+            numbers.add(taken(a, rows), taken(b, rows))
+    return numbers, differs
+
+
+def _other_columns(first: TableRows, second: TableRows) -> dict[str, ColumnChange]:
+    """Return the columns that only one has, or that have another dtype or shape."""
+    names = dict.fromkeys([*first.columns, *second.columns])
+    forms = {name: (_form(first, name), _form(second, name)) for name in names}
+    return {name: ColumnChange(*form) for name, form in forms.items() if form[0] != form[1]}
+
+
+def _form(rows: TableRows, column: str) -> str | None:
+    if column not in rows.columns:
+        return None
+    dtype, shape = rows.form(column)
+    return f"{dtype} {list(shape)}" if shape else dtype

@@ -1,0 +1,71 @@
+"""Tensors that shared memory when they were saved share it again, when they are loaded.
+
+Each is loaded into memory of its own first, and moves to the memory that it shares if all that lie there can have their
+values there. So no value depends on what the manifest says of memory: of ranks, one may have shared what another one,
+whose blocks are stored, had apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asyncckpt.errors import CorruptError
+from asyncckpt.format.tree import Path, path_name
+from asyncckpt.model.sharing import SharedView
+from asyncckpt.plan.leaf_checks import BLOW_UP_BYTES_MAX
+from asyncckpt.plan.overlapping_targets import same_bits
+from asyncckpt.plan.shared_leaves import once, overlaps_itself, span
+
+
+def shared_again(
+    loaded: Mapping[Path, torch.Tensor], shared: Sequence[tuple[int, Mapping[Path, SharedView]]]
+) -> dict[Path, torch.Tensor]:
+    """Return loaded tensors, contiguous ones, as views of the memory that they shared; tied ones are the same tensor.
+
+    shared: as of Contents. Only tensors on one device share memory. CorruptError for views beyond their memory.
+    """
+    views: dict[int, torch.Tensor] = {}
+    for bytes, places in shared:
+        by_device: dict[torch.device, list[tuple[torch.Tensor, SharedView]]] = defaultdict(list)
+        for path, view in places.items():
+            if path in loaded:
+                _check(path, loaded[path], view, bytes)
+                by_device[loaded[path].device].append((loaded[path], view))
+        for own in by_device.values():
+            views |= _views(own)
+    return {path: views.get(id(tensor), tensor) for path, tensor in loaded.items()}
+
+
+def _views(own: Sequence[tuple[torch.Tensor, SharedView]]) -> dict[int, torch.Tensor]:
+    """Return the views for tensors by their identities; none where these do not fit into it together."""
+    size = max(_end(tensor, view) for tensor, view in own)
+    if size > sum(tensor.nbytes for tensor, _ in own) + BLOW_UP_BYTES_MAX:
+        return {}
+    # What lies between the views is not there.
+    memory = torch.zeros(size, dtype=torch.uint8, device=own[0][0].device)
+    found = [(tensor, _view(memory, tensor, view)) for tensor, view in own]
+    for tensor, shown in found:
+        first = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in shown.stride())
+        shown[first].copy_(tensor[first])
+    return {id(tensor): shown for tensor, shown in found} if all(same_bits(*pair) for pair in found) else {}
+
+
+def _check(path: Path, tensor: torch.Tensor, view: SharedView, bytes: int) -> None:
+    fits = len(view.strides) == tensor.dim() and view.offset % tensor.element_size() == 0
+    if not fits or _end(tensor, view) > bytes:
+        raise CorruptError(f"tensor {path_name(path)!r} does not fit the memory that it shares", found=view)
+
+
+def _end(tensor: torch.Tensor, view: SharedView) -> int:
+    return view.offset + span(tensor.shape, view.strides) * tensor.element_size()
+
+
+def _view(memory: torch.Tensor, like: torch.Tensor, view: SharedView) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=like.dtype, device=memory.device)
+    tensor.set_(memory.untyped_storage(), view.offset // like.element_size(), like.shape, view.strides)
+    if overlaps_itself(once(tensor)):
+        raise CorruptError("a tensor overlaps itself in the memory that it shares", found=view)
+    return tensor

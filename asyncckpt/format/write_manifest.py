@@ -1,0 +1,209 @@
+"""Render a manifest: see `manifest.py` for what is in it, and `read_manifest.py` for the way back.
+
+Encoding 10,000 blocks for every save would hold the GIL for tens of milliseconds, so the part that stays the same from
+save to save (tables, tree, blocks) is rendered once per plan, with holes for the digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from asyncckpt.format import limits
+from asyncckpt.format.body_features import features_of, features_of_sharing
+from asyncckpt.format.manifest import (
+    DIGEST_ALGORITHM,
+    DIGEST_MARK,
+    END_BYTES,
+    FORMAT,
+    VERSION,
+    FileFacts,
+    ManifestHead,
+)
+from asyncckpt.format.sharing import encode_sharing
+from asyncckpt.format.strict_json import Json, dumps
+from asyncckpt.format.tree import Node, encode_tree
+from asyncckpt.model.block import PlacedBlock, TableFacts
+from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
+
+_HOLE = b"-" * 32
+# The two hexadecimal digits of every byte value, uint8 [256, 2].
+_HEX = np.frombuffer("".join(f"{value:02x}" for value in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
+
+
+@dataclass(frozen=True)
+class BodyTemplate:
+    """Tables, tree and blocks as JSON text with a hole of 32 characters, beginning at `holes`, for a block's digest.
+
+    features: what it asks of a reader. tables_end: where the text of the tables ends.
+    """
+
+    text: bytes
+    holes: NDArray[np.int64]
+    features: frozenset[str] = field(default=frozenset())
+    tables_end: int = 0
+
+
+def render_body(
+    tables: Sequence[TableFacts],
+    tree: Node,
+    blocks: Sequence[PlacedBlock],
+    *,
+    filtered: Collection[int] = (),
+    sharing: Sharing = NOTHING_SHARED,
+) -> BodyTemplate:
+    """Render the part of a manifest that only a change of the plan changes. `filtered`: numbers of replaced blocks."""
+    text = b',"tree":%s%s,"blocks":[]' % (dumps(encode_tree(tree)), encode_sharing(sharing))
+    empty = BodyTemplate(text=text, holes=np.empty(0, dtype=np.int64), features=features_of_sharing(sharing))
+    return extend_body(empty, tables, blocks, filtered=filtered)
+
+
+def extend_body(
+    body: BodyTemplate, tables: Sequence[TableFacts], blocks: Sequence[PlacedBlock], *, filtered: Collection[int] = ()
+) -> BodyTemplate:
+    """Return the body with these tables, and with further blocks behind its own: without rendering those again."""
+    limits.check_blocks_count(len(body.holes) + len(blocks))
+    limits.check_tables(tables)
+    listed = b'"tables":%s' % dumps([_table_json(table) for table in tables])
+    own = listed + body.text[body.tables_end : -1]
+    if len(body.holes) and blocks:
+        own += b","
+    rendered = [_block_text(placed, filtered=number in filtered) for number, placed in enumerate(blocks)]
+    lengths = np.fromiter((len(part) + 1 for part in rendered), dtype=np.int64, count=len(rendered))
+    # The last of a block's members is its digest.
+    holes = len(own) + np.cumsum(lengths) - 1 - len(b'"}') - 32
+    text = own + b",".join(rendered) + b"]"
+    assert all(text[hole : hole + 32] == _HOLE for hole in holes[:3].tolist())
+    return BodyTemplate(
+        text=text,
+        holes=np.concatenate([body.holes + len(listed) - body.tables_end, holes]),
+        features=body.features | features_of(blocks),
+        tables_end=len(listed),
+    )
+
+
+@dataclass(frozen=True)
+class PartText:
+    """The part of a rank other than 0 as it stands in the manifest, and what it asks of a reader."""
+
+    text: bytes | bytearray
+    features: frozenset[str]
+
+
+def encode_part(
+    files: Sequence[FileFacts], values: Sequence[Json], body: BodyTemplate, digests: NDArray[np.uint8]
+) -> PartText:
+    """Render the part of a rank other than 0; digests (uint8 [blocks, 16]) go into the holes of the body."""
+    limits.check_values_count(len(values))
+    begin = dumps({"files": [_file_json(file) for file in files], "values": list(values)})[:-1] + b","
+    limits.check_manifest_bytes(len(begin) + len(body.text))
+    text = bytearray().join((begin, body.text, b"}"))
+    _fill_holes(text, body, digests, first_byte=len(begin))
+    return PartText(text=text, features=body.features)
+
+
+def _fill_holes(text: bytearray, body: BodyTemplate, digests: NDArray[np.uint8], *, first_byte: int) -> None:
+    array = np.frombuffer(text, dtype=np.uint8)
+    array[(body.holes + first_byte)[:, None] + np.arange(32)] = _HEX[digests].reshape(len(body.holes), 32)
+
+
+def encode_manifest(
+    head: ManifestHead, body: BodyTemplate, digests: NDArray[np.uint8], others: Sequence[PartText] = ()
+) -> bytearray:
+    """Return the bytes of a manifest file; digests (uint8 [blocks, 16]) go into the holes of the body.
+
+    others: the parts of ranks 1, 2, ... of a checkpoint of several, with their files. All in one buffer: for thousands
+    of blocks it is megabytes, and fresh memory is slow.
+    """
+    limits.check_values_count(len(head.values))
+    limits.check_chain_length(len(head.parents))
+    opening: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "requires": sorted(head.features.union(body.features, *(part.features for part in others))),
+        "writer": head.writer,
+        "created": head.created,
+        "step": head.step,
+        "kind": head.kind,
+        "parents": [{"step": item.step, "attempt": item.attempt, "digest": item.digest} for item in head.parents],
+        "attempt": head.attempt,
+        "byteorder": "little",
+        "digest_algorithm": DIGEST_ALGORITHM,
+        "ranks_count": head.ranks_count,
+        "files": [_file_json(file) for file in head.files if file.rank == 0],
+        "values": list(head.values),
+        "metadata": head.metadata,
+    }
+    if head.replaces is not None:
+        opening["replaces"] = head.replaces
+    assert (head.kind == "delta") == bool(head.parents)
+    assert head.ranks_count == 1 + len(others)
+    begin = dumps(opening)[:-1] + b","
+    listed: list[bytes | bytearray] = []
+    for part in others:
+        listed += [b"," if listed else b',"others":[', part.text]
+    texts = (begin, body.text, *listed, b"]" if listed else b"", DIGEST_MARK, bytes(32), b'"}\n')
+    limits.check_manifest_bytes(sum(map(len, texts)))
+    raw = bytearray().join(texts)
+    _fill_holes(raw, body, digests, first_byte=len(begin))
+    raw[-35:-3] = xxhash.xxh3_128_hexdigest(memoryview(raw)[:-END_BYTES]).encode("ascii")
+    return raw
+
+
+def written_digest(raw: bytes | bytearray) -> str:
+    """Return the own digest of a manifest that encode_manifest made, in hexadecimal: what a child pins."""
+    return raw[-35:-3].decode("ascii")
+
+
+def _table_json(table: TableFacts) -> Json:
+    facts: dict[str, Json] = {"name": table.name, "rows": table.rows_count, "shard": list(table.shard)}
+    if not table.whole:
+        facts["whole"] = False
+    if table.removed_count:
+        facts["removed"] = table.removed_count
+    if table.filters:
+        facts["filters"] = [dict(item) for item in table.filters]
+    return facts
+
+
+def _file_json(file: FileFacts) -> Json:
+    return {
+        "path": file.path,
+        "rank": file.rank,
+        "bytes": file.bytes,
+        "header_bytes": file.header_bytes,
+        "header_digest": file.header_digest.hex(),
+    }
+
+
+def _block_text(placed: PlacedBlock, *, filtered: bool) -> bytes:
+    """Return a block's JSON, digest last; written by hand, as json.dumps of 10,000 dicts takes too long."""
+    spec = placed.spec
+    name = json.dumps(spec.name, ensure_ascii=False)
+    parts = [f'{{"name":{name},"role":"{spec.role.value}"']
+    if placed.key != spec.name:
+        parts.append(f',"key":{json.dumps(placed.key, ensure_ascii=False)}')
+    if spec.table is not None:
+        parts.append(f',"table":{json.dumps(spec.table, ensure_ascii=False)}')
+        parts.append(f',"column":{json.dumps(spec.column, ensure_ascii=False)},"slice":"{spec.slice_info}"')
+    if spec.leaf is not None:
+        parts.append(f',"leaf":{spec.leaf}')
+    parts.append(f',"dtype":"{spec.dtype}","shape":{list(spec.shape)}'.replace(" ", ""))
+    if spec.encoding:
+        stored = dumps({"dtype": spec.stored_dtype, "shape": list(spec.stored_shape)}).decode()
+        parts.append(f',"encoding":{dumps([dict(step) for step in spec.encoding]).decode()},"stored":{stored}')
+    if spec.whole_shape is not None:
+        parts.append(f',"row_begin":{spec.row_begin},"whole_shape":{list(spec.whole_shape)}'.replace(" ", ""))
+        if any(spec.column_begins):
+            parts.append(f',"column_begins":{list(spec.column_begins)}'.replace(" ", ""))
+    if filtered:
+        parts.append(',"filtered":true')
+    parts.append(f',"file":{placed.file_index},"offset":{placed.offset},"bytes":{spec.bytes}')
+    parts.append(f',"digest":"{_HOLE.decode()}"}}')
+    return "".join(parts).encode("utf-8")

@@ -1,0 +1,184 @@
+"""Look into checkpoints without loading them: their tree, what differs between two, rows by id. Reads only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import look_again, newest_step, read_manifest
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.errors import NotFoundError, UsageError
+from asyncckpt.format.limits import check_step
+from asyncckpt.plan.contents import Contents, contents_of, metadata_of, named_values
+from asyncckpt.plan.outline import Entry, entries_of
+from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.directory import check_path
+
+if TYPE_CHECKING:
+    from asyncckpt.engine.inspect.compare_tables import TableChange
+    from asyncckpt.engine.inspect.compare_tensors import TensorChange
+    from asyncckpt.engine.inspect.find_rows import FoundRows
+    from asyncckpt.engine.inspect.stored_values import StoredValues
+    from asyncckpt.format.manifest import Chain
+    from asyncckpt.shard.reader import ChainReader
+
+__all__ = ["Comparison", "Entry", "Outline", "compare", "find_rows", "outline"]
+
+READ_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The state of a checkpoint without its bytes: containers, tensors and plain values in their order."""
+
+    step: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two checkpoints; what is the same is left out.
+
+    tensors   by name
+    tables    by name
+    values    plain values by dotted name: (before, after), each a tuple of one value, or of none where it is not there
+    metadata  alike
+    compared  how many tensors, tables and plain values there are in at least one of both
+    """
+
+    step: int
+    other_step: int
+    tensors: Mapping[str, TensorChange]
+    tables: Mapping[str, TableChange]
+    values: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]]
+    metadata: Mapping[str, tuple[tuple[Any, ...], tuple[Any, ...]]]
+    compared: int
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both hold the same state. Metadata may differ."""
+        return not (self.tensors or self.tables or self.values)
+
+
+@uninterrupted
+def outline(path: str | os.PathLike[str], step: int | None = None) -> Outline:
+    """Return the tree of a checkpoint (default: the newest), of several ranks those of all, the lowest first.
+
+    Raises NotFoundError, CorruptError, IncompatibleError.
+    """
+    step = check_step(step)
+    with CheckpointRoot.for_reading(check_path(path)) as root:
+        manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
+    return Outline(step=manifest.step, entries=tuple(entries_of(manifest)))
+
+
+@uninterrupted
+def compare(
+    path: str | os.PathLike[str],
+    step: int | None,
+    other_step: int | None,
+    *,
+    other_path: str | os.PathLike[str] | None = None,
+) -> Comparison:
+    """Compare two checkpoints (None: the newest), of one directory or of two: rows by their ids, tensors by name.
+
+    Reads what may differ, in windows; see engine/inspect/compare_tables.py for what it needs in memory. What is read is
+    not checked against its digests: `verify` does that. Raises NotFoundError, CorruptError, IncompatibleError,
+    UnsupportedError, IOFailedError.
+    """
+    from asyncckpt.engine.inspect.compare_tensors import compare_tensors
+
+    with _opened(path, step) as first, _opened(path if other_path is None else other_path, other_step) as second:
+        tensors = compare_tensors(first.contents, first.values, second.contents, second.values)
+        names = {**first.contents.tables, **second.contents.tables}
+        tables = {name: _compare_table(name, first, second) for name in names}
+        values = [named_values(opened.chain.newest) for opened in (first, second)]
+        metadata = [metadata_of(opened.chain.newest) for opened in (first, second)]
+        return Comparison(
+            step=first.chain.step,
+            other_step=second.chain.step,
+            tensors=tensors,
+            tables={name: change for name, change in tables.items() if not change.is_same},
+            values=_changes(*values),
+            metadata=_changes(*metadata),
+            compared=len({**first.contents.dense, **second.contents.dense}) + len(names) + len(values[0] | values[1]),
+        )
+
+
+@uninterrupted
+def find_rows(path: str | os.PathLike[str], table: str, ids: Sequence[int], step: int | None = None) -> FoundRows:
+    """Return rows of a table of a checkpoint (default: the newest) by their ids, int64, without loading the table.
+
+    Reads the ids of the table until all are found, then these rows alone; what is read is not checked against digests.
+    Raises as compare; NotFoundError also where there is no such table, UsageError for ids that are none.
+    """
+    import numpy as np
+
+    from asyncckpt.engine.inspect.find_rows import find_rows as find
+
+    try:
+        wanted = np.array(list(ids), dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise UsageError(f"ids are no int64 numbers: {error}") from error
+    with _opened(path, step) as opened:
+        tables = opened.contents.tables
+        if table not in tables:
+            what = f"there is no table {table!r} in step {opened.chain.step} of {os.fspath(path)!r}"
+            raise NotFoundError(what, expected=f"one of {sorted(tables)}" if tables else "a checkpoint with tables")
+        return find(tables[table], opened.values, wanted)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint with its files open."""
+
+    chain: Chain
+    contents: Contents
+    reader: ChainReader
+    values: StoredValues
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]:
+    from asyncckpt.engine.inspect.stored_values import StoredValues
+    from asyncckpt.native import Progress
+    from asyncckpt.shard.reader import ChainReader
+
+    step = check_step(step)
+
+    def look() -> tuple[Chain, ChainReader]:
+        chain = read_chain(root, newest_step(root) if step is None else step)
+        return chain, ChainReader(root.data, chain, threads=READ_THREADS, verify=True, progress=Progress())
+
+    with CheckpointRoot.for_reading(check_path(path)) as root:
+        chain, reader = look_again(root, look)
+    with reader:
+        yield _Opened(chain, contents_of(chain), reader, StoredValues(reader))
+
+
+def _compare_table(name: str, first: _Opened, second: _Opened) -> TableChange:
+    from asyncckpt.engine.inspect.compare_tables import TableChange, compare_tables
+    from asyncckpt.engine.inspect.table_rows import TableRows
+
+    stored = [opened.contents.tables.get(name) for opened in (first, second)]
+    rows = [
+        None if table is None else TableRows(table, opened.chain, opened.reader, opened.values)
+        for table, opened in zip(stored, (first, second), strict=True)
+    ]
+    if rows[0] is None or rows[1] is None:
+        before, after = (None if own is None else len(own.ids) for own in rows)
+        return TableChange(rows_before=before, rows_after=after)
+    return compare_tables(rows[0], rows[1])
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Return what differs, as text: nan is itself."""
+    pairs = {
+        name: tuple((found[name],) if name in found else () for found in (before, after))
+        for name in {**before, **after}
+    }
+    return {name: (old, new) for name, (old, new) in pairs.items() if repr(old) != repr(new)}

@@ -1,0 +1,160 @@
+"""Choose what stays in a checkpoint directory: remove, prune, pin, collect garbage. Users find it in `checkpoints`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+from asyncckpt.arguments import check_type
+from asyncckpt.commit.claims import claims
+from asyncckpt.commit.discover import KnownHeads, forget_verified, newest_verified
+from asyncckpt.commit.pins import pin_step, unpin_step
+from asyncckpt.commit.retention import Listing, remove_steps, retain
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.sweep import collect_garbage as sweep_all
+from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
+from asyncckpt.engine.process.held_directory import held_directory
+from asyncckpt.errors import NotFoundError, UsageError
+from asyncckpt.format.limits import check_step
+from asyncckpt.model.result import GarbageReport, PruneReport
+from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
+from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.directory import check_path
+
+T = TypeVar("T")
+
+
+@uninterrupted
+def remove(
+    path: str | os.PathLike[str], steps: int | Iterable[int], *, even_pinned: bool = False, dry_run: bool = False
+) -> list[int]:
+    """Remove these checkpoints for good, all or none, newest first; return their steps, ascending.
+
+    Blocks until that is durable and their files are gone. A crash meanwhile leaves each in full or not at all, and the
+    next save completes it or takes it back. Raises UsageError when a delta that stays builds upon one of them, or one
+    is pinned; NotFoundError when one is not there; ConflictError while another process writes to the directory, or a
+    save of this one needs a step; also CorruptError, IOFailedError. dry_run: remove nothing, and need no lock.
+    """
+    wanted = {check_step(step, or_none=False) for step in (steps if isinstance(steps, Iterable) else [steps])}
+    return _remove(path, lambda there: _all_there(path, wanted, there), even_pinned=even_pinned, dry_run=dry_run)
+
+
+@uninterrupted
+def remove_after(
+    path: str | os.PathLike[str], step: int, *, even_pinned: bool = False, dry_run: bool = False
+) -> list[int]:
+    """Remove all checkpoints above a step, which must be there; return their steps, ascending.
+
+    For a run that goes back: what it saves from there on is the only history of the directory. As `remove`, but nothing
+    that stays ever builds upon what goes. Raises ConflictError also while a save of this process is in flight.
+    """
+    step = check_step(step, or_none=False)
+
+    def choose(there: Sequence[int]) -> Collection[int]:
+        return [other for other in there if _all_there(path, {step}, there) and other > step]
+
+    return _remove(path, choose, even_pinned=even_pinned, dry_run=dry_run)
+
+
+@uninterrupted
+def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool = False) -> PruneReport:
+    """Remove what a policy (or so many of the newest) does not keep, as a Saver does behind its saves; say why the rest
+    stays.
+
+    dry_run: remove nothing, and need no lock; another process may write to the directory meanwhile. Otherwise raises
+    ConflictError then. Removes nothing when a checkpoint that would stay has lost a file: CorruptError. Also raises
+    NotFoundError, IOFailedError, UsageError.
+    """
+    policy = KeepPolicy.of(keep)
+    if policy is None:
+        raise UsageError("keep is wrong", found=keep, expected="an int of at least 1, or a KeepPolicy")
+    check_type("dry_run", dry_run, bool)
+
+    def work(root: CheckpointRoot) -> PruneReport:
+        return retain(root, KnownHeads(root), policy, protected=lambda: newest_verified(root), dry_run=dry_run)
+
+    return _on_thread(path, work, "a removal", holding=not dry_run)
+
+
+@uninterrupted
+def pin(path: str | os.PathLike[str], step: int) -> None:
+    """Keep a checkpoint, and what it builds upon, whatever retention says, until `unpin`; durable when it returns.
+
+    Needs no lock, so it works beside a process that writes to the directory. Raises NotFoundError, CorruptError,
+    IOFailedError, and ConflictError for a step that is just being removed; should it stay all the same, it may be
+    pinned.
+    """
+    step = check_step(step, or_none=False)
+    with CheckpointRoot.for_reading(check_path(path)) as root:
+        pin_step(root, step)
+
+
+@uninterrupted
+def unpin(path: str | os.PathLike[str], step: int) -> bool:
+    """Let retention have a checkpoint again; return whether it was pinned. Raises NotFoundError, IOFailedError."""
+    step = check_step(step, or_none=False)
+    with CheckpointRoot.for_reading(check_path(path)) as root:
+        return unpin_step(root, step)
+
+
+@uninterrupted
+def pinned_steps(path: str | os.PathLike[str]) -> list[int]:
+    """Return the committed steps that are pinned, ascending, by one look at the names of files. Raises NotFoundError"""
+    with CheckpointRoot.for_reading(check_path(path)) as root:
+        listing = Listing.of(root)
+        return sorted(listing.pins & listing.manifests.keys())
+
+
+@uninterrupted
+def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
+    """Remove what failed saves and crashes have left, as the next save there would, and return how much that was.
+
+    What this process is saving stays. Raises ConflictError while another process writes to the directory, CorruptError
+    when a manifest cannot be read that may need it; also NotFoundError, IOFailedError.
+    """
+    return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims), "a removal")
+
+
+def _remove(
+    path: str | os.PathLike[str],
+    choose: Callable[[Sequence[int]], Collection[int]],
+    *,
+    even_pinned: bool,
+    dry_run: bool,
+) -> list[int]:
+    check_type("even_pinned", even_pinned, bool)
+    check_type("dry_run", dry_run, bool)
+
+    def work(root: CheckpointRoot) -> list[int]:
+        removed = remove_steps(root, KnownHeads(root), choose, even_pinned=even_pinned, dry_run=dry_run)
+        if not dry_run:
+            forget_verified(root, removed.__contains__)
+        return removed
+
+    return _on_thread(path, work, "a removal", holding=not dry_run)
+
+
+def _all_there(path: str | os.PathLike[str], wanted: Collection[int], there: Collection[int]) -> Collection[int]:
+    missing = sorted({*wanted} - {*there})
+    if missing:
+        raise NotFoundError(f"there is no checkpoint of step {missing[0]} in {os.fspath(path)!r}: nothing is removed")
+    return wanted
+
+
+def _on_thread(
+    path: str | os.PathLike[str], work: Callable[[CheckpointRoot], T], what: str, *, holding: bool = True
+) -> T:
+    """Do work on the thread of retention, while this process holds the directory; wait for its end."""
+    checked = check_path(path)
+    check_may_wait(what)
+
+    def run() -> T:
+        with ExitStack() as held:
+            root = held.enter_context(CheckpointRoot.for_reading(checked))
+            if holding:
+                held.enter_context(held_directory(root, "fsync"))
+            return work(root)
+
+    return result_or_end(retainer.submit(run), what, SAVE_DEADLINE_S, lambda: None)

@@ -1,0 +1,105 @@
+"""Calls that not every system has: the one place that says what runs instead.
+
+The compiled core needs Linux. On macOS and Windows its twin runs, and there
+
+    forked children    Windows has none, so nothing is registered for them
+    reads and writes   Windows has none at an offset: seek, then read or write, for one thread at a time
+    syncs              macOS leaves what is synced in the cache of the drive; F_FULLFSYNC empties that too
+    locks              OFD locks are Linux's; macOS has `flock`, of the same meaning, and Windows locks a byte
+
+Folders by descriptor, which Windows lacks too, are in storage/os_by_path.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+F_OFD_SETLK = 37  # Of Linux. Not every build of Python has the name.
+# Of the file that is locked: behind what is ever written there, for Windows lets nobody read a locked byte.
+_LOCKED_BYTE = 1 << 30
+_NO_FULL_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOTTY)
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+fcntl = _module("fcntl")
+_msvcrt: Any = None if fcntl else _module("msvcrt")
+_seeking = threading.Lock()
+
+
+def register_at_fork(**calls: Callable[[], object]) -> None:
+    """Do as os.register_at_fork does, where processes fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**calls)
+
+
+def pread(fd: int, bytes: int, offset: int) -> bytes:
+    """Read at an offset."""
+    if hasattr(os, "pread"):
+        return os.pread(fd, bytes, offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.read(fd, bytes)
+
+
+def read_into(fd: int, target: memoryview, offset: int) -> int:
+    """Read at an offset into memory; return how many bytes."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [target], offset)
+    data = pread(fd, len(target), offset)
+    target[: len(data)] = data
+    return len(data)
+
+
+def pwrite(fd: int, data: Any, offset: int) -> int:
+    """Write what has a buffer at an offset; return how many bytes."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    with _seeking:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, data)
+
+
+def fsync(fd: int) -> None:
+    """Make a file durable."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(fd)
+
+
+def lock(fd: int) -> None:
+    """Lock an open file for its open file description; BlockingIOError or PermissionError if another one has it."""
+    if fcntl is None:
+        at = os.lseek(fd, 0, os.SEEK_CUR)
+        os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            _msvcrt.locking(fd, _msvcrt.LK_NBLCK, 1)
+        finally:
+            os.lseek(fd, at, os.SEEK_SET)
+    elif sys.platform == "linux":
+        # struct flock: type, whence, start, length, pid; an OFD lock wants pid 0.
+        fcntl.fcntl(fd, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked_elsewhere(error: OSError) -> bool:
+    """Return whether this is how `lock` says that another one has it."""
+    return error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK)

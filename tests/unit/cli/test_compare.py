@@ -1,0 +1,110 @@
+"""What diff and cat print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.cli.findings import ExitCode
+from tests.program import invoke
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Between steps 1 and 2 a row changes, one goes and two come; so do a tensor, a value and metadata."""
+    table = asyncckpt.HashTable("user", 2, dtype=torch.float16)
+    table.insert(torch.tensor([5, -6, 7]), torch.tensor([[0.5, 1], [2, 3], [4, 5]], dtype=torch.float16))
+    state = {"w": torch.tensor([1.0, 0.0]), "same": torch.ones(2), "epoch": 1}
+    path = tmp_path / "run"
+    with asyncckpt.Saver(path=path, hashtables={"user": table}, tensors=state) as saver:
+        saver.save(1, metadata={"loss": 0.5})
+        table.remove(torch.tensor([5]))
+        table.insert(torch.tensor([7, 8, 9]), torch.full((3, 2), 0.1, dtype=torch.float16))
+        state["w"][0] = 3
+        state["epoch"] = 2
+        saver.save(2, metadata={"loss": 0.25})
+    return path
+
+
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_diff_tells_rows_columns_tensors_values_and_metadata(two: Path) -> None:
+    result = invoke("diff", two)
+    assert result.exit_code == ExitCode.DIFFERENT
+    lines = lines_of(result.stdout)
+    assert lines[0] == ["from", "step", "1", "to", "step", "2"]
+    for line in (
+        ["user", "3", "4", "2", "1", "1"],
+        ["user", "added", "8", "9"],
+        ["user", "removed", "5"],
+        ["user", "changed", "7"],
+        ["w", "changed", "float32", "[2]", "2", "1"],
+        ["epoch", "1", "2"],
+        ["loss", "0.5", "0.25"],
+    ):
+        assert line in lines
+    [column] = [line for line in lines if line[0:1] == ["user@embedding"]]
+    assert column[1:4] == ["float16", "[2]", "1"]
+    assert "same" not in result.stdout
+
+
+def test_diff_as_json(two: Path) -> None:
+    answer = json.loads(invoke("diff", two, 1, 2, "--json").stdout)
+    assert (answer["step"], answer["other_step"], answer["same"]) == (1, 2, False)
+    table = answer["tables"]["user"]
+    assert table["added"] == {"count": 2, "ids": [8, 9]}
+    assert table["columns"]["embedding"]["rows"] == 1
+    assert answer["tensors"]["w"] == {
+        "kind": "changed",
+        "before": "float32 [2]",
+        "after": "float32 [2]",
+        "max_abs": 2.0,
+        "cosine": 1.0,
+    }
+    assert answer["values"] == {"epoch": {"before": [1], "after": [2]}}
+    assert answer["metadata"] == {"loss": {"before": [0.5], "after": [0.25]}}
+    assert json.loads(invoke("diff", two, "--json", "--most", 1).stdout)["tables"]["user"]["added"]["ids"] == [8]
+
+
+def test_what_is_the_same_ends_with_0(two: Path, tmp_path: Path) -> None:
+    result = invoke("diff", two, 2, 2)
+    assert (result.exit_code, result.stdout) == (ExitCode.OK, "steps 2 and 2 hold the same: 4 entries\n")
+    assert invoke("diff", two, 2, "--with", two).exit_code == ExitCode.OK
+    assert invoke("diff", two, "--with", two).exit_code == ExitCode.OK
+    missing = invoke("diff", two, 1, "--with", tmp_path / "nothing")
+    assert (missing.exit_code, missing.stdout) == (ExitCode.NOT_FOUND, "")
+
+
+def test_cat_prints_rows_in_the_order_of_ids(two: Path) -> None:
+    result = invoke("cat", two, "user", 9, "-6")
+    assert result.exit_code == ExitCode.OK
+    assert lines_of(result.stdout) == [["id", "embedding"], ["9", "0.099975586", "0.099975586"], ["-6", "2.0", "3.0"]]
+    first = invoke("cat", two, "user", "0x5", "--step", 1, "--json")
+    assert json.loads(first.stdout)["rows"] == [{"id": 5, "embedding": [0.5, 1.0]}]
+
+
+def test_cat_says_which_ids_are_not_there(two: Path) -> None:
+    result = invoke("cat", two, "user", 5, 7)
+    assert result.exit_code == ExitCode.NOT_FOUND
+    assert result.stderr == "asyncckpt cat: table 'user' holds no row with id 5\n"
+    assert [line[0] for line in lines_of(result.stdout)] == ["id", "7"]
+    assert json.loads(invoke("cat", two, "user", 5, "--json").stdout) == {
+        "path": str(two),
+        "table": "user",
+        "rows": [],
+        "missing": [5],
+    }
+
+
+def test_cat_of_what_is_no_table_or_id(two: Path) -> None:
+    result = invoke("cat", two, "item", 5)
+    assert result.exit_code == ExitCode.NOT_FOUND
+    assert "no table 'item'" in result.stderr
+    assert invoke("cat", two, "user", 1 << 63).exit_code == ExitCode.USAGE
+    assert invoke("cat", two, "user", "five").exit_code == ExitCode.USAGE
