@@ -4,34 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 
 import pytest
+
+from interrupts.protections import without_protection
 
 UNPROTECTED = os.environ.get("ASYNCCKPT_UNPROTECTED", "")
 
 
 @pytest.fixture(autouse=True)
 def protection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace `module:Class.name` by the function without its decorator, `module:name` by a block without effect."""
     if UNPROTECTED:
-        module, _, name = UNPROTECTED.partition(":")
-        *owner, attribute = name.split(".")
-        found = import_module(module)
-        for part in owner:
-            found = getattr(found, part)
-        plain = getattr(getattr(found, attribute), "__wrapped__", None)
-        monkeypatch.setattr(found, attribute, _Nothing() if plain is None else plain)
-
-
-class _Nothing:
-    """A block that protects nothing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def look(self) -> None: ...
+        monkeypatch.setattr(*without_protection(UNPROTECTED))
 
 
 _status = [0]

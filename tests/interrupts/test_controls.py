@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from interrupts.protections import without_protection
+
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 280
 
@@ -21,11 +23,17 @@ CONTROLS = {
     "asyncckpt.saver:Saver.prepare": "test_interrupts.py::test_calls_of_a_saver[_prepare]",
     "asyncckpt.saver:Saver.compact": "test_interrupts.py::test_calls_of_a_saver[_compact]",
     "asyncckpt.saver:uninterrupted": "test_interrupts.py::test_calls_of_a_saver[_close_and_open]",
-    "asyncckpt.loader:Loader.load": "test_interrupts.py::test_loads[_load]",
+    "asyncckpt.loader:load_now": "test_interrupts.py::test_loads[_load]",
     "asyncckpt.loader:uninterrupted": "test_interrupts.py::test_loads[_load_async]",
     "asyncckpt.tables.trained_table:uninterrupted": "test_interrupts.py::test_admission[lookup]",
     "asyncckpt.strategies.load_state:use_stored": "test_other_calls.py::test_strategies[_load]",
 }
+
+
+@pytest.mark.parametrize("protected", CONTROLS)
+def test_what_the_controls_leave_unprotected_is_protected(protected: str) -> None:
+    owner, attribute, plain = without_protection(protected)
+    assert getattr(owner, attribute) is not plain
 
 
 @pytest.mark.slow
