@@ -104,7 +104,7 @@ def test_uses_of_tables(world: World, use: Callable[[Trained, torch.Tensor], Non
             now = world.own.rows()
         assert now == world.reference.rows()
 
-    interrupt_at(3 * SOME, prepare, check)
+    interrupt_at(SOME, prepare, check)
     world.save_and_load()
 
 
@@ -149,7 +149,7 @@ def test_step_of_an_optimizer(world: World) -> None:
             world.own.optimizer.step()
         assert world.own.rows() == world.reference.rows()
 
-    interrupt_at(2 * SOME, prepare, check)
+    interrupt_at(SOME, prepare, check)
     world.save_and_load()
 
 
