@@ -292,6 +292,7 @@ class Directory:
         """Give a file or a folder another name; a file is replaced, a folder that is not empty never is."""
         with _door(f"{str(self.path / source)!r} cannot be moved to {target!r}"):
             at.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.made.pop(source, None)
 
     def remove_file(self, name: str, *, version: tuple[int, ...] = ()) -> bool:
         """Remove a file; return whether it was there. version: leave another file alone that has the name by now."""

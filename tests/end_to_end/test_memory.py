@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ import torch
 import asyncckpt
 from asyncckpt.staging.pool import pool
 from tests.end_to_end.state import State, load_image
+
+SAVES_COUNT = 30
 
 
 def test_snapshot_over_the_limit_is_saved_blocking(tmp_path: Path) -> None:
@@ -63,6 +68,41 @@ def test_saves_of_large_values_keep_none_of_them(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
     assert after - before < 4 << 20
+
+
+@pytest.mark.parametrize("way", ["full", "full and delta", "blocking", "failed", "loaded"])
+def test_nothing_stays_of_saves_that_retention_has_removed(way: str, tmp_path: Path) -> None:
+    """Not one object for each of them: directories remembered the names of all marks of removals."""
+    table = asyncckpt.HashTable("t", 4)
+    state = {"w": torch.ones(100), "n": 1}
+    fails = way == "failed"
+
+    def filter_func(blocks: list[Any]) -> list[Any]:
+        if fails:
+            raise ValueError("a filter fails")
+        return blocks
+
+    def blocks_after(saves_count: int) -> int:
+        for number in range(saves_count):
+            table.insert(torch.arange(50), torch.rand(50, 4))
+            with contextlib.suppress(asyncckpt.CheckpointError):
+                if way == "blocking":
+                    saver.save()
+                    continue
+                kind: Any = "delta" if way == "full and delta" and number % 2 else "full"
+                saver.save_async(kind=kind).result(60)
+            if way == "loaded":
+                asyncckpt.Loader(tmp_path, hashtables={"t": table}, tensors=state).load()
+        saver.wait_idle(60)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    options: dict[str, Any] = {"filter_func": filter_func, "keep": 2, "durability": "none"}
+    with asyncckpt.Saver(path=tmp_path, hashtables={"t": table}, tensors=state, **options) as saver:
+        blocks_after(2 * SAVES_COUNT)
+        counts = [blocks_after(SAVES_COUNT) for _ in range(4)]
+    # Caches of the interpreter fill slowly, and go up and down. A name with its value are four objects.
+    assert min(after - before for before, after in itertools.pairwise(counts)) < 3 * SAVES_COUNT, counts
 
 
 def test_arena_grows_with_the_table_and_keeps_what_it_has(tmp_path: Path) -> None:
