@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 import asyncckpt
-from asyncckpt.dcp import StorageReader, export_checkpoint, import_checkpoint
+from asyncckpt.dcp import StorageReader, convert, export_checkpoint, import_checkpoint
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
 from asyncckpt.shard import stream
 from tests.dcp.model import differences, image_of, make, train
@@ -89,6 +91,31 @@ def test_a_checkpoint_goes_out(tmp_path: Path) -> None:
     assert differences(image_of(found), image_of(state)) == []
     with pytest.raises(asyncckpt.ConflictError):
         export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
+
+
+def without_no_dist(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch 2.4 has it."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if "no_dist" in named:
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument 'no_dist'")
+        return function(*arguments, **named)
+
+    return call
+
+
+def test_a_checkpoint_goes_out_by_an_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.arange(5.0), "n": 3}
+    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=state) as saver:
+        saver.save(0)
+    for module in (dcp, state_dict_loader, state_dict_saver, convert):
+        for name in ("load", "save"):
+            monkeypatch.setattr(module, name, without_no_dist(getattr(dcp, name)), raising=False)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
+    monkeypatch.undo()
+    found = {"w": torch.zeros(5), "n": 0}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"))
+    assert (found["w"].tolist(), found["n"]) == (state["w"].tolist(), 3)
 
 
 class Evil:
