@@ -10,8 +10,9 @@ from typing import TypeVar
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.claims import claims
 from asyncckpt.commit.discover import KnownHeads, forget_verified, newest_verified
+from asyncckpt.commit.judge import Listing
 from asyncckpt.commit.pins import pin_step, unpin_step
-from asyncckpt.commit.retention import Listing, remove_steps, retain
+from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import collect_garbage as sweep_all
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
@@ -64,8 +65,8 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
     stays.
 
     dry_run: remove nothing, and need no lock; another process may write to the directory meanwhile. Otherwise raises
-    ConflictError then. Removes nothing when a checkpoint that would stay has lost a file: CorruptError. Also raises
-    NotFoundError, IOFailedError, UsageError.
+    ConflictError then. A damaged checkpoint that would stay does so, but counts for no rule: `report.damaged` says what
+    is wrong. Also raises NotFoundError, IOFailedError, UsageError.
     """
     policy = KeepPolicy.of(keep)
     if policy is None:
@@ -111,8 +112,8 @@ def pinned_steps(path: str | os.PathLike[str]) -> list[int]:
 def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
     """Remove what failed saves and crashes have left, as the next save there would, and return how much that was.
 
-    What this process is saving stays. Raises ConflictError while another process writes to the directory, CorruptError
-    when a manifest cannot be read that may need it; also NotFoundError, IOFailedError.
+    What this process is saving stays. Raises ConflictError while another process writes to the directory; CorruptError
+    when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError.
     """
     return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims), "a removal")
 

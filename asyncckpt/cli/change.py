@@ -98,13 +98,16 @@ def prune(wanted: Namespace) -> ExitCode:
         "removed": list(report.removed),
         "bytes": report.bytes,
         "kept": {str(s): r for s, r in report.kept.items()},
+        "damaged": {str(s): why for s, why in report.damaged.items()},
     }
     _tell(wanted, answer, f"{_done(wanted)} {_steps(report.removed)}, {size(report.bytes)}")
     if not wanted.json and report.kept:
         print_columns(
             ["kept", "for"], [[str(step), ", ".join(why)] for step, why in report.kept.items()], right=["kept"]
         )
-    return ExitCode.OK
+    for step, wrong in report.damaged.items():
+        screen.complain("prune", f"step {step} is damaged, and counts for no rule: {wrong}")
+    return ExitCode.DAMAGED if report.damaged else ExitCode.OK
 
 
 def pin(wanted: Namespace) -> ExitCode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from asyncckpt.engine.inspect.find_rows import FoundRows
     from asyncckpt.native import I64
 
+LOOKS_MAX = 9
 _NUMBERS = frozenset({"was", "is", "added", "removed", "changed", "rows", "max abs", "cosine"})
 
 
@@ -50,22 +52,29 @@ def add_commands(commands: Commands) -> None:
 
 
 def diff(wanted: Namespace) -> ExitCode:
-    def ask() -> Comparison:
-        first = wanted.first
-        if first is None and wanted.other is None:
-            steps = list_steps(wanted.path)
-            if len(steps) < 2:
-                raise NotFoundError(f"there are no two checkpoints in {str(wanted.path)!r}", found=f"steps {steps}")
-            first = steps[-2]
-        return compare(wanted.path, first, wanted.second, other_path=wanted.other)
-
     with said("comparing"):
-        found = asked(ask, json=wanted.json)
+        found = asked(lambda: _compared(wanted), json=wanted.json)
     if wanted.json:
         as_json.print_answer(_diff_answer(found, wanted))
     else:
         _print_diff(found, count_max=wanted.most)
     return ExitCode.OK if found.is_same else ExitCode.DIFFERENT
+
+
+def _compared(wanted: Namespace) -> Comparison:
+    """Compare what is wanted; look again when retention has removed the second newest step meanwhile."""
+    if wanted.first is not None or wanted.other is not None:
+        return compare(wanted.path, wanted.first, wanted.second, other_path=wanted.other)
+    steps: list[int] = []
+    for _ in range(LOOKS_MAX):
+        before, steps = steps, list_steps(wanted.path)
+        if len(steps) < 2 or steps == before:
+            break
+        with contextlib.suppress(NotFoundError):
+            return compare(wanted.path, steps[-2], wanted.second)
+    if len(steps) < 2:
+        raise NotFoundError(f"there are no two checkpoints in {str(wanted.path)!r}", found=f"steps {steps}")
+    return compare(wanted.path, steps[-2], wanted.second)
 
 
 def cat(wanted: Namespace) -> ExitCode:

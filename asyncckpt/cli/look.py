@@ -15,6 +15,8 @@ from asyncckpt.cli.print_tree import tree_answer, tree_lines
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.inspection import outline
 
+LOOKS_MAX = 9
+
 
 def add_commands(commands: Commands) -> None:
     add_json(commands.add("ls", ls, "list the checkpoints of a directory, the newest last", "Reads manifests only."))
@@ -63,8 +65,12 @@ def verify(wanted: Namespace) -> ExitCode:
     if wanted.all and wanted.step is not None:
         screen.complain("verify", "give a STEP or --all, not both")
         return ExitCode.USAGE
-    steps = asked(lambda: _steps_to_verify(wanted.path, wanted.step, everything=wanted.all), json=wanted.json)
-    findings = _verified(wanted.path, steps)
+    findings: list[Finding[VerifyReport]] = []
+    for looks_left in reversed(range(LOOKS_MAX)):
+        steps = asked(lambda: _steps_to_verify(wanted.path, wanted.step, everything=wanted.all), json=wanted.json)
+        findings = _verified(wanted.path, steps, keep_missing=wanted.step is not None or not looks_left)
+        if findings:  # Else retention has removed what was the newest.
+            break
     (as_json if wanted.json else screen).print_verified(wanted.path, findings)
     return worst_code(findings)
 
@@ -84,12 +90,12 @@ def _steps_to_verify(path: Path, step: int | None, *, everything: bool) -> list[
     return steps if everything else steps[-1:]
 
 
-def _verified(path: Path, steps: Sequence[int]) -> list[Finding[VerifyReport]]:
+def _verified(path: Path, steps: Sequence[int], *, keep_missing: bool) -> list[Finding[VerifyReport]]:
+    """Verify these steps; skip those that retention removes meanwhile, unless they are to be kept as missing."""
     findings = []
     for step in steps:
         with said(f"verifying step {step}"):
-            # Skip a step that retention removes meanwhile, unless it is the only one.
-            finding = _find(verify_step, path, step, keep_missing=len(steps) == 1)
+            finding = _find(verify_step, path, step, keep_missing=keep_missing)
         if finding is not None:
             findings.append(finding)
     return findings

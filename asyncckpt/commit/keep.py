@@ -3,7 +3,8 @@
 What a rule keeps does not depend on whether what it does not keep is still there. So retention may run after every
 save, or once in a while, and prefer no checkpoint to one that an earlier run would have kept.
 
-A checkpoint that was saved half-way counts for none of them: it stays while no newer one is whole.
+A checkpoint that was saved half-way counts for none of them: it stays while no newer one is whole. One that is damaged
+counts for none either: what each rule keeps is what it would keep without that one.
 
 A clock that jumps only makes runs of hours: a step is kept if it is in other hours than the last one that was kept.
 """
@@ -17,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 
+from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import decode_value
@@ -25,12 +27,14 @@ from asyncckpt.options import HALF_WAY, KeepPolicy
 HOUR_S = 3600
 
 
-def kept_by_rules(
-    policy: KeepPolicy, steps: Sequence[int], head_of: Callable[[int], ManifestHead]
-) -> dict[int, list[str]]:
+HeadOf = Callable[[int], ManifestHead | None]
+
+
+def kept_by_rules(policy: KeepPolicy, steps: Sequence[int], head_of: HeadOf) -> dict[int, list[str]]:
     """Return the names of the rules that keep a step, of each that any keeps. steps: ascending.
 
-    Heads are read only for rules that need them; of their metadata numbers are used.
+    head_of: None for a step that is damaged. Heads are read only for rules that need them; of their metadata numbers
+    are used.
     """
     kept: dict[int, list[str]] = defaultdict(list)
     for name, chosen in (
@@ -44,16 +48,16 @@ def kept_by_rules(
     return kept
 
 
-def _latest(policy: KeepPolicy, steps: Sequence[int], head_of: Callable[[int], ManifestHead]) -> list[int]:
+def _latest(policy: KeepPolicy, steps: Sequence[int], head_of: HeadOf) -> list[int]:
     """Return the newest steps, not counting those that are half-way, which stay while no newer one is whole."""
     found: list[int] = []
     whole_count = 0
     for step in reversed(steps):
-        is_half_way = _is_half_way(head_of(step))
-        if is_half_way and whole_count:
+        head = head_of(step)
+        if head is None or (_is_half_way(head) and whole_count):
             continue
         found.append(step)
-        whole_count += not is_half_way
+        whole_count += not _is_half_way(head)
         if whole_count == policy.latest:
             break
     return found
@@ -61,6 +65,10 @@ def _latest(policy: KeepPolicy, steps: Sequence[int], head_of: Callable[[int], M
 
 def _is_half_way(head: ManifestHead) -> bool:
     return bool(numbers_of(head.metadata).get(HALF_WAY))
+
+
+def _whole(head: ManifestHead | None) -> ManifestHead | None:
+    return None if head is None or _is_half_way(head) else head
 
 
 def numbers_of(metadata: Json) -> dict[str, Json]:
@@ -74,40 +82,42 @@ def _is_tagged_number(value: Json) -> bool:
     return type(value) is dict and len(value) == 1 and not value.keys().isdisjoint(("float", "int"))
 
 
-def _of_every_steps(policy: KeepPolicy, steps: Sequence[int], head_of: Callable[[int], ManifestHead]) -> list[int]:
+def _of_every_steps(policy: KeepPolicy, steps: Sequence[int], head_of: HeadOf) -> list[int]:
     every = policy.every_steps
     runs = [] if every is None else [list(run) for _, run in itertools.groupby(steps, lambda step: step // every)]
-    firsts = [next((step for step in run if not _is_half_way(head_of(step))), None) for run in runs]
+    firsts = [next((step for step in run if _whole(head_of(step)) is not None), None) for run in runs]
     return [step for step in firsts if step is not None]
 
 
-def _of_every_hours(policy: KeepPolicy, steps: Sequence[int], head_of: Callable[[int], ManifestHead]) -> list[int]:
+def _of_every_hours(policy: KeepPolicy, steps: Sequence[int], head_of: HeadOf) -> list[int]:
     hours = policy.every_hours
     if hours is None:
         return []
 
-    def run_of(step: int) -> Hashable:
+    def run_of(head: ManifestHead) -> Hashable:
         try:
-            return calendar.timegm(time.strptime(head_of(step).created, CREATED_FORMAT)) // (hours * HOUR_S)
+            return calendar.timegm(time.strptime(head.created, CREATED_FORMAT)) // (hours * HOUR_S)
         except ValueError:  # Another writer's form: nobody knows, so it stays.
-            return ("step", step)
+            return ("step", head.step)
 
-    whole = [step for step in steps if not _is_half_way(head_of(step))]
-    return [next(run) for _, run in itertools.groupby(whole, run_of)]
+    whole = [head for step in steps if (head := _whole(head_of(step))) is not None]
+    return [next(run).step for _, run in itertools.groupby(whole, run_of)]
 
 
-def _best(policy: KeepPolicy, steps: Sequence[int], head_of: Callable[[int], ManifestHead]) -> list[int]:
+def _best(policy: KeepPolicy, steps: Sequence[int], head_of: HeadOf) -> list[int]:
     if policy.best is None or policy.metric is None:
         return []
-    found = [(step, _metric(head_of(step), policy.metric)) for step in steps]
+    whole = [head for step in steps if (head := _whole(head_of(step))) is not None]
+    found = [(head.step, _metric(head, policy.metric)) for head in whole]
     values = [(value if policy.mode == "min" else -value, step) for step, value in found if value is not None]
     return [step for _, step in sorted(values)[: policy.best]]
 
 
 def _metric(head: ManifestHead, name: str) -> float | None:
-    """Return a number of the metadata of a whole step, if there is one, and not nan. CorruptError."""
-    if _is_half_way(head):
-        return None
+    """Return a number of the metadata of a whole step, if there is one that can be read, and not nan."""
     encoded = numbers_of(head.metadata).get(name)
-    value = None if encoded is None else decode_value(encoded, owner=f"metadata[{name!r}]")
+    try:
+        value = None if encoded is None else decode_value(encoded, owner=f"metadata[{name!r}]")
+    except CorruptError:  # Another writer's: no load would take it.
+        return None
     return None if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)) else value

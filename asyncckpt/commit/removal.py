@@ -103,13 +103,13 @@ def _complete(root: CheckpointRoot, heads: KnownHeads, decided: Iterable[Mark]) 
     for mark in decided:
         attempt = attempt_of_directory(mark.folder)
         assert attempt is not None
-        for name in (manifest_name(attempt.step), compacted_manifest_name(attempt.step)):
-            with contextlib.suppress(NotFoundError):
-                if heads.of(name).head.folder_name == mark.folder:
-                    root.manifests.remove_file(name, version=heads.version(name))
-        # Also what another one has unlinked, who may have died before that was durable.
-        root.manifests.sync()
         try:
+            for name in (manifest_name(attempt.step), compacted_manifest_name(attempt.step)):
+                with contextlib.suppress(NotFoundError):
+                    if heads.of(name).head.folder_name == mark.folder:
+                        root.manifests.remove_file(name, version=heads.version(name))
+            # Also what another one has unlinked, who may have died before that was durable.
+            root.manifests.sync()
             root.data.remove_folder(mark.folder)
             root.manifests.remove_file(mark.name)
         except CheckpointError as error:

@@ -2,37 +2,37 @@
 
 Both are for a writer that holds LOCK, and remove so that nothing is lost where locks do not work: see removal.py.
 
-A checkpoint stays when it is wanted or pinned, or when the chain of one that stays needs it. A manifest goes when its
-step does, or when a compacted one stands for it. A crash leaves at most data that no manifest names; never a manifest
-without data nor a delta without its parents. An unreadable manifest stops everything, for its references are unknown.
+A checkpoint stays when it is wanted or pinned, or when the chain of one that stays needs it (judge.py). A manifest goes
+when its step does, or when a compacted one stands for it. A crash leaves at most data that no manifest names; never a
+manifest without data nor a delta without its parents.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from asyncckpt.commit.chain import chain_below
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, by_step, check_files
-from asyncckpt.commit.keep import kept_by_rules
-from asyncckpt.commit.pins import pins_among, remove_pins
+from asyncckpt.commit.discover import KnownHeads, look_again
+from asyncckpt.commit.judge import Judgement, Listing, judge
+from asyncckpt.commit.pins import remove_pins
 from asyncckpt.commit.removal import remove
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import UNREADABLE, sweep
-from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, UsageError
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IOFailedError, NotFoundError, UsageError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.model.result import PruneReport
 from asyncckpt.options import KeepPolicy
 from asyncckpt.system import register_at_fork
 
 # One directory is no place for two retentions at once, and which directory it is does not matter. Saves go on beside
-# it: see _retain.
+# it: see _as_judged.
 _retaining = threading.Lock()
 LOOKS_MAX = 100
+BATCH_STEPS_MAX = 64
 T = TypeVar("T")
 
 
@@ -46,10 +46,50 @@ def retain(
 ) -> PruneReport:
     """Remove what no rule keeps, but pinned and protected steps, and what all these and running saves build upon.
 
-    A kept checkpoint must have its chain and its files in full; otherwise nothing is removed and CorruptError is
-    raised, for an older one may be the only one that loads. dry_run: only say what would go.
+    What is damaged stays, with all it may build upon, and counts for no rule (judge.py); the report says what. dry_run:
+    only say what would go. One that cannot be removed keeps no other: IOFailedError at the end.
     """
-    return _until_unchanged(root, lambda: _retain(root, heads, policy, protected, dry_run=dry_run))
+    damaged: dict[int, str] = {}  # What was found so, and nothing has changed meanwhile.
+    removed: set[int] = set()
+    freed_bytes = 0
+
+    def look() -> PruneReport | None:
+        nonlocal freed_bytes
+        try:
+            listing, found = look_again(root, lambda: _judged(root, heads, policy, protected, damaged))
+        except _DamageFound as error:
+            damaged.update(error.damaged)
+            return None
+        except NotFoundError:  # Others remove faster than it looks.
+            return None
+        if dry_run:
+            removed.update({head.step for head in found.going} - found.why.keys())
+            freed_bytes = _bytes_of(found.going)
+        else:
+            failed: list[IOFailedError] = []
+            for batch in _batches(found.going):
+                gone = {head.step for head in batch} - found.why.keys()
+                is_as_judged = _as_judged(heads, listing, found.going, batch, gone)
+                try:
+                    if not _let_go(root, heads, batch, gone, listing.pins, is_as_judged):
+                        return None
+                except IOFailedError as error:
+                    failed.append(error)
+                removed.update(gone)
+                freed_bytes += _bytes_of(batch)
+            if failed:
+                raise failed[0]
+        return PruneReport(removed=tuple(sorted(removed)), kept=found.why, bytes=freed_bytes, damaged=found.damaged)
+
+    return _until_unchanged(root, look)
+
+
+class _DamageFound(CorruptError):
+    """What nothing had said before, and may be a removal of another process."""
+
+    def __init__(self, damaged: Mapping[int, str]) -> None:
+        super().__init__(f"steps {sorted(damaged)} are damaged")
+        self.damaged = damaged
 
 
 def _until_unchanged(root: CheckpointRoot, look: Callable[[], T | None]) -> T:
@@ -59,103 +99,95 @@ def _until_unchanged(root: CheckpointRoot, look: Callable[[], T | None]) -> T:
             found = look()
             if found is not None:
                 return found
-        raise ConflictError(f"{str(root.path)!r} changed at each of {LOOKS_MAX} looks: nothing is removed")
+        raise ConflictError(f"{str(root.path)!r} changed at each of {LOOKS_MAX} looks", hint="try again")
 
 
-def _retain(
+def _judged(
     root: CheckpointRoot,
     heads: KnownHeads,
     policy: KeepPolicy,
     protected_now: Callable[[], Collection[int]],
-    *,
-    dry_run: bool,
-) -> PruneReport | None:
-    """Remove what goes now, and return the steps; None: something was saved meanwhile, look again.
+    damaged: Mapping[int, str],
+) -> tuple[Listing, Judgement]:
+    """Judge what is there now. _DamageFound when more is damaged than was known.
 
     What is listed is either protected, or of a save that had ended before: what protects its step is asked for last.
-    When it is announced, so that nothing can be committed any more upon what goes, nothing new may be there.
     """
     place = root.root.identity
     listing = Listing.of(root)
-    manifests, steps = listing.manifests, sorted(listing.manifests)
     # Twice the saves in flight: one that ends in between is protected by its Saver, as the newest of that.
-    protected = {*claims.needed(place), *protected_now(), *claims.needed(place)}
-    why = kept_by_rules(policy, steps, lambda step: heads.of_step(step).head)
-    for step in listing.pins & manifests.keys():
-        why[step].append("pinned")
-    for step in protected & manifests.keys():
-        why[step].append("in use")
-    wanted = sorted(why)
-    kept: dict[int, ManifestHead] = {}
-    victims: list[str] = []
-    if len(wanted) < len(steps) or any(len(names) > 1 for names in manifests.values()):
-        kept = _with_parents(wanted, heads, why)
-        for head in kept.values():
-            check_files(root, head)
-        speaking = {head.file_name for head in kept.values()}
-        victims = [name for step in reversed(steps) for name in manifests[step] if name not in speaking]
-    going = _heads_of(victims, heads, stay={head.folder_name for head in kept.values()})
-    removed = tuple(step for step in steps if step not in why)
-    if going and not dry_run and not _let_go(root, heads, going, removed, listing):
-        return None
-    reasons = {step: tuple(why[step]) for step in sorted(why)}
-    return PruneReport(removed=removed, kept=reasons, bytes=sum(file.bytes for head in going for file in head.files))
+    in_use = {*claims.needed(place), *protected_now(), *claims.needed(place)}
+    found = judge(root, heads, policy, listing, in_use)
+    if not found.damaged.keys() <= damaged.keys():
+        raise _DamageFound(found.damaged)
+    return listing, found
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The manifests by step, and the pinned steps, from one look at manifests/."""
+def _batches(going: Sequence[ManifestHead]) -> list[list[ManifestHead]]:
+    """Return what goes together: all manifests of BATCH_STEPS_MAX steps, the newest first.
 
-    manifests: Mapping[int, Sequence[str]]
-    pins: frozenset[int]
-
-    @staticmethod
-    def of(root: CheckpointRoot) -> Listing:
-        names = root.manifests.names()
-        return Listing(by_step(names), frozenset(pins_among(names)))
+    Some, for what has gone stays gone when a later batch has to be looked at again.
+    """
+    steps = sorted({head.step for head in going}, reverse=True)
+    together = [{*steps[begin : begin + BATCH_STEPS_MAX]} for begin in range(0, len(steps), BATCH_STEPS_MAX)]
+    return [[head for head in going if head.step in batch] for batch in together]
 
 
-def _heads_of(names: Sequence[str], heads: KnownHeads, *, stay: Collection[str] = ()) -> list[ManifestHead]:
-    """Return the heads in these files, but those whose folder stays."""
-    try:
-        found = [heads.of(name).head for name in names]
-    except CheckpointError as error:
-        raise CorruptError(f"old checkpoints cannot be removed: {error}") from error
-    return [head for head in found if head.folder_name not in stay]
+def _as_judged(
+    heads: KnownHeads,
+    listing: Listing,
+    going: Sequence[ManifestHead],
+    batch: Sequence[ManifestHead],
+    steps: Collection[int],
+) -> Callable[[Listing], bool]:
+    """Return whether a batch may go still: what stays is there, and nothing new is of its steps or builds upon it.
+
+    Saves may come faster than anybody can look; what else they publish meanwhile only lets more go.
+    """
+    stays = listing.names - {head.file_name for head in going}
+    folders = {head.folder_name for head in batch}
+
+    def needs_none(name: str) -> bool:
+        try:
+            head = heads.of(name).head
+            below = [found.head.folder_name for found in chain_below(head, heads.of_step)]
+        except CheckpointError:
+            return False
+        return head.step not in steps and folders.isdisjoint(below)
+
+    return lambda now: stays <= now.names and all(map(needs_none, now.names - listing.names))
+
+
+def _bytes_of(heads: Iterable[ManifestHead]) -> int:
+    return sum(file.bytes for head in heads for file in head.files)
 
 
 def _let_go(
-    root: CheckpointRoot, heads: KnownHeads, going: Sequence[ManifestHead], steps: Collection[int], listing: Listing
+    root: CheckpointRoot,
+    heads: KnownHeads,
+    going: Sequence[ManifestHead],
+    steps: Collection[int],
+    pins: Collection[int],
+    is_as_judged: Callable[[Listing], bool],
 ) -> bool:
     """Remove manifests, children first, with their folders. Return whether all are gone.
 
-    steps: those that are gone then. None goes when a save needs one of them by now, when one is pinned that was not, or
-    when other manifests are there than were listed.
+    steps: those that are gone then. None goes when a save needs one of them by now, when one is pinned that is not
+    among `pins`, or when what is there is not as it was judged any more.
     """
 
     def may_go() -> bool:
         now = Listing.of(root)
         return (
-            now.manifests == listing.manifests
-            and now.pins & {*steps} <= listing.pins
-            and claims.needed(root.root.identity).isdisjoint(steps)
+            is_as_judged(now) and now.pins & {*steps} <= {*pins} and claims.needed(root.root.identity).isdisjoint(steps)
         )
 
-    gone = remove(root, heads, [head.folder_name for head in going], may_go)
-    heads.forget(head.file_name for head in going)
+    try:
+        gone = remove(root, heads, [head.folder_name for head in going], may_go)
+    finally:
+        heads.forget(head.file_name for head in going)
     root.data.sync()
     return {head.folder_name for head in going} <= {*gone}
-
-
-def _with_parents(wanted: Sequence[int], heads: KnownHeads, why: dict[int, list[str]]) -> dict[int, ManifestHead]:
-    """Return the heads of the wanted steps and of all they build upon, by step; add why those are kept."""
-    kept: dict[int, ManifestHead] = {}
-    for step in wanted:
-        newest = heads.of_step(step)
-        for found in (newest, *chain_below(newest.head, heads.of_step)):
-            kept[found.head.step] = found.head
-            why.setdefault(found.head.step, [f"base of {step}"])
-    return kept
 
 
 def remove_steps(
@@ -185,14 +217,16 @@ def remove_steps(
             return sorted(removed)
         victims = [name for step in sorted(going, reverse=True) for name in listing.manifests[step]]
         unreadable = [name for name in victims if not _is_readable(name, heads)]
-        readable = _heads_of([name for name in victims if name not in unreadable], heads)
-        if readable and not _let_go(root, heads, readable, going, listing):
+        readable = [heads.of(name).head for name in victims if name not in unreadable]
+        if readable and not _let_go(
+            root, heads, readable, going, listing.pins, lambda now: now.manifests == listing.manifests
+        ):
             return None
         _remove_unreadable(root, heads, unreadable)
         remove_pins(root, going & listing.pins)
         return sorted(removed)
 
-    return _until_unchanged(root, look)
+    return _until_unchanged(root, lambda: look_again(root, look))
 
 
 def _is_readable(name: str, heads: KnownHeads) -> bool:

@@ -4,7 +4,7 @@ For a writer that holds LOCK, and so that nothing is lost where locks do not wor
 
 Sweep removes temporary manifests, attempt folders that no manifest names, and pins of steps that are gone. Only a
 manifest of step N can name a folder of step N. A folder of another process may be about to be published, where locks do
-not work. As long as a manifest cannot be read, the folders of its step stay.
+not work. As long as a manifest cannot be read, the folders of its step stay; all others go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncckpt.commit.discover import KnownHeads, by_step, manifests_by_step
 from asyncckpt.commit.pins import pins_among, remove_pins
 from asyncckpt.commit.removal import being_removed, remove
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CorruptError, IncompatibleError, NotFoundError, UnsupportedError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
 from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, step_of_pin
 from asyncckpt.model.result import GarbageReport
 from asyncckpt.storage.directory import Directory
@@ -34,11 +34,8 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
     IOFailedError naming those that stay, at the end.
     """
     names = root.data.names()
-    find_strays = partial(_strays, root, heads, names, keep_attempts)
-    try:
-        strays = find_strays()
-    except UNREADABLE:
-        return []
+    find_strays = partial(_strays, root, heads, names, keep_attempts, [])
+    strays = find_strays()
     listed = root.manifests.names()
     temporaries = _temporaries(listed, keep_attempts)
     for name in temporaries:
@@ -51,12 +48,15 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
 
 
 def collect_garbage(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[str] = ()) -> GarbageReport:
-    """Sweep, and say how much that was. Raises also what keeps a sweep from anything: CorruptError, ..."""
-    strays = _strays(root, heads, root.data.names(), keep_attempts)
+    """Sweep, and say how much that was. Then raises also what keeps folders: that a manifest cannot be read."""
+    unread: list[CheckpointError] = []
+    strays = _strays(root, heads, root.data.names(), keep_attempts, unread)
     sizes = {name: _sizes_in(root.data, name) for name in {*strays, *being_removed(root)}}
     for name in _temporaries(root.manifests.names(), keep_attempts):
         sizes[name] = [root.manifests.size(name)]
     removed = sweep(root, heads, keep_attempts=keep_attempts)
+    if unread:
+        raise unread[0]
     files = [size for name in removed for size in sizes.get(name, [0] if step_of_pin(name) is not None else [])]
     folders_count = sum(attempt_of_directory(name) is not None for name in removed)
     return GarbageReport(folders_count=folders_count, files_count=len(files), bytes=sum(files))
@@ -75,11 +75,17 @@ def _sizes_in(data: Directory, name: str) -> list[int]:
     return []
 
 
-def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_attempts: Container[str]) -> list[str]:
+def _strays(
+    root: CheckpointRoot,
+    heads: KnownHeads,
+    names: list[str],
+    keep_attempts: Container[str],
+    unread: list[CheckpointError],
+) -> list[str]:
     """Return the attempt folders without a manifest. Reads manifests of steps with several folders or manifests only.
 
     `names` were listed before: a folder of no running attempt whose manifest is published meanwhile is then seen to
-    have one.
+    have one. unread: gets why a manifest cannot be read.
     """
     folders_of: dict[int, list[str]] = defaultdict(list)
     for name in names:
@@ -92,7 +98,12 @@ def _strays(root: CheckpointRoot, heads: KnownHeads, names: list[str], keep_atte
         if step not in manifests:
             strays += folders
         elif len(folders) > 1 or len(manifests[step]) > 1:
-            with contextlib.suppress(NotFoundError):  # Retention removes the step right now, and its folders.
+            try:
                 named = {heads.of(name).head.folder_name for name in manifests[step]}
-                strays += [folder for folder in folders if folder not in named]
+            except NotFoundError:  # Retention removes the step right now, and its folders.
+                continue
+            except CheckpointError as error:
+                unread.append(error)
+                continue
+            strays += [folder for folder in folders if folder not in named]
     return strays

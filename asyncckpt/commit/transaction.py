@@ -75,7 +75,7 @@ class Commits:
     """What all transactions of one writer have in common.
 
     lock: its share in the directory's LOCK; None where another process holds it. threads: on which blocking calls of a
-    commit run; nothing else may wait there. warn: of what cannot be removed.
+    commit run; nothing else may wait there. warn: of what cannot be removed. said: what stays, and why.
     """
 
     root: CheckpointRoot
@@ -84,6 +84,7 @@ class Commits:
     threads: Executor
     warn: Callable[..., None]
     in_doubt: list[IndeterminateError] = field(default_factory=list)
+    said: dict[str, list[str]] = field(default_factory=dict)
 
     @cached_property
     def heads(self) -> KnownHeads:
@@ -94,11 +95,29 @@ class Commits:
         return KnownChain(self.root, self.heads)
 
     def retain(self, policy: KeepPolicy, *, protected: Callable[[], Collection[int]]) -> None:
-        """Let all go that is not kept. Never raises: the new checkpoint is committed."""
+        """Let all go that is not kept. Never raises: the new checkpoint is committed. Says once what is in its way."""
         try:
-            retain(self.root, self.heads, policy, protected=protected)
+            damaged = retain(self.root, self.heads, policy, protected=protected).damaged
+            found = [f"step {step}, which is damaged and counts for no rule: {why}" for step, why in damaged.items()]
         except Exception as error:
-            self.warn("old checkpoints in %s were kept: %s", self.root.path, error)
+            found = [str(error)]
+        self._say("old checkpoints", found)
+
+    def sweep(self) -> None:
+        """Remove leftovers. What cannot be swept is in nobody's way."""
+        found: list[str] = []
+        try:
+            sweep(self.root, self.heads, keep_attempts=claims)
+        except CheckpointError as error:
+            found.append(str(error))
+        self._say("leftovers", found)
+
+    def _say(self, what: str, why: list[str]) -> None:
+        """Warn of what stays, but not of what was so the last time."""
+        for text in why:
+            if text not in self.said.get(what, ()):
+                self.warn("%s in %s were kept: %s", what, self.root.path, text)
+        self.said[what] = why
 
     def check_not_in_doubt(self) -> None:
         """Refuse to commit after a commit whose durability is unknown, until the directory is opened anew."""
@@ -138,10 +157,7 @@ class Transaction:
         commits.check_not_in_doubt()
         root, attempt = commits.root, claim.attempt
         if claim.kind == "save":
-            try:
-                sweep(root, commits.heads, keep_attempts=claims)
-            except CheckpointError as error:  # What cannot be swept is in nobody's way.
-                commits.warn("leftovers in %s were kept: %s", root.path, error)
+            commits.sweep()
         folder = root.data.make_folder(attempt.directory)
         try:
             root.data.sync()

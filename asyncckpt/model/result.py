@@ -63,14 +63,17 @@ class PruneReport:
 
     removed  steps, ascending
     kept     of every other step, ascending, all that keeps it: rules of the KeepPolicy by their names, "pinned",
-             "in use" by a save of this process or as the newest step that it has verified; else "base of N" for a step
-             that the kept step N builds upon
+             "in use" by a save of this process or as the newest step that it has verified, "damaged"; else "base of N"
+             for a step that the kept step N builds upon, "perhaps base of N" where the manifest of N cannot be read
     bytes    of the files that go, also of those that a compacted checkpoint stands for
+    damaged  steps among these that are damaged, with what is wrong: no rule counts them, and all that they may build
+             upon stays
     """
 
     removed: tuple[int, ...]
     kept: Mapping[int, tuple[str, ...]]
     bytes: int
+    damaged: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

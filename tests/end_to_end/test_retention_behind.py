@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.commit import removal, retention
+from asyncckpt.commit import judge, removal, retention
 from asyncckpt.commit.removal import being_removed
-from asyncckpt.engine.save import start_save
+from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.save import run_save, start_save
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
 
@@ -86,7 +88,7 @@ def new_table() -> asyncckpt.HashTable:
 def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is published while retention, which has not seen it, is on its way to remove that."""
     is_looking, may_go_on = threading.Event(), threading.Event()
-    check_files = retention.check_files
+    check_files = judge.check_files
 
     def held(*arguments: Any) -> None:
         is_looking.set()
@@ -97,7 +99,7 @@ def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monk
     retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
-        monkeypatch.setattr(retention, "check_files", held)
+        monkeypatch.setattr(judge, "check_files", held)
         retaining.save_async(2).result(WAIT_S_MAX)
         assert is_looking.wait(WAIT_S_MAX)
         assert saver.save_async(3, kind="delta").result(WAIT_S_MAX).kind == "delta"
@@ -205,3 +207,57 @@ def test_a_step_that_another_saver_has_saved_anew_is_read_anew(tmp_path: Path, m
     assert moved[1].startswith(f"{5:012d}-")
     assert len(moved) == 2
     assert asyncckpt.list_steps(tmp_path) == [6, 7, 8]
+
+
+def test_saves_that_come_faster_than_retention_looks_leave_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each of its looks a save commits before it has announced what goes."""
+    create, changed = Directory.create_file, threading.Condition()
+    saved, is_over, counts = 0, False, []
+
+    def after_one_more(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
+        if Mark.of(name) is not None:
+            with changed:
+                before = saved
+                assert changed.wait_for(lambda: saved > before or is_over, WAIT_S_MAX)
+        return create(self, name, **options)
+
+    monkeypatch.setattr(Directory, "create_file", after_one_more)
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=2, durability="none") as saver:
+        for step in range(40):
+            saver.save(step)
+            counts.append(len(asyncckpt.list_steps(tmp_path)))
+            with changed:
+                saved += 1
+                changed.notify_all()
+        with changed:
+            is_over = True
+            changed.notify_all()
+        saver.wait_idle(WAIT_S_MAX)
+        assert asyncckpt.list_steps(tmp_path) == [38, 39]
+    assert max(counts) <= 2 + 4, counts
+
+
+def test_a_save_waits_for_retention_that_is_far_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noticed(Future[None]):
+        def add_done_callback(self, call: Any) -> None:
+            super().add_done_callback(call)
+            is_awaited.set()
+
+    is_awaited, ended = threading.Event(), list[bool]()
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as saver:
+        behind = saver._target.memory.behind
+        behind.extend(Noticed() for _ in range(run_save.RETENTIONS_BEHIND_MAX))
+        oldest, begin = behind[0], Transaction.begin
+        monkeypatch.setattr(run_save, "RETENTION_WAIT_S_MAX", WAIT_S_MAX)
+        monkeypatch.setattr(Transaction, "begin", lambda *args: ended.append(oldest.done()) or begin(*args))
+        future = saver.save_async(1)
+        future.add_done_callback(lambda _: is_awaited.set())
+        assert is_awaited.wait(WAIT_S_MAX)
+        oldest.set_result(None)
+        future.result(WAIT_S_MAX)
+        assert ended == [True]
+        monkeypatch.setattr(run_save, "RETENTION_WAIT_S_MAX", 0.0)
+        behind.appendleft(Noticed())
+        saver.save_async(2).result(WAIT_S_MAX)
+        assert ended == [True, True], "not for ever"
+        behind.clear()

@@ -11,7 +11,7 @@ a number          that operation of the storage, counted from 1, on whatever thr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,13 @@ OPERATIONS = (
     *("make_folder", "create_file", "sync", "publish", "exists", "check_file", "has", "names", "child"),
     *("read_file", "remove_file", "remove_folder", "move"),
 )
+READS = ("version", "folder_version", "size", "open_file")  # Of files one by one.
 Place = str | int | None
 
 
 @contextmanager
-def before_each_operation(hook: Callable[[], None]) -> Iterator[None]:
-    """Call the hook before every operation of the storage, on the thread that makes it."""
+def before_each_operation(hook: Callable[[], None], *, more: Sequence[str] = ()) -> Iterator[None]:
+    """Call the hook before every operation of the storage, on the thread that makes it. more: operations to add."""
 
     def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
         def operation(self: Directory, *arguments: Any, **options: Any) -> Any:
@@ -40,7 +41,7 @@ def before_each_operation(hook: Callable[[], None]) -> Iterator[None]:
         return operation
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in OPERATIONS:
+        for name in (*OPERATIONS, *more):
             patch.setattr(Directory, name, wrapped(getattr(Directory, name)))
         yield
 

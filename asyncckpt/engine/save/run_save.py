@@ -1,6 +1,6 @@
 """The background half of a save: filter, write, commit, retention.
 
-1. Wait for the devices that still copy into the arena.
+1. Wait for the devices that still copy into the arena, and for retention if that is far behind.
 2. Make the attempt's folder.
 3. Filter the staged blocks, and write the shard files: without changes the arena is drained as it is, else a new image
    is streamed.
@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 
 from asyncckpt.commit.discover import newest_verified
@@ -31,6 +32,9 @@ from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError
 from asyncckpt.model.result import SaveResult
 from asyncckpt.staging.pool import pool
+
+RETENTIONS_BEHIND_MAX = 8
+RETENTION_WAIT_S_MAX = 10.0
 
 
 async def run_save(job: SaveJob) -> None:
@@ -91,6 +95,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         await run_on(workers, job.staged.pending.settle)
         job.future.mark_staged()
     share = job.cut.share
+    await _let_retention_catch_up(job)
     committed = await (_save_alone(job) if share is None else save_with_ranks(job, share))
     if isinstance(committed, Outcome):
         return committed
@@ -175,4 +180,28 @@ def _start_retention(target: SaveTarget, step: int) -> None:
         return {step, *newest_verified(target.root), *(() if newest is None else (newest.parent.step,))}
 
     started = start_retention(target.commits, target.options.keep, protected=protected, held=nullcontext())
-    target.memory.retention = started or target.memory.retention
+    if started is not None:
+        target.memory.retention = started
+        target.memory.behind.append(started)
+
+
+async def _let_retention_catch_up(job: SaveJob) -> None:
+    """Wait for the oldest of too many retentions: on a disk that saves faster than it removes they would never end.
+
+    Other ranks wait meanwhile, so not until they call this one silent.
+    """
+    behind, share = job.target.memory.behind, job.cut.share
+    while behind and behind[0].done():
+        behind.popleft()
+    if len(behind) < RETENTIONS_BEHIND_MAX:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: object) -> None:
+        with suppress(RuntimeError):  # The loop has ended before.
+            loop.call_soon_threadsafe(ended.set)
+
+    behind[0].add_done_callback(wake)
+    silence_s = RETENTION_WAIT_S_MAX if share is None else share.ranks.limits.silence_s / 2
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(ended.wait(), min(silence_s, RETENTION_WAIT_S_MAX))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class SaverMemory:
 
     newest     the newest checkpoint that it has committed, upon which the next delta builds
     retention  the one that was begun last
+    behind     those that have perhaps not ended, the oldest first
     """
 
     plans: PlanCache
@@ -49,6 +51,7 @@ class SaverMemory:
     region_files: RegionFilesCache = field(default_factory=RegionFilesCache)
     newest: ChainLink | None = None
     retention: Future[None] | None = None
+    behind: deque[Future[None]] = field(default_factory=deque)
 
 
 @dataclass(frozen=True)

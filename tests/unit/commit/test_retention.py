@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -16,12 +17,12 @@ import torch
 
 import asyncckpt
 from asyncckpt import KeepPolicy
-from asyncckpt.commit import removal
+from asyncckpt.commit import removal, retention
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import sweep
-from asyncckpt.errors import CorruptError, IOFailedError
+from asyncckpt.errors import IOFailedError
 from asyncckpt.format.manifest import ParentFacts
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
@@ -129,29 +130,6 @@ def test_old_compacted_step_goes_with_both_manifests(tmp_path: Path) -> None:
     assert keep_latest(tmp_path, 1) == [1, 2, 3]
     assert asyncckpt.list_steps(tmp_path) == [4, 5, 6, 7]
     assert len(folders(tmp_path)) == 4
-
-
-@pytest.mark.parametrize("damage", ["manifest is gone", "manifest is damaged", "rewritten", "data is gone", "short"])
-@pytest.mark.parametrize("step", [4, 6])
-def test_a_broken_chain_stops_everything(tmp_path: Path, damage: str, step: int) -> None:
-    """An older checkpoint may be the only one that loads."""
-    found = two_chains(tmp_path)
-    manifest, shard = found[step].manifest, next(found[step].folder.iterdir())
-    if damage == "manifest is gone":
-        manifest.unlink()
-    elif damage == "manifest is damaged":
-        manifest.write_bytes(manifest.read_bytes()[:-9])
-    elif damage == "rewritten":
-        manifest.unlink()
-        full(tmp_path, step)
-    elif damage == "data is gone":
-        shard.unlink()
-    else:
-        shard.write_bytes(shard.read_bytes()[:-1])
-    before = names(tmp_path), folders(tmp_path)
-    with pytest.raises(CorruptError):
-        keep_latest(tmp_path, 1)
-    assert (names(tmp_path), folders(tmp_path)) == before
 
 
 def test_no_delta_is_ever_without_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,12 +330,40 @@ def test_sweep_knows_both_manifests_of_a_step(tmp_path: Path) -> None:
     assert load(tmp_path, 3) == {0: row(3)}
 
 
-def test_sweep_does_nothing_where_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+def test_a_decided_step_whose_manifest_cannot_be_read_keeps_no_other(tmp_path: Path) -> None:
     found = two_chains(tmp_path)
-    compacted = full(tmp_path, 3, replaces=found[3].digest)
-    compacted.manifest.write_bytes(b"{}")
-    assert sweep_names(tmp_path) == []
-    assert len(folders(tmp_path)) == 8
+    leave_marks(tmp_path, *(found[step] for step in (1, 2, 3)), is_decided=True)
+    found[3].manifest.write_bytes(b"{}")
+    with pytest.raises(IOFailedError, match=f"1 folders cannot be removed, .*{found[3].folder.name}"):
+        sweep_names(tmp_path)
+    assert asyncckpt.list_steps(tmp_path) == [3, 4, 5, 6, 7]
+    assert found[3].folder.exists()
+
+
+def test_what_cannot_be_removed_keeps_no_later_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "BATCH_STEPS_MAX", 2)
+    found = {step: full(tmp_path, step) for step in range(8)}
+    (found[6].folder / "lost+found").mkdir()
+    with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
+        keep_latest(tmp_path, 1)
+    assert asyncckpt.list_steps(tmp_path) == [7]
+    assert folders(tmp_path) == {found[step].folder.name for step in (6, 7)}
+
+
+def test_a_save_at_each_look_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come while it looks only let more go."""
+    create, looks = Directory.create_file, itertools.count(100)
+
+    def publish_first(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
+        full(tmp_path, next(looks))
+        return create(self, name, **options)
+
+    for step in range(20):
+        full(tmp_path, step)
+    monkeypatch.setattr(Directory, "create_file", publish_first)
+    assert keep_latest(tmp_path, 2) == [*range(18)]
+    monkeypatch.undo()
+    assert asyncckpt.list_steps(tmp_path) == [18, 19, *range(100, 118)]
 
 
 def test_known_heads_hold_no_values_but_numbers_of_metadata(tmp_path: Path) -> None:

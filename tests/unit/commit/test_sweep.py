@@ -16,6 +16,7 @@ from asyncckpt.format.names import Attempt, Mark
 from asyncckpt.storage.directory import Directory
 from tests.chains.model import layer_of
 from tests.chains.written import Written, write
+from tests.unit.commit.test_retention import full, two_chains
 
 
 @pytest.fixture
@@ -132,3 +133,16 @@ def test_garbage_beside_a_manifest_that_cannot_be_read_stays(saved: Written) -> 
     with pytest.raises(CorruptError):
         collect_garbage(saved.root)
     assert stray in folders(saved.root)
+
+
+def test_sweep_leaves_the_folders_of_a_step_whose_manifest_cannot_be_read(tmp_path: Path) -> None:
+    found = two_chains(tmp_path)
+    compacted = full(tmp_path, 3, replaces=found[3].digest)
+    compacted.manifest.write_bytes(b"{}")
+    assert swept(tmp_path) == []
+    assert len(folders(tmp_path)) == 8
+    found[7].manifest.unlink()
+    assert swept(tmp_path) == [found[7].folder.name]
+    with pytest.raises(CorruptError):
+        collect_garbage(tmp_path)
+    assert len(folders(tmp_path)) == 7
