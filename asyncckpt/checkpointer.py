@@ -70,8 +70,9 @@ class Checkpointer:
                    with a state dict, tensors. Tables in modules and of sparse optimizers are found
 
     Used by one thread; on the main thread it takes SIGTERM from the beginning of the `with` block, or from the first
-    step on, of several ranks from here on. Without a `with` block, it is closed by `close`, by another Checkpointer of the same directory, or when the
-    interpreter ends. Ranks are those of torch.distributed, unless options say otherwise.
+    step on; of several ranks from here on. Without a `with` block, it is closed by `close`, by another Checkpointer of
+    the same directory, or when the interpreter ends. Ranks are those of torch.distributed, unless options say
+    otherwise.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class PeriodicSaver:
         self._last_time = clock()
         self._future: SaveFuture | None = None
         self._last: _Ended | None = None
-        self._watch = StepWatch(saver._target.state)
+        self._watch = StepWatch(saver._target.state, saver._target.tables)
         self._statistics = PeriodicStatistics()
         self._longest_save_s = 0.0
 

@@ -18,6 +18,7 @@ import torch
 import asyncckpt
 from asyncckpt import checkpointer as module
 from asyncckpt.trainer_state import StepCounter, TrainerState
+from tests.adapters.fake_tbe import FakeTbe, Spec
 
 
 def model_with_tables() -> torch.nn.Sequential:
@@ -236,6 +237,25 @@ def test_the_end_is_recorded_and_told_to_who_goes_on(tmp_path: Path) -> None:
         with pytest.warns(RuntimeWarning, match="step 2 was saved after ValueError in the middle of the next step"):
             ckpt.restore()
         assert ckpt.restore(1, discard_newer=True) == 2
+
+
+def test_an_end_between_backward_and_step_is_half_way_where_the_backward_trains_tables(tmp_path: Path) -> None:
+    tbe, dense = FakeTbe([Spec(4, 2)]), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([dense], lr=1.0)
+    for step, place in enumerate(("forward", "backward", "step")):
+        with (
+            contextlib.suppress(ValueError),
+            asyncckpt.Checkpointer(tmp_path, every=9, tbe=tbe, dense=dense, o=optimizer) as ckpt,
+        ):
+            ckpt.step(step)
+            loss = tbe(torch.tensor([1, 2]), torch.tensor([0, 2])).sum() * dense
+            if place != "forward":
+                loss.backward()
+            if place == "step":
+                optimizer.step()
+            raise ValueError
+    found = [asyncckpt.describe(tmp_path, step).metadata["asyncckpt.half_way"] for step in range(3)]
+    assert found == [False, True, True]
 
 
 def test_a_cell_that_is_run_again_ends_the_earlier_one(tmp_path: Path) -> None:
