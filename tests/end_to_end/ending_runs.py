@@ -177,6 +177,7 @@ def next_child() -> Ending | None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell that starts jobs in the background ignores it.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()  # The first step imports much: once for all.
     wanted = next_child()
     if wanted is not None:

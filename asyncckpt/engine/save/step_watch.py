@@ -109,8 +109,8 @@ def _optimizers_in(state: Any) -> Iterator[torch.optim.Optimizer]:
 def _parameters_in(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         yield state
-    elif callable(getattr(state, "parameters", None)):  # A module, its dense state.
-        yield from state.parameters()
+    elif isinstance(state, torch.nn.Module) or (isinstance(state, Mapping) and hasattr(state, "parameters")):
+        yield from state.parameters()  # Of the dense state of a module, those of the module.
     elif isinstance(state, Mapping):
         for value in state.values():
             yield from _parameters_in(value)
