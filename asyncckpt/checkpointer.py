@@ -20,6 +20,7 @@ With several ranks all of them do this together: they restore one step, stop beh
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,10 @@ from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
 
 _MAX_HOURS = "max_hours"
+# Parameters of a Saver that are no options, and what to do instead.
+_STATE, _ARGUMENT = "give the parts of the state by name, model=model", "give it to the Checkpointer itself"
+_NO_OPTIONS = {"path": _ARGUMENT, "keep": _ARGUMENT, "deltas": _ARGUMENT, "hashtables": _STATE, "tensors": _STATE}
+_OPTIONS = tuple(name for name in inspect.signature(Saver).parameters if name not in _NO_OPTIONS)
 
 
 class Checkpointer:
@@ -56,17 +61,18 @@ class Checkpointer:
     every          steps between saves; or every_seconds between them, with one rank. One that is due while another is
                    in flight is skipped
     keep           which checkpoints stay: so many of the newest, or a KeepPolicy; None: all
-    max_hours      save and end the process before it has run for so long since this was made, counting the longest
-                   step and the last save; None: no bound
+    max_hours      save and end the process before it has run for so long since this was made, if no step (of several
+                   ranks: no two) and no save takes longer than the longest so far; None: no bound
     deltas         as of a Saver
     on_error       what becomes of errors of background saves: as of a PeriodicSaver
-    options        further arguments of the Saver, by name
+    options        further arguments of the Saver, by name: {"durability": "none"}
     state          what is saved, by name: tables, modules (also in DDP or torch.compile), optimizers, dicts, anything
                    with a state dict, tensors. Tables in modules and of sparse optimizers are found
 
     Used by one thread; on the main thread it takes SIGTERM from the beginning of the `with` block, or from the first
-    step on. Without a `with` block, it is closed by `close`, by another Checkpointer of the same directory, or when the
-    interpreter ends. Ranks are those of torch.distributed, unless options say otherwise.
+    step on; of several ranks from here on. Without a `with` block, it is closed by `close`, by another Checkpointer of
+    the same directory, or when the interpreter ends. Ranks are those of torch.distributed, unless options say
+    otherwise.
     """
 
     def __init__(
@@ -84,27 +90,38 @@ class Checkpointer:
     ) -> None:
         if max_hours is not None:
             check_seconds("max_hours", max_hours, above_zero=True)
-        check_type("options", {} if options is None else options, Mapping)
+        options = {} if options is None else options
+        _check_options(options)
         if not state:
             raise UsageError("there is nothing to save", hint="Checkpointer(path, every=500, model=model)")
         tables, tensors = named_parts(state)
-        more = {"keep": keep, "deltas": deltas, **(options or {})}
+        more = {"keep": keep, "deltas": deltas, **options}
         if "shard_num" not in more:
             ranks = more.get("ranks", RankOptions())
             check_type("ranks", ranks, RankOptions)
             more["shard_index"], more["shard_num"] = own_rank(None, None, ranks.process_group)
         key = os.path.realpath(path)
         _end_earlier(key)
-        self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
-        try:
-            self._periodic = PeriodicSaver(
-                self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error
-            )
-        except BaseException:
-            self._saver.close()
-            raise
-        self._together = StepsTogether(self._saver._target.ranks)
         self._termination = Termination()
+        if more["shard_num"] != 1:  # From here on the other ranks wait for this one: none ends by itself.
+            self._termination.listen()
+        try:
+            self._saver = Saver(path=path, hashtables=tables, tensors=tensors, **more)
+            self._together = StepsTogether(self._saver._target.ranks, self._termination)
+            try:
+                # A rank that is not made fails the first restore of the others.
+                with StepsTogether(self._saver._target.ranks, self._termination).restoring():
+                    self._periodic = PeriodicSaver(
+                        self._saver, every_steps=every, every_seconds=every_seconds, on_error=on_error
+                    )
+            except BaseException:
+                self._saver.close()
+                raise
+        except BaseException:
+            self._termination.end()
+            if self._termination.is_asked:
+                self._termination.leave()
+            raise
         self._until = None if max_hours is None else monotonic() + 3600 * max_hours
         self._step_ended: float | None = None
         self._longest_step_s = 0.0
@@ -135,26 +152,19 @@ class Checkpointer:
         not say so, or a newer step is pinned. Every rank calls it, with the same arguments. Waits for saves in flight.
         Raises as Loader.load does; then the state may be that of no step, so it is not saved at the end.
         """
-        step = check_step(step)
-        check_type("discard_newer", discard_newer, bool)
         self._check_open()
-        self._periodic.drain()
-        self._saver._wait_in_flight(SAVE_DEADLINE_S)
-        chosen = self._together.decided(lambda: self._choose(step, discard_newer=discard_newer))
-        if chosen is None:
-            return 0
-        assert isinstance(chosen, int)
-        # From here on, also when an error ends it, the state is not that of the last step any more.
-        self._last_step = None
-        self._periodic._forget_last()
-        report = self._together.all_done(lambda: self._load(chosen))
-        if discard_newer:
-            self._together.all_done(lambda: go_back(self._saver._target, chosen))
-        self._report, self._last_step = report, chosen
-        self._warn_if_half_way(report)
-        if self._termination.is_asked:  # Nothing is to be saved.
+        with self._together.restoring():
+            step = check_step(step)
+            check_type("discard_newer", discard_newer, bool)
+            self._periodic.drain()
+            self._saver._wait_in_flight(SAVE_DEADLINE_S)
+            chosen = self._together.decided(lambda: self._choose(step, discard_newer=discard_newer))
+            assert chosen is None or isinstance(chosen, int)
+            if chosen is not None:
+                self._load_step(chosen, discard_newer=discard_newer)
+        if self._together.is_asked:  # Nothing is to be saved.
             self._termination.leave()
-        return chosen + 1
+        return 0 if chosen is None else chosen + 1
 
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun.
@@ -252,6 +262,17 @@ class Checkpointer:
             )
         return step
 
+    def _load_step(self, step: int, *, discard_newer: bool) -> None:
+        """Load a step on all ranks, and make it the newest one."""
+        # From here on, also when an error ends it, the state is not that of the last step any more.
+        self._last_step = self._step_ended = None
+        self._periodic._forget_last()
+        report = self._together.all_done(lambda: self._load(step))
+        if discard_newer:
+            self._together.all_done(lambda: go_back(self._saver._target, step))
+        self._report, self._last_step = report, step
+        self._warn_if_half_way(report)
+
     def _load(self, step: int) -> LoadReport:
         target = self._saver._target
         return Loader(
@@ -299,8 +320,9 @@ class Checkpointer:
             return "SIGTERM"
         if self._until is None:
             return ""
-        result = self._periodic.statistics().last_result
-        needed_s = self._longest_step_s + (0.0 if result is None else result.seconds)
+        step_s, save_s = self._longest_step_s, self._periodic._longest_save_s
+        # At the end of the last step, a save may be in flight that begins in the step before it.
+        needed_s = (self._together.steps_to_stop - 1) * step_s + max(step_s, save_s) + save_s
         return _MAX_HOURS if monotonic() + needed_s >= self._until else ""
 
     def _check_open(self) -> None:
@@ -310,6 +332,17 @@ class Checkpointer:
 
 # Those that are not closed, by path. They stay alive: the last step of one that nobody holds is to be saved, too.
 _open: dict[str, Checkpointer] = {}
+
+
+def _check_options(options: Any) -> None:
+    """Check that options are further arguments of a Saver; it checks their values."""
+    check_type("options", options, Mapping)
+    for name in options:
+        if name not in _OPTIONS:
+            hint = _NO_OPTIONS.get(name) if isinstance(name, str) else None
+            raise UsageError(f"{name!r} is no option of a Checkpointer", expected=_OPTIONS, hint=hint)
+    if "shard_index" in options and "shard_num" not in options:
+        raise UsageError("option 'shard_index' is given without 'shard_num'", found=options["shard_index"])
 
 
 def _end_earlier(path: str) -> None:

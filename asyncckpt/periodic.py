@@ -99,8 +99,9 @@ class PeriodicSaver:
         self._last_time = clock()
         self._future: SaveFuture | None = None
         self._last: _Ended | None = None
-        self._watch = StepWatch(saver._target.state)
+        self._watch = StepWatch(saver._target.state, saver._target.tables)
         self._statistics = PeriodicStatistics()
+        self._longest_save_s = 0.0
 
     @uninterrupted
     def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
@@ -185,7 +186,7 @@ class PeriodicSaver:
             if not self._is_last_to_save(error):
                 self._collect()
                 return
-            with self._reporting():
+            with self._handling(), self._reporting():
                 await self._saver.when_free()
                 last = self._last_of_loop(self._interruption(error))
                 self._saved(await self._saver.save_async(last.step, metadata=last.metadata))
@@ -196,10 +197,8 @@ class PeriodicSaver:
         if not self._is_last_to_save(error):
             self._collect()
             return
-        try:
+        with self._handling():
             self._save_last(self._last_of_loop(self._interruption(error)))
-        except CheckpointError as failed:
-            self._handle(failed)
 
     def _forget_last(self) -> None:
         """Note that the state is that of another step now, which is saved: nothing is left to be saved."""
@@ -265,7 +264,19 @@ class PeriodicSaver:
 
     def _saved(self, result: SaveResult) -> None:
         self._count(begun_count=1)
+        self._committed(result)
+
+    def _committed(self, result: SaveResult) -> None:
         self._statistics = replace(self._statistics, last_result=result)
+        self._longest_save_s = max(self._longest_save_s, result.seconds)
+
+    @contextmanager
+    def _handling(self) -> Iterator[None]:
+        """Handle the error of a save of the last step as that of any other."""
+        try:
+            yield
+        except CheckpointError as failed:
+            self._handle(failed)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -324,7 +335,7 @@ class PeriodicSaver:
         if future.result().skipped:  # By another rank.
             self._count(begun_count=-1, skipped_count=1)
         else:
-            self._statistics = replace(self._statistics, last_result=future.result())
+            self._committed(future.result())
         return None
 
     def _handle(self, error: BaseException) -> None:

@@ -38,6 +38,7 @@ class DenseState(Mapping[str, Any]):
     """
 
     def __init__(self, walked: Walked) -> None:
+        self._walked = walked
         self._parts: dict[str, Any] = {MODULE_PART: OwnState(walked)}
         histories = {
             walked.own_name(path): ZchHistory(module) for path, module in walked.others if is_kind(module, MCH_KINDS)
@@ -53,6 +54,13 @@ class DenseState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of the whole module, those of its tables too."""
+        for claim in self._walked.claims:
+            yield from claim.module.parameters()
+        for _, module in self._walked.others:
+            yield from module.parameters(recurse=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the live tensors and values of all parts."""

@@ -77,6 +77,10 @@ class DynamicEmbTable(ExportOnlyTable):
         place = None if device is None else torch.device(device)
         super().__init__(name, schema, shard=shard, replicated=replicated, device=place)
 
+    @property
+    def in_backward_of(self) -> torch.nn.Module | None:
+        return self._module if isinstance(self._module, torch.nn.Module) else None
+
     def owned(self, ids: I64) -> NDArray[np.bool_]:
         """Return which of ids (int64 [n]) this rank holds: by the signed remainder, dynamicemb's own rule."""
         begin, end, size = buckets_of(self.shard)

@@ -69,6 +69,11 @@ def tbe_tables(tbe: Any, places: Sequence[TablePlace]) -> dict[str, Table]:
     return tables
 
 
+def is_fused(tbe: Any) -> bool:
+    """Return whether a TBE has an optimizer of its own, which changes rows in the backward."""
+    return bool(getattr(getattr(tbe, "optimizer", None), "value", NO_OPTIMIZER) != NO_OPTIMIZER)
+
+
 def tbe_counters(tbe: Any) -> dict[str, torch.Tensor]:
     """Return the counters that a TBE's optimizer needs besides the rows; its state dict lacks some of them."""
     found = {name: getattr(tbe, name, None) for name in COUNTERS}
@@ -114,14 +119,14 @@ class _TbeViews:
 def _table(tbe: Any, views: _TbeViews, cache: TbeCache, index: int, place: TablePlace) -> Table:
     kind = partial(CachedTable, cache=cache, index=index) if cache.holds(index) else FixedTable
     live, marks = partial(views.columns, index), partial(marks_of_table, tbe, index)
-    return kind(place.name, live, first_id=place.first_id, ids_end=place.ids_end, marks=marks)
+    fused = tbe if is_fused(tbe) else None
+    return kind(place.name, live, first_id=place.first_id, ids_end=place.ids_end, marks=marks, in_backward_of=fused)
 
 
 def _states_by_table(tbe: Any, *, tables_count: int) -> list[dict[str, torch.Tensor]]:
     """Return the optimizer states of every table by name. For plain SGD, FBGEMM returns no list per table."""
     none: list[dict[str, torch.Tensor]] = [{} for _ in range(tables_count)]
-    is_plain = getattr(getattr(tbe, "optimizer", None), "value", NO_OPTIMIZER) == NO_OPTIMIZER
-    if is_plain or not hasattr(tbe, "split_optimizer_states"):
+    if not is_fused(tbe) or not hasattr(tbe, "split_optimizer_states"):
         return none
     states = list(tbe.split_optimizer_states())
     if not states:

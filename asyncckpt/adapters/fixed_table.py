@@ -136,8 +136,9 @@ class FixedTable(LockedTable):
 
     Rows of a checkpoint outside of the range belong to other parts of the table, up to ids_end: how many rows all parts
     have together (None: this is the only part). A load that empties first (no merge) must have all rows of the range
-    and none from ids_end on. marks returns the marks of the rows, if there are any now. Raises UsageError for wrong
-    arguments, UnsupportedError for tensors that cannot be read by row.
+    and none from ids_end on. marks returns the marks of the rows, if there are any now. in_backward_of: the module that
+    changes the rows in its backward, if one does. Raises UsageError for wrong arguments, UnsupportedError for tensors
+    that cannot be read by row.
     """
 
     _cut: type[FixedCut] = FixedCut
@@ -152,6 +153,7 @@ class FixedTable(LockedTable):
         first_id: int = 0,
         ids_end: int | None = None,
         marks: LiveMarks = lambda: None,
+        in_backward_of: torch.nn.Module | None = None,
     ) -> None:
         columns = _checked_columns(name, live)
         schema = TableSchema(columns=(ID, *(_column(column, tensor) for column, tensor in columns.items())))
@@ -163,6 +165,7 @@ class FixedTable(LockedTable):
         self._ids_end = first_id + self._rows_count if ids_end is None else ids_end
         self._ids: torch.Tensor | None = None
         self._marks = marks
+        self.in_backward_of = in_backward_of
         self._own_marks: FixedMarks | None = None
         self._checked_live()
 

@@ -304,6 +304,16 @@ class Table(Protocol):
 
 
 @runtime_checkable
+class TrainedInBackward(Protocol):
+    """A table whose rows a module changes in its backward, before any optimizer has begun its step."""
+
+    @property
+    def in_backward_of(self) -> torch.nn.Module | None:
+        """Return the module; None if optimizers change the rows."""
+        ...
+
+
+@runtime_checkable
 class HasCompanions(Protocol):
     """A table with part of its state in other tables, which are saved and loaded with it in the same cut."""
 

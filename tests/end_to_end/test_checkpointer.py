@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt import checkpointer as module
 from asyncckpt.trainer_state import StepCounter, TrainerState
+from tests.adapters.fake_tbe import FakeTbe, Spec
 
 
 def model_with_tables() -> torch.nn.Sequential:
@@ -235,6 +235,25 @@ def test_the_end_is_recorded_and_told_to_who_goes_on(tmp_path: Path) -> None:
         assert ckpt.restore(1, discard_newer=True) == 2
 
 
+def test_an_end_between_backward_and_step_is_half_way_where_the_backward_trains_tables(tmp_path: Path) -> None:
+    tbe, dense = FakeTbe([Spec(4, 2)]), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([dense], lr=1.0)
+    for step, place in enumerate(("forward", "backward", "step")):
+        with (
+            contextlib.suppress(ValueError),
+            asyncckpt.Checkpointer(tmp_path, every=9, tbe=tbe, dense=dense, o=optimizer) as ckpt,
+        ):
+            ckpt.step(step)
+            loss = tbe(torch.tensor([1, 2]), torch.tensor([0, 2])).sum() * dense
+            if place != "forward":
+                loss.backward()
+            if place == "step":
+                optimizer.step()
+            raise ValueError
+    found = [asyncckpt.describe(tmp_path, step).metadata["asyncckpt.half_way"] for step in range(3)]
+    assert found == [False, True, True]
+
+
 def test_a_cell_that_is_run_again_ends_the_earlier_one(tmp_path: Path) -> None:
     x = torch.zeros(2)
     for expected in (0, 3, 6):
@@ -300,21 +319,6 @@ def test_a_forked_child_ends_by_sigterm_as_it_always_did(tmp_path: Path) -> None
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
 
 
-def test_max_hours_leaves_time_for_a_step_and_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    with asyncckpt.Checkpointer(tmp_path, every=1000, max_hours=1, x=torch.zeros(2)) as ckpt:
-        for step in range(6):
-            now[0] += 500.0
-            ckpt.step(step)
-        assert asyncckpt.list_steps(tmp_path) == []
-        now[0] += 500.0
-        with pytest.raises(SystemExit) as ended:  # At 3,500 s; the next step would end at 4,000 s.
-            ckpt.step(6)
-    assert ended.value.code == 143
-    assert asyncckpt.list_steps(tmp_path) == [6]
-
-
 def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
     x = torch.zeros(2)
     with asyncckpt.Checkpointer(tmp_path, every=2, x=x) as ckpt:
@@ -329,16 +333,6 @@ def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == [1, 2]
     assert asyncckpt.describe(tmp_path, 1).metadata == {"why": "asked"}
     assert ckpt.statistics().begun_count == 2
-
-
-def test_options_are_those_of_a_saver(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="keyword"):
-        asyncckpt.Checkpointer(tmp_path, every=2, options={"keyword": 1}, x=torch.zeros(2))
-    with asyncckpt.Checkpointer(tmp_path, every=2, options={"durability": "none"}, x=torch.zeros(2)) as ckpt:
-        ckpt.step(1)
-    assert ckpt.path == str(tmp_path)
-    with pytest.raises(asyncckpt.UsageError, match="exactly one of every_steps and every_seconds"):
-        asyncckpt.Checkpointer(tmp_path, x=torch.zeros(2))
 
 
 def test_runs_that_crash_again_and_again_evict_no_whole_step(tmp_path: Path) -> None:

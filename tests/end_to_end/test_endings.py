@@ -70,7 +70,8 @@ def check(ending: Ending, status: int) -> None:
     # A signal from outside may come between the end of a step and the call that notes it.
     assert step in ({done[-1], done[-1] - 1} if ending.late_s is not None else {done[-1]}), (steps, done, said)
     is_half_way = asyncckpt.describe(ending.ckpt, step).metadata.get(HALF_WAY, False)
-    if ending.late_s is None and ending.how in ("raise", "exit", "SIGINT"):
+    was_due = step > 0 and step % ending.every == 0  # Then it is whole, unless an earlier save was in its way.
+    if ending.late_s is None and ending.how in ("raise", "exit", "SIGINT") and (is_half_way or not was_due):
         assert is_half_way == (ending.place in ("between", "behind")), said
     state = asyncckpt.load(ending.ckpt, tables=True)
     a, b, ids = float(state["a"][0]), float(state["b"][0]), state["t"]["id"].tolist()

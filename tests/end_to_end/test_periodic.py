@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,48 @@ def test_an_earlier_error_does_not_keep_the_last_step_from_being_saved(tmp_path:
         with warned, asyncckpt.PeriodicSaver(saver, every_steps=100, on_error="warn") as periodic:
             periodic.step(2)
     assert asyncckpt.list_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["with", "async with"])
+@pytest.mark.parametrize("failing_steps", [[1], [2], [1, 2]], ids=["earlier", "last", "both"])
+@pytest.mark.parametrize("on_error", ["raise", "warn", "call"])
+def test_both_kinds_of_block_end_alike(tmp_path: Path, on_error: str, failing_steps: list[int], is_async: bool) -> None:
+    """An error of an earlier save and one of the last step's come out once, and how on_error says."""
+    seen: list[BaseException] = []
+    fails = [False]
+
+    def filter_func(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+        return failing(blocks) if fails[0] else blocks
+
+    def loop(periodic: asyncckpt.PeriodicSaver) -> None:
+        for step in (1, 2):
+            fails[0] = step in failing_steps
+            if step == 1:
+                periodic.step(1)
+                saver._errors.wait(60)
+            else:
+                periodic._note_end(2, None)
+
+    async def run() -> None:
+        async with periodic:
+            loop(periodic)
+
+    with make(tmp_path, filter_func=filter_func) as saver, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        handler: Any = seen.append if on_error == "call" else on_error
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=1, on_error=handler)
+        with contextlib.ExitStack() as raised:
+            if on_error == "raise":
+                raised.enter_context(pytest.raises(asyncckpt.errors.FilterError, match="disk on fire"))
+            if is_async:
+                asyncio.run(run())
+            else:
+                with periodic:
+                    loop(periodic)
+    assert len(seen) == (1 if on_error == "call" else 0)
+    assert sum("disk on fire" in str(one.message) for one in warned) == (1 if on_error == "warn" else 0)
+    assert periodic.statistics().failed_count == len(failing_steps)
+    assert asyncckpt.list_steps(tmp_path) == [step for step in (1, 2) if step not in failing_steps]
 
 
 def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt import checkpointer
-from asyncckpt.errors import IncompatibleError, PeerError, UsageError
-from tests.ranks.job_ranks import group_of
+from asyncckpt.engine.ranks import steps_together
+from asyncckpt.errors import IncompatibleError, IOFailedError, PeerError, UsageError
+from tests.ranks.job_ranks import WAIT_S_MAX, group_of
 
 DEADLINE = asyncckpt.RankOptions(peer_deadline=20.0)
 
@@ -33,7 +36,8 @@ class Training:
         self.done = (folder / f"done-{rank}").open("a", buffering=1)
 
     def open(self, path: Path, **options: Any) -> asyncckpt.Checkpointer:
-        return asyncckpt.Checkpointer(path, options={"ranks": DEADLINE}, x=self.x, **{"every": 1000, **options})
+        options = {"every": 1000, "options": {"ranks": DEADLINE}, **options}
+        return asyncckpt.Checkpointer(path, x=self.x, **options)
 
     def train(self, step: int) -> None:
         one = torch.ones(3) / 2
@@ -65,15 +69,14 @@ def all_asked_to_stop(rank: int, folder: Path) -> None:
 
 
 def out_of_time(rank: int, folder: Path) -> None:
-    """The clock of rank 0 alone is past max_hours in step 3."""
+    """Steps of 500 s by the clock of rank 0, which says so one step ahead: the last one of an hour is step 6."""
     now = [0.0]
     checkpointer.monotonic = lambda: now[0]  # type: ignore[attr-defined]
     training = Training(rank, folder)
     with training.open(folder / "ckpt", max_hours=1) as ckpt:
         for step in range(ckpt.restore(), 100):
             training.train(step)
-            if (rank, step) == (0, 3):
-                now[0] = 3600.0
+            now[0] += 0.0 if rank else 500.0
             ckpt.step(step)
 
 
@@ -120,3 +123,119 @@ def a_rank_cannot_restore(rank: int, folder: Path) -> None:
         assert asyncckpt.list_steps(folder / "ckpt") == [0, 1]
         assert training.x.tolist() == [2.0] * 3
         ckpt.step(2)
+
+
+class AtLoad:
+    """A part of the state that calls something while it is loaded, in the middle of a restore."""
+
+    call: Callable[[], object] = staticmethod(lambda: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, _: object) -> None:
+        self.call()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def await_true(is_so: Callable[[], object]) -> None:
+    until = time.monotonic() + WAIT_S_MAX
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+class Restoring(Training):
+    """Training that has a checkpoint of step 0, and the process ids of both ranks."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        super().__init__(rank, folder)
+        self.folder, self.part = folder, AtLoad()
+        pids: list[int] = [0, 0]
+        dist.all_gather_object(pids, os.getpid())
+        self.other_pid = pids[1 - rank]
+        with self.open(folder / "ckpt", part=self.part) as ckpt:
+            self.train(0)
+            ckpt.save_now(0)
+
+    def signal_the_other(self, number: int, ckpt: asyncckpt.Checkpointer, word: str) -> None:
+        """Send a signal when the other rank has done its part, and wait until it has said that it came."""
+        await_true((self.folder / "loaded").exists)
+        os.kill(self.other_pid, number)
+        await_true(lambda: ckpt._together._said(word))
+
+
+def asked_to_stop_in_restore(event: str, in_block: bool, rank: int, folder: Path) -> None:
+    """One rank alone is terminated; none goes on to a step, in which the others would wait for it."""
+    training = Restoring(rank, folder)
+    if event == "rank 1 is made" and rank == 1:
+        make = checkpointer.Saver
+
+        def make_terminated(**arguments: Any) -> asyncckpt.Saver:
+            terminate()
+            return make(**arguments)
+
+        checkpointer.Saver = make_terminated  # type: ignore[assignment, misc]
+    ckpt = training.open(folder / "ckpt", part=training.part)
+    if event == f"rank {rank} loads":
+        training.part.call = terminate
+    elif event == "rank 1 waits":
+        training.part.call = (folder / "loaded").touch
+        if rank == 0:
+            training.part.call = lambda: training.signal_the_other(signal.SIGTERM, ckpt, "asked")
+    with ckpt if in_block else nullcontext():
+        for step in range(ckpt.restore(), 20):
+            training.train(step)
+            ckpt.step(step)
+
+
+def a_rank_dies_in_restore(rank: int, folder: Path) -> None:
+    """Its launcher then sends SIGTERM to the other one, which has a word from it to wait for, and waits no hour."""
+    steps_together.ASKED_S_MAX = 0.3
+    training = Restoring(rank, folder)
+    if rank == 1:
+        training.part.call = lambda: (os.kill(training.other_pid, signal.SIGTERM), os._exit(143))
+    with training.open(folder / "ckpt", part=training.part) as ckpt:
+        ckpt.restore()
+    raise AssertionError
+
+
+def a_rank_is_not_made(rank: int, folder: Path) -> None:
+    """For a wrong argument on it alone; its Saver had been made, so the other one restores."""
+    training = Restoring(rank, folder)
+    with (
+        pytest.raises(PeerError if rank == 0 else UsageError, match="every_steps is wrong"),
+        training.open(folder / "ckpt", part=training.part, every=1000 if rank == 0 else 0) as ckpt,
+    ):
+        ckpt.restore()
+
+
+def an_error_in_restore(rank: int, folder: Path) -> None:
+    """On one rank, wherever it comes: the other one has an error too, and both can restore afterwards."""
+    training = Restoring(rank, folder)
+
+    def fails(what: str) -> Callable[[], None]:
+        def call() -> None:
+            raise IOFailedError(what)
+
+        return call
+
+    with training.open(folder / "ckpt", part=training.part) as ckpt:
+        drain = ckpt._periodic.drain
+        for failing in (0, 1):
+            ckpt._periodic.drain = fails("lost") if rank == failing else drain  # type: ignore[method-assign]
+            with pytest.raises(IOFailedError if rank == failing else PeerError, match="lost"):
+                ckpt.restore()
+        ckpt._periodic.drain = drain  # type: ignore[method-assign]
+        training.part.call = (folder / "loaded").touch
+        if rank == 0:
+            training.part.call = lambda: training.signal_the_other(signal.SIGINT, ckpt, "failed")
+        expected = pytest.raises(PeerError, match="rank 1 cannot restore: KeyboardInterrupt")
+        with expected if rank == 0 else pytest.raises(KeyboardInterrupt):
+            ckpt.restore()
+        training.part.call = lambda: None
+        assert ckpt.restore() == 1
+        assert training.x.tolist() == [1.0] * 3

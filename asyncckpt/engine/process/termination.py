@@ -45,6 +45,11 @@ class Termination:
             self._previous, self._pid = previous, os.getpid()
             signal.signal(signal.SIGTERM, self._handler)
 
+    @property
+    def ends_process(self) -> bool:
+        """Whether `leave` would end the process, and no handler from before could let it go on."""
+        return self.is_asked and not callable(self._previous)
+
     def leave(self, *, at_exit: bool = False) -> None:
         """End the process now that the step is saved: by the handler from before, or SystemExit where there was none.
 

@@ -1,7 +1,13 @@
-"""Whether the state has been changed since a step of training has ended: an optimizer has begun its next step.
+"""Whether the state has been changed since a step of training has ended: it is in the middle of the next one.
 
-Then what is saved in the middle of a step may be half of that step. What else changes in the middle of one (statistics
-of a BatchNorm in forward, random numbers, a position in the data) is not seen.
+Then what is saved may be half of that step. Seen are
+
+    an optimizer of the state begins its step
+    another one does, of parameters or tables of the state: one of a part, or those that step in a backward
+    a module that changes rows in its backward (FBGEMM's with a fused optimizer) gets a gradient
+
+What else changes in the middle of a step (statistics of a BatchNorm in forward, random numbers, a position in the data)
+is not seen; nor what a compiled forward or a replayed graph does, for these run no hooks.
 
 An optimizer may be a wrapper, whose step is that of another one, which has the same parameters. So the steps of all
 optimizers of the process are looked at. One that is neither seen to step, nor of a class whose step torch reports, says
@@ -17,12 +23,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from asyncckpt.model.table import Table, TrainedInBackward
+
 
 class StepWatch:
-    """The optimizers of one state, in its mappings, lists and tuples. The hook goes when this does."""
+    """The optimizers of one state, in its mappings, lists and tuples, and what else trains it. The hooks go with it."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, tables: Mapping[str, Table] = {}) -> None:
         self._is_changed = False
+        self._state, self._tables = state, tables
+        self._trained: dict[int, Any] | None = None
         self._optimizers = list(_optimizers_in(state))
         self._tell = [bool(getattr(type(optimizer).step, "hooked", False)) for optimizer in self._optimizers]
         if not self._optimizers:
@@ -34,7 +44,24 @@ class StepWatch:
             if watch is not None:
                 watch._note(stepping)
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove).atexit = False
+        def before_backward(_: torch.Tensor) -> None:
+            watch = own()
+            if watch is not None:
+                watch._is_changed = True
+
+        def after_forward(_: torch.nn.Module, __: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                for tensor in _tensors_in(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+
+        modules = (table.in_backward_of for table in tables.values() if isinstance(table, TrainedInBackward))
+        handles = [
+            register_optimizer_step_pre_hook(before_step),
+            *(module.register_forward_hook(after_forward) for module in dict.fromkeys(modules) if module is not None),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove).atexit = False
 
     def step_ended(self) -> None:
         """Note that the state is that of the end of a step."""
@@ -46,9 +73,20 @@ class StepWatch:
         return True if self._is_changed else False if self._tell and all(self._tell) else None
 
     def _note(self, stepping: torch.optim.Optimizer) -> None:
+        is_known = False
         for number, optimizer in enumerate(self._optimizers):
             if optimizer is stepping or _share_parameters(optimizer, stepping):
-                self._is_changed = self._tell[number] = True
+                self._is_changed = self._tell[number] = is_known = True
+        if not is_known and not self._is_changed:
+            self._is_changed = self._trains(stepping)
+
+    def _trains(self, stepping: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer that is not in the state has parameters or tables that are."""
+        if self._trained is None:
+            found = (*self._tables.values(), *_parameters_in(self._state))
+            self._trained = {id(item): item for item in found}  # Kept alive, so that their ids stay theirs.
+        firsts = (group["params"][0] for group in stepping.param_groups if group["params"])
+        return any(id(getattr(first, "table", first)) in self._trained for first in firsts)
 
 
 def _share_parameters(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
@@ -66,3 +104,24 @@ def _optimizers_in(state: Any) -> Iterator[torch.optim.Optimizer]:
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from _optimizers_in(value)
+
+
+def _parameters_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, torch.nn.Module) or (isinstance(state, Mapping) and hasattr(state, "parameters")):
+        yield from state.parameters()  # Of the dense state of a module, those of the module.
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _parameters_in(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _parameters_in(value)
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for part in output:
+            yield from _tensors_in(part)
