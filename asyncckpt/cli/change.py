@@ -105,8 +105,8 @@ def prune(wanted: Namespace) -> ExitCode:
         print_columns(
             ["kept", "for"], [[str(step), ", ".join(why)] for step, why in report.kept.items()], right=["kept"]
         )
-    for step, wrong in report.damaged.items():
-        screen.complain("prune", f"step {step} is damaged, and counts for no rule: {wrong}")
+    for step, wrong in () if wanted.json else report.damaged.items():
+        print(f"step {step} is damaged, and counts for no rule: {wrong}")
     return ExitCode.DAMAGED if report.damaged else ExitCode.OK
 
 

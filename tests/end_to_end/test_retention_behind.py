@@ -15,6 +15,7 @@ import asyncckpt
 from asyncckpt.commit import judge, removal, retention
 from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.transaction import Transaction
+from asyncckpt.engine.process.background import retainer
 from asyncckpt.engine.save import run_save, start_save
 from asyncckpt.format.names import Mark
 from asyncckpt.storage.directory import Directory
@@ -215,7 +216,7 @@ def test_saves_that_come_faster_than_retention_looks_leave_few(tmp_path: Path, m
     saved, is_over, counts = 0, False, []
 
     def after_one_more(self: Directory, name: str, **options: bool) -> tuple[int, bool]:
-        if Mark.of(name) is not None:
+        if Mark.of(name) is not None and retainer.is_current_thread():
             with changed:
                 before = saved
                 assert changed.wait_for(lambda: saved > before or is_over, WAIT_S_MAX)
