@@ -54,10 +54,10 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Errors travel between processes, with their text and plain facts: other ranks wait for them there."""
         facts = {name: fact for name, fact in self.__dict__.items() if isinstance(fact, (str, int, float, type(None)))}
-        return _received, (type(self), str(self), facts)
+        return received, (type(self), str(self), facts)
 
 
-def _received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
+def received(kind: type[CheckpointError], message: str, facts: dict[str, Any]) -> CheckpointError:
     """Make an error of another process."""
     error = kind.__new__(kind, message)
     Exception.__init__(error, message)

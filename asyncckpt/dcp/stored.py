@@ -27,7 +27,7 @@ from asyncckpt.dcp.rank_part import DcpPath
 from asyncckpt.format.dtypes import dtype_by_name, is_in_torch
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, key_value, unique_names
+from asyncckpt.format.tree import MAPPINGS, VALUE, Node, key_value, unique_names
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.table import Role
 
@@ -147,7 +147,7 @@ def _flattened(node: Node, values: Iterator[Json], path: DcpPath) -> Iterator[tu
     """
     if len(node) == 1:
         yield path, next(values) if node is VALUE else _TENSOR
-    elif node[0] == "dict":
+    elif node[0] in MAPPINGS:
         for key, child in zip(node[1], node[2], strict=True):
             yield from _flattened(child, values, (*path, str(key_value(key))))
     elif node[0] == "state":
@@ -165,13 +165,13 @@ def _holds_tensors(node: Node) -> bool:
 
 def _holds_dicts(node: Node) -> bool:
     """Return whether a list contains dicts, also in lists in it."""
-    return node[0] in ("dict", "state") or (node[0] == "list" and any(map(_holds_dicts, node[1])))
+    return node[0] in (*MAPPINGS, "state") or (node[0] == "list" and any(map(_holds_dicts, node[1])))
 
 
 def _children(node: Node) -> tuple[Node, ...]:
     if node[0] == "state":
         return (node[1],)
-    children: tuple[Node, ...] = node[2] if node[0] == "dict" else node[1]
+    children: tuple[Node, ...] = node[2] if node[0] in MAPPINGS else node[1]
     return children
 
 
@@ -182,9 +182,9 @@ def _collapsed(node: Node, values: Iterator[Json]) -> Json:
     if node[0] == "state":
         return _collapsed(node[1], values)
     children = [_collapsed(child, values) for child in _children(node)]
-    if node[0] == "dict":
+    if node[0] in MAPPINGS:
         keys = [encode_value(key_value(key), owner="key") for key in node[1]]
-        return {"dict": [list(pair) for pair in zip(keys, children, strict=True)]}
+        return {node[0]: [list(pair) for pair in zip(keys, children, strict=True)]}
     return children if node[0] == "list" else {"tuple": children}
 
 

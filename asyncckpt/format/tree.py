@@ -4,6 +4,7 @@ A node is a nested tuple, cheap to compare, so that a plan is reused while the t
 
     TENSOR, ARRAY, SCALAR, VALUE             leaves (torch tensor, NumPy array, NumPy scalar, plain value)
     ("dict", keys, children)                 keys: str, or (type name, value) for int, bool, float, None
+    ("ordered", keys, children)              the same, of an OrderedDict
     ("list", children), ("tuple", children)
     ("state", child)                         an object with state_dict(); child is that dict
 
@@ -12,6 +13,7 @@ Leaves are numbered in depth-first order, values in one sequence, all others in 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ ARRAY = ("array",)
 SCALAR = ("numpy scalar",)
 VALUE = ("value",)
 Node = tuple[Any, ...]
+MAPPINGS = ("dict", "ordered")
 Key = Any  # str, or (type name, value)
 Path = tuple[Key, ...]
 
@@ -46,7 +49,7 @@ def leaves(node: Node, prefix: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Return all leaves with their paths, in depth-first order."""
     if len(node) == 1:
         yield prefix, node
-    elif node[0] == "dict":
+    elif node[0] in MAPPINGS:
         for key, child in zip(node[1], node[2], strict=True):
             yield from leaves(child, (*prefix, key))
     elif node[0] == "state":
@@ -62,7 +65,7 @@ def empty_paths(node: Node, prefix: Path = ()) -> Iterator[Path]:
         return
     if not node[1]:
         yield prefix
-    is_dict = node[0] == "dict"
+    is_dict = node[0] in MAPPINGS
     keys = node[1] if is_dict else [("int", index) for index in range(len(node[1]))]
     for key, child in zip(keys, node[2] if is_dict else node[1], strict=True):
         yield from empty_paths(child, (*prefix, key))
@@ -78,7 +81,7 @@ def descend(node: Node, path: Path) -> Node | None:
     for key in path:
         while node[0] == "state":
             node = node[1]
-        if node[0] == "dict" and key in node[1]:
+        if node[0] in MAPPINGS and key in node[1]:
             node = node[2][node[1].index(key)]
         elif node[0] in ("list", "tuple") and type(key) is tuple and key[0] == "int" and 0 <= key[1] < len(node[1]):
             node = node[1][key[1]]
@@ -95,11 +98,12 @@ def encode_tree(node: Node, *, _path: Path = ()) -> Json:
         raise UsageError(
             f"state {path_name(_path[:8])!r}... is nested too deeply", expected=f"{limits.TREE_DEPTH_MAX} levels"
         )
-    if node[0] == "dict":
+    if node[0] in MAPPINGS:
         if len(set(node[1])) != len(node[1]):
             raise UsageError(f"state {path_name(_path)!r} has a key twice", found=str(node[1])[:200])
         pairs = zip(node[1], node[2], strict=True)
-        return {"d": [[_encode_key(key, _path), encode_tree(child, _path=(*_path, key))] for key, child in pairs]}
+        children = [[_encode_key(key, _path), encode_tree(child, _path=(*_path, key))] for key, child in pairs]
+        return {"d" if node[0] == "dict" else "o": children}
     if node[0] == "state":
         return {"s": encode_tree(node[1], _path=(*_path, "state_dict()"))}
     children = [encode_tree(child, _path=(*_path, ("int", index))) for index, child in enumerate(node[1])]
@@ -121,11 +125,12 @@ def decode_tree(value: Json, *, owner: str, _depth: int = 0) -> Node:
         if type(body) is list and kind in ("l", "u"):
             children = tuple(decode_tree(item, owner=owner, _depth=_depth + 1) for item in body)
             return ("list" if kind == "l" else "tuple", children)
-        if type(body) is list and kind == "d" and all(type(pair) is list and len(pair) == 2 for pair in body):
+        if type(body) is list and kind in ("d", "o") and all(type(pair) is list and len(pair) == 2 for pair in body):
             keys = tuple(_decode_key(key, owner) for key, _ in body)
             if len(set(keys)) != len(keys):
                 raise CorruptError(f"{owner} holds a tree with the same key twice", found=str(keys)[:200])
-            return ("dict", keys, tuple(decode_tree(child, owner=owner, _depth=_depth + 1) for _, child in body))
+            children = tuple(decode_tree(child, owner=owner, _depth=_depth + 1) for _, child in body)
+            return ("dict" if kind == "d" else "ordered", keys, children)
     raise CorruptError(f"{owner} holds a tree node of no known form", found=shown(value))
 
 
@@ -133,8 +138,9 @@ def rebuild(node: Node, tensors: Iterator[Any], values: Iterator[Any]) -> Any:
     """Return the nested containers of a node, filled with leaves taken in order."""
     if len(node) == 1:
         return next(values if node is VALUE else tensors)
-    if node[0] == "dict":
-        return {key_value(key): rebuild(child, tensors, values) for key, child in zip(node[1], node[2], strict=True)}
+    if node[0] in MAPPINGS:
+        pairs = ((key_value(key), rebuild(child, tensors, values)) for key, child in zip(node[1], node[2], strict=True))
+        return dict(pairs) if node[0] == "dict" else OrderedDict(pairs)
     if node[0] == "state":
         return rebuild(node[1], tensors, values)
     children = [rebuild(child, tensors, values) for child in node[1]]

@@ -9,19 +9,27 @@ JSON has no NaN, no -0.0 that every parser keeps, no bytes, no tuples and no int
     bytes                                       {"bytes": base64}
     tuple                                       {"tuple": [...]}
     dict                                        {"dict": [[key, value], ...]}
+    OrderedDict                                 {"ordered": [[key, value], ...]}
+    sets, slices, ranges, types of torch        see typed_values.py
 """
 
 from __future__ import annotations
 
 import base64
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, shown
+from asyncckpt.format.typed_values import decode_typed, encode_typed, is_typed
 
 _PLAIN_INT_MAX = 2**53
+PLAIN = (
+    "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, set, frozenset, slice, range, "
+    "torch.dtype, torch.Size or torch.device"
+)
 
 
 def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
@@ -42,6 +50,9 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if type(value) is list:
         return [encode_value(item, owner=f"{owner}[{i}]", _depth=_depth + 1) for i, item in enumerate(value)]
+    typed = encode_typed(value, lambda part, which: encode_value(part, owner=f"{which} of {owner}", _depth=_depth + 1))
+    if typed is not None:
+        return typed
     if isinstance(value, tuple):
         return {"tuple": [encode_value(v, owner=f"{owner}[{i}]", _depth=_depth + 1) for i, v in enumerate(value)]}
     if isinstance(value, Mapping):
@@ -53,11 +64,11 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
             for key, item in value.items()
         ]
         _check_keys(pairs, owner)
-        return {"dict": pairs}
+        return {"ordered" if isinstance(value, OrderedDict) else "dict": pairs}
     raise UsageError(
         f"value {owner} is not plain",
         found=type(value).__name__,
-        expected="None, bool, int, float, complex, str, bytes, list, tuple or dict",
+        expected=PLAIN,
         hint="nothing is ever pickled: convert it, or save it as a tensor",
     )
 
@@ -93,11 +104,13 @@ def _decode_tagged(kind: str, body: Json, owner: str, depth: int) -> Any:
         return base64.b64decode(body.encode("ascii"), validate=True)
     if kind == "tuple" and type(body) is list:
         return tuple(decode_value(item, owner=owner, _depth=depth) for item in body)
-    if kind == "dict" and type(body) is list:
-        result = {
-            decode_value(key, owner=owner, _depth=depth): decode_value(item, owner=owner, _depth=depth)
+    if is_typed(kind):
+        return decode_typed(kind, body, lambda part: decode_value(part, owner=owner, _depth=depth))
+    if kind in ("dict", "ordered") and type(body) is list:
+        result = (OrderedDict if kind == "ordered" else dict)(
+            (decode_value(key, owner=owner, _depth=depth), decode_value(item, owner=owner, _depth=depth))
             for key, item in body
-        }
+        )
         if len(result) != len(body):
             raise CorruptError(f"{owner} holds a value with the same key twice", found=shown(body))
         return result

@@ -19,7 +19,7 @@ from typing import Any
 from asyncckpt.errors import CorruptError
 from asyncckpt.format.manifest import Chain, Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, Path, descend, leaves, path_name, tensor_paths, unique_names
+from asyncckpt.format.tree import MAPPINGS, VALUE, Node, Path, descend, leaves, path_name, tensor_paths, unique_names
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.sharing import SharedView
 from asyncckpt.model.table import Role
@@ -197,11 +197,11 @@ def joined_tree(trees: Sequence[Node]) -> Node:
 
 
 def _joined(first: Node, second: Node) -> Node:
-    if first == second or first[0] != second[0]:
+    if first == second or (first[0] != second[0] and not {first[0], second[0]}.issubset(MAPPINGS)):
         return first
     if first[0] == "state":
         return ("state", _joined(first[1], second[1]))
-    if first[0] != "dict":
+    if first[0] not in MAPPINGS:
         return first
     theirs = dict(zip(second[1], second[2], strict=True))
     children = [
@@ -209,7 +209,7 @@ def _joined(first: Node, second: Node) -> Node:
     ]
     known = frozenset(first[1])
     new = [key for key in second[1] if key not in known]
-    return ("dict", (*first[1], *new), (*children, *(theirs[key] for key in new)))
+    return (first[0], (*first[1], *new), (*children, *(theirs[key] for key in new)))
 
 
 def paths_by_part(parts: Iterable[RankPart]) -> Iterator[list[Path]]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.tree import VALUE, Node, Path, key_value
+from asyncckpt.format.tree import MAPPINGS, VALUE, Node, Path, key_value
 from asyncckpt.format.values import decode_value
 from asyncckpt.model.table import Role
 from asyncckpt.plan.contents import StoredDense, joined_tree, joined_values, stored_dense
+
+_KINDS = {"state": "object", "ordered": "ordered dict"}
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Entry:
     """Something in a checkpoint; what is in it follows, with longer paths.
 
     path   the keys that lead to it, as they were
-    kind   "dict", "list", "tuple", "object" (something with a state_dict()), "tensor", "array", "numpy scalar",
+    kind   "dict", "ordered dict", "list", "tuple", "object" (with a state_dict()), "tensor", "array", "numpy scalar",
            "value", "table", or "column" of a table
     count  entries of a container; rows of a table, of a delta those that it holds itself
     dtype  of tensors, arrays, scalars and columns; None where a filter has left the bytes out
@@ -56,15 +58,15 @@ def _entries(
         dtype, shape = (None, None) if found is None else (found.dtype, found.shape)
         yield Entry(keys, node[0], dtype=dtype, shape=shape)
     else:
-        kind = "object" if node[0] == "state" else node[0]
+        kind = _KINDS.get(str(node[0]), str(node[0]))
         while node[0] == "state":
             node = node[1]
         if len(node) == 1:  # A state_dict() that is no container.
             yield from _entries(node, path, stored, values)
             return
-        children = node[2] if node[0] == "dict" else node[1]
+        children = node[2] if node[0] in MAPPINGS else node[1]
         yield Entry(keys, kind, count=len(children))
-        below = node[1] if node[0] == "dict" else [("int", index) for index in range(len(children))]
+        below = node[1] if node[0] in MAPPINGS else [("int", index) for index in range(len(children))]
         for key, child in zip(below, children, strict=True):
             yield from _entries(child, (*path, key), stored, values)
 

@@ -6,6 +6,7 @@ changed.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,7 @@ def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Flatten a named state. UsageError naming the key path for what cannot be saved."""
     flat = FlatState()
-    flat.tree = _node(state, flat, (), [])
+    flat.tree = ("dict", *_node(state, flat, (), [])[1:])
     for key in flat.tree[1]:
         if not isinstance(key, str):
             raise UsageError("a top-level name is not a string", found=key[1])
@@ -92,7 +93,7 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
         flat.originals[len(flat.tensors)] = value
         flat.tensors.append(_from_numpy(value, path))
         return SCALAR if isinstance(value, np.generic) else ARRAY
-    if isinstance(value, (Mapping, list, tuple)) or _has_state(value):
+    if (isinstance(value, (Mapping, list, tuple)) and type(value) is not torch.Size) or _has_state(value):
         return _container(value, flat, path, parents)
     _value(value, flat, path)
     return VALUE
@@ -135,12 +136,14 @@ def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list
         return ("list" if isinstance(value, list) else "tuple", children)
     value = _unwrapped(value)
     flat.stateful.append((tuple(_key(key, path) for key in path), value))
-    return ("state", _node(value.state_dict(), flat, path, parents))
+    node = _node(value.state_dict(), flat, path, parents)
+    return ("state", ("dict", *node[1:]) if node[0] == "ordered" else node)
 
 
 def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
+    kind = "ordered" if isinstance(value, OrderedDict) else "dict"
     if not value:
-        return ("dict", (), ())
+        return (kind, (), ())
     try:
         # Not items(): thousands of pairs alive at once would start a full garbage collection.
         names, values = list(value.keys()), list(value.values())
@@ -154,7 +157,7 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
         keys = tuple([name if type(name) is str else _key(name, path) for name in names])
     if _PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
         flat.tensors += values
-        return ("dict", keys, (TENSOR,) * len(values))
+        return (kind, keys, (TENSOR,) * len(values))
     children = []
     for key, child in zip(names, values, strict=True):
         if type(child) in _PLAIN_TENSORS:
@@ -162,7 +165,7 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
             children.append(TENSOR)
         else:
             children.append(_node(child, flat, (*path, key), parents))
-    return ("dict", keys, tuple(children))
+    return (kind, keys, tuple(children))
 
 
 def _key(key: Any, path: tuple[Any, ...]) -> Key:

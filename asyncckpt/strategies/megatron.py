@@ -6,25 +6,30 @@ What Megatron offers is found out by looking, not by its version:
     from 0.17    a save takes only strategies of Megatron's own, or its FullyParallelSaveStrategyWrapper around any;
                  a load takes any. `megatron_strategies` makes them
 
-Ours speak Megatron's classes there: requests that its queues take, and metadata that its functions understand.
+Ours speak Megatron's classes there: requests that its queues take, metadata that its functions understand, and errors
+that its callers catch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncckpt.errors import NotFoundError, UnsupportedError
 from asyncckpt.options import PEER_DEADLINE_S, SAVE_DEADLINE_S, Durability
 from asyncckpt.strategies.backend import BACKEND, VERSION
 from asyncckpt.strategies.base import StrategyAction
 from asyncckpt.strategies.common_state import CommonLoad, CommonSave
+from asyncckpt.strategies.megatron_errors import megatrons_errors, raising_megatrons
 from asyncckpt.strategies.sharded_state import ShardedLoad, ShardedSave
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
 _RESILIENCY = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+
+S = TypeVar("S", CommonSave, CommonLoad, ShardedSave, ShardedLoad)
 
 
 @dataclass(frozen=True)
@@ -51,17 +56,20 @@ def megatron_strategies(
     """
     mapping = _megatron("mapping")
     return MegatronStrategies(
-        save_common=CommonSave(process_group=process_group, peer_deadline=peer_deadline, durability=durability),
-        load_common=CommonLoad(object_type=mapping.ShardedObject),
-        save_sharded=ShardedSave(
+        save_common=_for_megatron(CommonSave)(
+            process_group=process_group, peer_deadline=peer_deadline, durability=durability
+        ),
+        load_common=_for_megatron(CommonLoad)(object_type=mapping.ShardedObject),
+        save_sharded=_for_megatron(ShardedSave)(
             process_group=process_group,
             peer_deadline=peer_deadline,
             parallel=parallel,
             durability=durability,
             deadline=deadline,
             request_type=_request_type,
+            errors=megatrons_errors,
         ),
-        load_sharded=ShardedLoad(
+        load_sharded=_for_megatron(ShardedLoad)(
             process_group=process_group, tensor_type=mapping.ShardedTensor, object_type=mapping.ShardedObject
         ),
     )
@@ -102,6 +110,14 @@ def register_with_megatron(
         interface.register(type(strategy))  # Megatron asks isinstance before it saves asynchronously.
         base.default_strategies[action.value][BACKEND, VERSION] = strategy
     return strategies
+
+
+@cache
+def _for_megatron(kind: type[S]) -> type[S]:
+    """Return the same strategy, whose methods raise errors that are Megatron's too."""
+    methods = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+    raising = {name: raising_megatrons(method) for name, method in methods.items() if callable(method)}
+    return type(kind.__name__, (kind,), {**raising, "__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def _registry() -> Any:

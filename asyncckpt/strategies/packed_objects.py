@@ -6,12 +6,13 @@
     BytesIO      uint8 tensor; comes back at its begin
     bytes        uint8 tensor, when it is long: a manifest should stay small
     Namespace    dict (argparse.Namespace)
-    dtype        its name
-    Size         tuple
     scalar       array without dimensions (a NumPy scalar)
-    Enum         [module, class, member]; the class is looked up among the modules that are loaded, and never imported
+    Enum         [module, class, member]
+    [module, class] of a named tuple    dict of its fields
 
-Tensors, arrays, plain values, dicts, lists and tuples stand for themselves. Anything else is a UsageError.
+Tensors, arrays, plain values, dicts, lists and tuples stand for themselves. Anything else is a UsageError. The classes
+of enums and named tuples are looked up among the modules that are loaded: nothing is imported, and none of their code
+is run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import Enum, EnumMeta
 from typing import Any
@@ -32,11 +34,12 @@ from asyncckpt.strategies.mapping import STATE_DEPTH_MAX, shown_path
 
 BYTES_IN_MANIFEST_MAX = 256
 Path = tuple[Any, ...]
+Kind = str | Sequence[str]
 
 
 def pack(value: Any, *, path: Path = ()) -> dict[str, Any]:
     """Pack one object; tensors and arrays in it are not copied. UsageError naming the path, behind `path`."""
-    kinds: list[tuple[Path, str]] = []
+    kinds: list[tuple[Path, Kind]] = []
     return {"value": _packed(value, (), path, kinds), "kinds": kinds}
 
 
@@ -51,7 +54,7 @@ def unpack(packed: Any, *, owner: str) -> Any:
         raise CorruptError(f"{owner} is a damaged packed object: {error}") from error
 
 
-def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, str]]) -> Any:
+def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, Kind]]) -> Any:
     if len(at) > STATE_DEPTH_MAX:
         what = f"value {shown_path((*front, *at[:8]))}... is nested too deeply, or contains itself"
         raise UsageError(what, expected=f"{STATE_DEPTH_MAX} levels")
@@ -59,12 +62,13 @@ def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, str]]) ->
         kinds.append((at, "scalar"))
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value
-    kind, plain = _as_plain(value)
+    kind, plain = _as_plain(value, (*front, *at))
     if kind is not None:
         kinds.append((at, kind))
     if isinstance(plain, Mapping):
-        return {key: _packed(item, (*at, key), front, kinds) for key, item in plain.items()}
-    if isinstance(plain, (list, tuple)):
+        pairs = [(key, _packed(item, (*at, key), front, kinds)) for key, item in plain.items()]
+        return OrderedDict(pairs) if isinstance(plain, OrderedDict) else dict(pairs)
+    if isinstance(plain, (list, tuple)) and type(plain) is not torch.Size:
         items = [_packed(item, (*at, index), front, kinds) for index, item in enumerate(plain)]
         return items if isinstance(plain, list) else tuple(items)
     if not isinstance(plain, torch.Tensor):
@@ -72,35 +76,43 @@ def _packed(value: Any, at: Path, front: Path, kinds: list[tuple[Path, str]]) ->
     return plain
 
 
-def _as_plain(value: Any) -> tuple[str | None, Any]:
-    """Return (kind, what stands for it)."""
+def _as_plain(value: Any, path: Path) -> tuple[Kind | None, Any]:
+    """Return (kind, what stands for it); UsageError for a member or named tuple whose class would not be found."""
     if isinstance(value, io.BytesIO):
         return "BytesIO", _as_tensor(value.getvalue())
     if isinstance(value, bytes) and len(value) > BYTES_IN_MANIFEST_MAX:
         return "bytes", _as_tensor(value)
     if isinstance(value, argparse.Namespace):
         return "Namespace", vars(value)
-    if isinstance(value, torch.dtype):
-        return "dtype", str(value).removeprefix("torch.")
-    if isinstance(value, torch.Size):
-        return "Size", tuple(value)
+    named = [type(value).__module__, type(value).__qualname__]
     if isinstance(value, Enum):
-        named = [type(value).__module__, type(value).__qualname__, value.name]
-        # A member that could not be found again is refused like any object of a class.
-        return ("Enum", named) if _member(named) is value else (None, value)
+        if _member([*named, value.name]) is not value:
+            raise _not_found_again(path, named)
+        return "Enum", [*named, value.name]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        if _tuple_class(named, value._fields) is not type(value):
+            raise _not_found_again(path, named)
+        return named, dict(zip(value._fields, value, strict=True))
     return None, value
 
 
-def _unpacked(value: Any, at: Path, kinds: Mapping[Path, str]) -> Any:
+def _not_found_again(path: Path, named: Sequence[str]) -> UsageError:
+    what = f"value {shown_path(path)} would not come back as what it is"
+    hint = "its class has to be in a module, under its own name"
+    return UsageError(what, found=".".join(named), hint=hint)
+
+
+def _unpacked(value: Any, at: Path, kinds: Mapping[Path, Kind]) -> Any:
     if isinstance(value, Mapping):
-        value = {key: _unpacked(item, (*at, key), kinds) for key, item in value.items()}
-    elif isinstance(value, (list, tuple)):
+        pairs = [(key, _unpacked(item, (*at, key), kinds)) for key, item in value.items()]
+        value = OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
+    elif isinstance(value, (list, tuple)) and type(value) is not torch.Size:
         items = [_unpacked(item, (*at, index), kinds) for index, item in enumerate(value)]
         value = items if isinstance(value, list) else tuple(items)
     return _as_kind(value, kinds.get(at))
 
 
-def _as_kind(value: Any, kind: str | None) -> Any:
+def _as_kind(value: Any, kind: Kind | None) -> Any:
     if kind is None:
         return value
     if kind == "BytesIO":
@@ -111,26 +123,41 @@ def _as_kind(value: Any, kind: str | None) -> Any:
         return argparse.Namespace(**value)
     if kind == "scalar":
         return value[()]
-    if kind == "dtype" and isinstance(getattr(torch, value), torch.dtype):
-        return getattr(torch, value)
-    if kind == "Size":
-        return torch.Size(value)
+    hint = "import its module before loading"
     if kind == "Enum":
         member = _member(value)
         if member is None:
-            hint = "import its module before loading"
             raise NotFoundError("there is no such member of an enum", found=".".join(value), hint=hint)
         return member
+    if type(kind) is list:
+        found = _tuple_class(kind, tuple(value))
+        if found is None:
+            fields = ", ".join(value)
+            raise NotFoundError(f"there is no such named tuple of {fields}", found=".".join(kind), hint=hint)
+        return tuple.__new__(found, value.values())  # Not by its own __new__, which may be anything.
     raise ValueError(f"{value!r} as {kind!r}")
 
 
 def _member(named: Sequence[str]) -> Enum | None:
     """Return the member of an enum that is there already; looking it up runs no code."""
-    module, path, name = named
+    *of_class, name = named
+    found = _loaded_class(of_class)
+    return found.__dict__["_member_map_"].get(name) if isinstance(found, EnumMeta) else None
+
+
+def _tuple_class(named: Sequence[str], fields: tuple[str, ...]) -> type[tuple[Any, ...]] | None:
+    """Return the class of named tuples with these fields that is there already, in the same way."""
+    found = _loaded_class(named)
+    is_tuple = isinstance(found, type) and issubclass(found, tuple)
+    return found if is_tuple and any(base.__dict__.get("_fields") == fields for base in found.__mro__) else None
+
+
+def _loaded_class(named: Sequence[str]) -> Any:
+    module, path = named
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, "__dict__", {}).get(part)
-    return found.__members__.get(name) if isinstance(found, EnumMeta) else None
+    return found
 
 
 def _as_tensor(raw: bytes) -> torch.Tensor:

@@ -8,11 +8,11 @@ the save has ended, however it ends. What failed is raised by the finalize funct
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from asyncckpt.strategies.backend import writing_path
 from asyncckpt.system import fcntl
 
 LOCK_PAUSE_S = 0.05
+Errors = Callable[[], AbstractContextManager[None]]
 
 
 class RunningSave:
@@ -35,12 +36,20 @@ class RunningSave:
 
     deadline  seconds that each wait takes at most
     lock      for which other processes wait; it is released when the save has ended. None: they cannot wait
+    errors    the block out of which it raises; what a request raises passes no strategy
     """
 
     def __init__(
-        self, saver: Saver, future: SaveFuture, *, deadline: float = SAVE_DEADLINE_S, lock: HeldFile | None = None
+        self,
+        saver: Saver,
+        future: SaveFuture,
+        *,
+        deadline: float = SAVE_DEADLINE_S,
+        lock: HeldFile | None = None,
+        errors: Errors = nullcontext,
     ) -> None:
         self.deadline_s = deadline
+        self._errors = errors
         self._pid = os.getpid()
         self._saver: Saver | None = saver
         self._future: SaveFuture | None = future
@@ -54,27 +63,30 @@ class RunningSave:
         DeadlineError; UsageError in another process that was not foreseen.
         """
         future, saver = self._future, self._saver
-        if future is not None and self._pid == os.getpid():
-            future._check_can_end()
-            future._wait_done(self.deadline_s)
-            if saver is not None:
-                saver._end()
-        elif self._lock_path is None:
-            raise UsageError("a save is waited for in another process", hint="make the request for Megatron's queue")
-        else:
-            wait_for_release(self._lock_path, deadline_s=self.deadline_s)
+        with self._errors():
+            if future is not None and self._pid == os.getpid():
+                future._check_can_end()
+                future._wait_done(self.deadline_s)
+                if saver is not None:
+                    saver._end()
+            elif self._lock_path is None:
+                what = "a save is waited for in another process"
+                raise UsageError(what, hint="make the request for Megatron's queue")
+            else:
+                wait_for_release(self._lock_path, deadline_s=self.deadline_s)
 
     @uninterrupted
     def result(self) -> SaveResult:
         """Wait, close the Saver, and return the result or raise what failed; also the finalize function."""
         assert self._future is not None, "only the process that saves has the result"
-        try:
-            return self._future.result(self.deadline_s)
-        finally:
-            saver, done = self._saver, self._future.done()
-            if saver is not None and done:
-                self._saver = None
-                saver.close()
+        with self._errors():
+            try:
+                return self._future.result(self.deadline_s)
+            finally:
+                saver, done = self._saver, self._future.done()
+                if saver is not None and done:
+                    self._saver = None
+                    saver.close()
 
     def cancel(self) -> bool:
         """Abort the save, if it has not begun to commit; True when it will end so."""
@@ -97,17 +109,19 @@ def begin_save(
     durability: Durability,
     deadline: float = SAVE_DEADLINE_S,
     other_processes: bool = False,
+    errors: Errors = nullcontext,
 ) -> RunningSave:
     """Capture the state of this rank, of as many as the group has; what is committed replaces what was there before.
 
-    name: of the part. other_processes: they may wait for it too. To be called on all ranks. An error of make_state is
-    raised here, and by the saves of the other ranks as PeerError. PeerError when the ranks do not find each other.
+    name: of the part. other_processes: they may wait for it too. errors: see RunningSave. To be called on all ranks. An
+    error of make_state is raised here, and by the saves of the other ranks as PeerError. PeerError when the ranks do
+    not find each other.
     """
     rank, ranks_count = own_rank(None, None, process_group)
     state: Mapping[str, Any] = {}
     lock: HeldFile | None = None
     failed: Exception | None = None
-    with contextlib.ExitStack() as begun:
+    with ExitStack() as begun:
         try:
             state = make_state()
             if other_processes:
@@ -134,7 +148,7 @@ def begin_save(
             raise failed
         future = saver.save_async()
         begun.pop_all()
-    return RunningSave(saver, future, deadline=deadline, lock=lock)
+    return RunningSave(saver, future, deadline=deadline, lock=lock, errors=errors)
 
 
 class HeldFile:
@@ -150,9 +164,9 @@ class HeldFile:
             raise io_failed("a file for other processes to wait for cannot be made", error) from error
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(self.path)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.close(self._fd)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from asyncckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrat
 from asyncckpt.strategies.load_state import load_sharded, objects_metadata, tensors_metadata
 from asyncckpt.strategies.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from asyncckpt.strategies.remove_tensors import remove_tensors
-from asyncckpt.strategies.running_save import begin_save
+from asyncckpt.strategies.running_save import Errors, begin_save
 from asyncckpt.strategies.save_state import state_to_save
 
 
@@ -28,6 +29,7 @@ class ShardedSave(AsyncSaveShardedStrategy):
     deadline       seconds that a wait for a save takes at most
     request_type   (name of Megatron's async strategy or None) -> the class of the requests that async_save returns,
                    for queues that take only their own; other processes may then wait for the save, too
+    errors         the block out of which these requests raise
     """
 
     can_handle_sharded_objects = True
@@ -43,6 +45,7 @@ class ShardedSave(AsyncSaveShardedStrategy):
         durability: Durability = "fsync",
         deadline: float = SAVE_DEADLINE_S,
         request_type: Callable[[str | None], Any] | None = None,
+        errors: Errors = nullcontext,
     ) -> None:
         super().__init__(backend, version)
         self._begin_save = partial(
@@ -52,6 +55,7 @@ class ShardedSave(AsyncSaveShardedStrategy):
             parallel=parallel,
             durability=durability,
             deadline=deadline,
+            errors=errors,
         )
         self._request_type = request_type
 

@@ -23,7 +23,7 @@ from asyncckpt.errors import CorruptError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Manifest, RankPart
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, tensor_paths
+from asyncckpt.format.tree import MAPPINGS, VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
 from asyncckpt.loader import READ_THREADS_MAX
@@ -129,7 +129,7 @@ def values_of(part: RankPart) -> dict[TreePath, Json]:
 def children(tree: Node, name: str) -> Iterator[tuple[Any, Node]]:
     """Yield what a tree has below a name, if that is a dict."""
     node = descend(tree, (name,))
-    if node is not None and node[0] == "dict":
+    if node is not None and node[0] in MAPPINGS:
         yield from zip(node[1], node[2], strict=True)
 
 

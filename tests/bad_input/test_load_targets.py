@@ -182,7 +182,7 @@ BAD_TARGETS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "freed": (freed, UsageError, "'w' has a freed or shrunk storage"),
     "inference": (inference, UsageError, "'w' is an inference tensor"),
     "no load_state_dict": (Readable, UsageError, "'w' has state_dict.. but no load_state_dict"),
-    "set": (lambda: {1, 2}, UsageError, "'w' is not plain"),
+    "set": (lambda: {object()}, UsageError, "'w' is not plain"),
     "big-endian array": (lambda: np.zeros((3, 4), ">f4"), UsageError, "'w' cannot be saved|'w'.*byte order"),
 }
 

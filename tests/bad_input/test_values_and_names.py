@@ -6,7 +6,7 @@ import datetime
 import enum
 import math
 import struct
-from collections import OrderedDict, namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,6 @@ class Number(enum.IntEnum):
 # -- 46: what is not plain ---------------------------------------------------------------------------------------------
 
 NOT_PLAIN = {
-    "set": {1, 2},
-    "frozenset": frozenset({1}),
     "ndarray": np.zeros(2),
     "numpy scalar": np.float64(0.5),
     "tensor": torch.zeros(2),
@@ -65,10 +63,10 @@ NOT_PLAIN = {
     "object": object(),
     "bytearray": bytearray(b"x"),
     "int enum": Number.ONE,
-    "range": range(3),
     "generator": iter([1]),
     "path": Path("x"),
-    "dtype": torch.float32,
+    "memoryview": memoryview(b"x"),
+    "layout": torch.strided,
 }
 
 
@@ -341,18 +339,15 @@ def test_any_nested_state_comes_back(tmp_path_factory: pytest.TempPathFactory, t
 
 
 def test_case_094_containers_come_back_as_their_plain_kind(tmp_path: Path) -> None:
-    """A named tuple comes back as a tuple, an ordered dict as a dict in its order: no class is looked up by name."""
+    """A named tuple comes back as a tuple: no class is looked up by name."""
     point = namedtuple("point", "x y")
-    save(
-        tmp_path,
-        {"held": Holder({"point": point(1, torch.ones(1)), "ordered": OrderedDict(b=1, a=2), "size": torch.Size([3])})},
-    )
+    save(tmp_path, {"held": Holder({"point": point(1, torch.ones(1)), "counted": Counter("aab")})})
     holder = Holder({})
     asyncckpt.Loader(tmp_path, tensors={"held": holder}).load()
     assert type(holder.state["point"]) is tuple
     assert holder.state["point"][0] == 1
-    assert list(holder.state["ordered"]) == ["b", "a"]
-    assert holder.state["size"] == (3,)
+    assert type(holder.state["counted"]) is dict
+    assert holder.state["counted"] == {"a": 2, "b": 1}
 
 
 # -- 50: sizes ---------------------------------------------------------------------------------------------------------

@@ -20,14 +20,15 @@ from tests.chains.model import RandomChain, layer_of, load
 from tests.chains.written import write
 from tests.end_to_end.merged_ranks import as_boxes, save_each
 
-READER_LINES_MAX = 60
+READER_LINES_MAX = 68
 CHAIN_READER_LINES_MAX = 40
 RANKS_READER_LINES_MAX = 40
-READER_MAY_IMPORT = {"base64", "itertools", "json", "numpy", "safetensors", "torch", "xxhash"}
+READER_MAY_IMPORT = {"base64", "collections", "itertools", "json", "numpy", "safetensors", "torch", "xxhash"}
 
 # ruff: noqa: E402
 # -- the reader ------------------------------------------------------------------------------------------------------
 import base64
+import collections
 import itertools
 import json
 
@@ -70,8 +71,14 @@ def value_of(coded):
     read = {"int": lambda text: int(text, 16), "float": float.fromhex, "bytes": base64.b64decode,
             "complex": lambda pair: complex(*map(float.fromhex, pair)),
             "tuple": lambda items: tuple(map(value_of, items)),
-            "dict": lambda items: {value_of(key): value_of(item) for key, item in items}}  # fmt: skip
-    return read[kind](body)
+            "dict": lambda items: {value_of(key): value_of(item) for key, item in items},
+            "ordered": lambda items: collections.OrderedDict(map(value_of, items)),
+            "dtype": lambda name: getattr(torch, name), "device": torch.device}  # fmt: skip
+    of_items = {"set": set, "frozenset": frozenset, "size": torch.Size}
+    of_bounds = {"slice": slice, "range": range}
+    if kind in of_bounds:
+        return of_bounds[kind](*map(value_of, body))
+    return of_items[kind](map(value_of, body)) if kind in of_items else read[kind](body)
 
 
 def key_of(coded):
@@ -87,8 +94,9 @@ def state_of(node, tensors, values):
     ((kind, body),) = node.items()
     if kind == "s":
         return state_of(body, tensors, values)
-    if kind == "d":
-        return {key_of(key): state_of(child, tensors, values) for key, child in body}
+    if kind in ("d", "o"):
+        pairs = ((key_of(key), state_of(child, tensors, values)) for key, child in body)
+        return (dict if kind == "d" else collections.OrderedDict)(pairs)
     return (list if kind == "l" else tuple)(state_of(child, tensors, values) for child in body)
 
 
@@ -152,7 +160,7 @@ def leaves_of(node, path=()):
         yield path, node
         return
     ((kind, body),) = node.items()
-    named = ((json.dumps(key), child) for key, child in body) if kind == "d" else enumerate(body)
+    named = ((json.dumps(key), child) for key, child in body) if kind in ("d", "o") else enumerate(body)
     for key, child in [(None, body)] if kind == "s" else named:
         yield from leaves_of(child, path if kind == "s" else (*path, key))
 
@@ -206,6 +214,8 @@ def nested_state() -> dict[str, Any]:
         "tied": {"head": next(model.parameters()), "whole": (whole := torch.arange(6.0)), "view": whole[2:]},
         "mixed": [torch.ones(2), ("text", {1: torch.zeros(1), None: 2, 1.5: True, False: -0.0, "a.b": b"\x00"})],
         "values": [2**80, -(2**60), math.inf, 1 - 2j, None, (), {}, "\u00e9\n"],
+        "ordered": collections.OrderedDict(b=torch.ones(1), a=collections.OrderedDict(c=1)),
+        "kinds": [{1}, frozenset("a"), slice(1, None), range(9), torch.half, torch.Size([2, 3]), torch.device("cpu")],
     }
 
 
@@ -238,8 +248,10 @@ def same(found: Any, expected: Any) -> bool:
             and raw_bytes(found) == raw_bytes(expected)
         )
     if hasattr(expected, "state_dict"):
-        expected = expected.state_dict()
+        expected = dict(expected.state_dict())
     if isinstance(expected, dict):
+        if isinstance(expected, collections.OrderedDict) and type(found) is dict:
+            return False
         return list(found) == list(expected) and all(same(found[key], value) for key, value in expected.items())
     if isinstance(expected, (list, tuple)):
         return type(found) is type(expected) and len(found) == len(expected) and all(map(same, found, expected))

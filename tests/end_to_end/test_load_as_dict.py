@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,39 @@ def test_it_goes_through_torch_save_into_an_optimizer(tmp_path: Path) -> None:
     assert list(differences(live(fresh), live(state["optim"]))) == []
 
 
+class Own(dict):
+    pass
+
+
 def test_subclasses_come_back_as_what_they_are_based_on(tmp_path: Path) -> None:
-    state = {"ordered": OrderedDict(b=1, a=2), "size": torch.Size([2, 3]), "weight": torch.nn.Parameter(torch.ones(2))}
+    state = {
+        "own": Own(b=1, a=2),
+        "counted": Counter("aab"),
+        "pair": namedtuple("pair", "x y")(1, 2),
+        "weight": torch.nn.Parameter(torch.ones(2)),
+    }
     found = asyncckpt.load(saved(tmp_path / "d", state))
-    assert list(differences(found, {"ordered": {"b": 1, "a": 2}, "size": (2, 3), "weight": torch.ones(2)})) == []
+    plain = {"own": {"b": 1, "a": 2}, "counted": {"a": 2, "b": 1}, "pair": (1, 2), "weight": torch.ones(2)}
+    assert list(differences(found, plain)) == []
+
+
+def test_ordered_dicts_and_what_is_plain_in_python_and_torch_keep_their_types(tmp_path: Path) -> None:
+    state = {
+        "model": torch.nn.Linear(2, 2).state_dict(),
+        "deep": [OrderedDict(z=(OrderedDict(), {"a": torch.ones(1)}), a={2})],
+        "shape": torch.Size([2, 3]),
+        "mixed": [slice(1, 2), range(3), frozenset("ab"), torch.float16, torch.device("cpu")],
+    }
+    found = asyncckpt.load(saved(tmp_path / "d", state))
+    assert list(differences(found, state)) == []
+    assert type(found["model"]) is type(found["deep"][0]) is type(found["deep"][0]["z"][0]) is OrderedDict
+    assert list(found["deep"][0]) == ["z", "a"]
+    assert type(found["shape"]) is torch.Size
+
+
+def test_the_state_of_an_object_is_a_dict(tmp_path: Path) -> None:
+    found = asyncckpt.load(saved(tmp_path / "d", {"model": torch.nn.Linear(2, 2)}))
+    assert type(found["model"]) is dict
 
 
 def test_the_newest_step_or_the_one_that_is_named(tmp_path: Path) -> None:

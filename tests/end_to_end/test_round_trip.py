@@ -192,7 +192,14 @@ def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
         "inf": -math.inf,
         "complex": 1 - 2j,
         "point": point(1, 2),
-        "ordered": collections.OrderedDict(b=1, a=2),
+        "ordered": collections.OrderedDict(b=1, a=torch.ones(2)),
+        "set": {1, "two"},
+        "frozen": frozenset({None, (3,)}),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda", 1),
+        "slice": slice(1, None),
+        "range": range(2, 9, 3),
         "empty": {},
         "text": "naïve \U0001f600 \n\x00",
         "tensors": {0: torch.arange(3), "array": np.float32(1.5)},
@@ -208,10 +215,14 @@ def test_plain_values_keep_type_and_bits(tmp_path: Path) -> None:
     assert type(found[None][2]) is tuple
     assert math.isnan(found["nan"])
     assert math.copysign(1, found["minus zero"]) == -1
-    for key in (0.5, "tenth", "inf", "complex", "text", "empty"):
+    same = "tenth", "inf", "complex", "text", "empty", "set", "frozen", "size", "dtype", "device", "slice", "range"
+    for key in (0.5, *same):
         assert found[key] == source.state[key]
+        assert type(found[key]) is type(source.state[key])
     assert found["point"] == (1, 2)
-    assert found["ordered"] == {"b": 1, "a": 2}
+    assert type(found["ordered"]) is collections.OrderedDict
+    assert list(found["ordered"]) == ["b", "a"]
+    assert found["ordered"]["a"].equal(torch.ones(2))
     assert found["tensors"][0].equal(torch.arange(3))
     assert found["tensors"]["array"] == 1.5
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import asyncckpt
 from asyncckpt import strategies
-from asyncckpt.errors import NotFoundError, UnsupportedError
+from asyncckpt.errors import IncompatibleError, NotFoundError, UnsupportedError, UsageError
 from tests.strategies.rank_runs import run_ranks
 
 IS_THERE = importlib.util.find_spec("megatron") is not None
@@ -36,11 +36,12 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
         from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing import mapping
+        from megatron.core.dist_checkpointing import core, mapping
         from megatron.core.dist_checkpointing.strategies import async_utils, fully_parallel
 
         yield SimpleNamespace(
             checkpointing=dist_checkpointing,
+            exception=core.CheckpointingException,
             mapping=mapping,
             async_utils=async_utils,
             wrapper=fully_parallel.FullyParallelSaveStrategyWrapper,
@@ -175,6 +176,30 @@ def test_the_wrapper_of_fully_parallel_saves_takes_our_strategy(megatron: Any, d
     wrapped.save(leaves, tmp_path)
     empty = {key: value for key, value in state(megatron, data=False).items() if key in leaves}
     check(doors.made.load_sharded.load(empty, tmp_path))
+
+
+@needs_megatron
+def test_what_our_strategies_raise_is_megatrons_exception_too(megatron: Any, doors: Any, tmp_path: Path) -> None:
+    mapping, made = megatron.mapping, doors.made
+    foreign = {"extra": mapping.ShardedObject("extra", object(), (1,), (0,))}
+    for call in (
+        lambda: made.save_sharded.save(foreign, tmp_path),
+        lambda: made.save_sharded.async_save(foreign, tmp_path),
+        lambda: made.save_common.save_common({"extra": object()}, tmp_path),
+        lambda: made.save_common.save_sharded_objects(foreign, tmp_path),
+    ):
+        with pytest.raises(megatron.exception, match="is not plain") as refused:
+            call()
+        assert isinstance(refused.value, UsageError)
+    made.save_sharded.save({"w": mapping.ShardedTensor.from_rank_offsets("w", WHOLE)}, tmp_path)
+    absent = {"w": mapping.ShardedTensor.from_rank_offsets("v", WHOLE)}
+    other_shape = {"w": mapping.ShardedTensor.from_rank_offsets("w", WHOLE[:1])}
+    with pytest.raises(megatron.exception, match="checkpoint was written by another backend"):
+        made.load_common.check_backend_compatibility("torch")
+    for wanted, kind in ((absent, NotFoundError), (other_shape, IncompatibleError)):
+        with pytest.raises(megatron.exception) as missed:
+            made.load_sharded.load(wanted, tmp_path)
+        assert isinstance(missed.value, kind)
 
 
 @needs_megatron

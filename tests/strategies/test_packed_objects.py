@@ -7,8 +7,9 @@ import http
 import io
 import math
 import sys
+from collections import OrderedDict, namedtuple
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +19,25 @@ from asyncckpt.errors import CorruptError, NotFoundError, UsageError
 from asyncckpt.strategies.packed_objects import pack, unpack
 
 pytestmark = pytest.mark.any_core
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Batch(NamedTuple):
+    """One whose own way of being made would do something."""
+
+    rows: Any
+    shape: torch.Size = torch.Size([])
+
+
+class Checked(Batch):
+    def __new__(cls, *_: Any) -> Checked:
+        raise AssertionError("code of a class that a checkpoint names was run")
+
+
+class Level(str, Enum):
+    HIGH = "high"
 
 
 class Backend(Enum):
@@ -53,6 +73,15 @@ def there_and_back(value: Any) -> Any:
         {"x": [torch.Size([]), b"q" * 300]},
         argparse.Namespace(backend=Backend.AUTO, other=[Backend.FLASH]),
         http.HTTPStatus.OK,
+        Level.HIGH,
+        {1, "two", (3.0, None)},
+        frozenset([torch.float16, frozenset()]),
+        OrderedDict(b=OrderedDict(), a=[{2}]),
+        Point(1, {"deep": [Point(Backend.AUTO, b"q" * 300)]}),
+        Batch(rows=[1], shape=torch.Size([3])),
+        tuple.__new__(Checked, ({2}, torch.Size([3]))),
+        torch.device("cuda", 1),
+        [slice(1, None), range(2, 9, 3)],
     ],
 )
 def test_plain_and_special_values(value: Any) -> None:
@@ -97,6 +126,24 @@ def test_an_enum_that_is_not_loaded_is_told_and_never_imported() -> None:
     assert "wave" not in sys.modules
 
 
+def test_a_named_tuple_that_is_not_loaded_or_has_other_fields_is_told() -> None:
+    packed = {"value": {"nchannels": 1}, "kinds": [((), ["wave", "_wave_params"])]}
+    with pytest.raises(NotFoundError, match=r"named tuple of nchannels.*wave\._wave_params.*import its module"):
+        unpack(packed, owner="it")
+    assert "wave" not in sys.modules
+    packed = pack(Point(1, 2))
+    packed["value"]["z"] = packed["value"].pop("y")
+    with pytest.raises(NotFoundError, match=r"named tuple of x, z.*Point"):
+        unpack(packed, owner="it")
+
+
+@pytest.mark.parametrize("named", [["os", "environ"], ["builtins", "tuple"], ["builtins", "dict"], ["os", "system"]])
+@pytest.mark.parametrize("value", [{}, {"x": 1}])
+def test_only_named_tuples_are_found(named: list[str], value: dict[str, Any]) -> None:
+    with pytest.raises(NotFoundError):
+        unpack({"value": value, "kinds": [((), named)]}, owner="it")
+
+
 @pytest.mark.parametrize("named", [["os", "environ", "x"], ["sys", "modules", "os"], ["os", "path", "sep"]])
 def test_only_members_of_enums_are_found(named: list[str]) -> None:
     with pytest.raises(NotFoundError):
@@ -111,6 +158,7 @@ class Local:
     """Holds an enum that nobody finds by its name."""
 
     hidden = Enum("Hidden", ["ONE"])
+    pair = namedtuple("Pair", "a b")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +167,12 @@ class Local:
         ({"a": {"b": [1, Other()]}}, r"'a'\['b'\]\[1\]"),
         ({"f": print}, "'f'"),
         ({"e": [Local.hidden["ONE"]]}, r"'e'\[0\]"),
-        ({"s": {1, 2}}, "'s'"),
+        ({"s": {1, Other()}}, "'s'"),
+        ({"s": [frozenset([Backend.FLASH])]}, r"'s'\[0\]"),
+        ({"t": {torch.ones(1)}}, "'t'"),
+        ({"n": [Local.pair(1, 2)]}, r"'n'\[0\] would not come back.*Pair"),
+        ({"n": Point(1, Other())}, r"'n'\['y'\]"),
+        (slice(Other()), "stop of"),
         ({"m": torch.nn.Linear(1, 1)}, "'m'"),
         (argparse.Namespace(parser=Other()), "'parser'"),
     ],
@@ -155,6 +208,10 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         {"value": {1: 2}, "kinds": [((), "Namespace")]},
         {"value": ["os"], "kinds": [((), "Enum")]},
         {"value": [[], 1, 2], "kinds": [((), "Enum")]},
+        {"value": {"x": 1}, "kinds": [((), [])]},
+        {"value": {"x": 1}, "kinds": [((), ["os"])]},
+        {"value": {"x": 1}, "kinds": [((), [1, 2])]},
+        {"value": 3, "kinds": [((), ["os", "path"])]},
     ],
 )
 def test_what_pack_does_not_make_is_corrupt(packed: Any) -> None:

@@ -15,7 +15,7 @@ from asyncckpt.engine.load.shared_tensors import shared_again
 from asyncckpt.errors import CorruptError, UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import TENSOR, VALUE, Node, Path, leaf_of, leaves, rebuild, unique_names
+from asyncckpt.format.tree import MAPPINGS, TENSOR, VALUE, Node, Path, leaf_of, leaves, rebuild, unique_names
 from asyncckpt.model.table import ID_COLUMN, Column, TableCut, TableSchema
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.plan.contents import Contents, StoredDense
@@ -54,7 +54,7 @@ class WholeState:
                 of_blocks[key] = _made(stored[path], device)
             self._made[path] = of_blocks[key]
         self._kinds, self._shared = kinds, contents.shared
-        top = [] if self._node[0] != "dict" else self._node[1]
+        top = [] if self._node[0] not in MAPPINGS else self._node[1]
         self._renamed = unique_names((stored[path].name for path in renamed), taken=top)
         in_place = [writable(stored[path].name, path, leaf) for path, leaf in self._made.items()]
         self.targets = DenseTargets(tuple(in_place), (), ())
@@ -127,13 +127,13 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
         return node if node is VALUE or path in stored else VALUE
     if node[0] == "state":
         return _without_dropped(node[1], stored, path)
-    if node[0] == "dict":
+    if node[0] in MAPPINGS:
         pairs = [
             (key, _without_dropped(child, stored, (*path, key)))
             for key, child in zip(node[1], node[2], strict=True)
             if len(child) > 1 or child is VALUE or (*path, key) in stored
         ]
-        return ("dict", tuple(key for key, _ in pairs), tuple(child for _, child in pairs))
+        return (node[0], tuple(key for key, _ in pairs), tuple(child for _, child in pairs))
     children = (_without_dropped(child, stored, (*path, ("int", index))) for index, child in enumerate(node[1]))
     return (node[0], tuple(children))
 
