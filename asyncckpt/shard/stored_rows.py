@@ -46,6 +46,13 @@ def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSou
     return _StoredBytes(_decoded_rows(reader, number, rows))
 
 
+def plain_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSource:
+    """Return the bytes of a block, or of some of its rows, without any encoding; CorruptError as `stored_source`."""
+    if not reader.block(number).placed.spec.encoding:
+        return stored_source(reader, number, rows)
+    return _StoredBytes(_plain_rows(reader, number, rows))
+
+
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
     """Return the block with as much of its encoding undone as is needed to take rows out of it."""
     kept = tuple(itertools.takewhile(lambda step: step.get("kind") in _ROWWISE, spec.encoding))
@@ -134,6 +141,13 @@ def _decoded_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
     for stored in _windows(reader, number, spec.bytes):
         raw = _undone(stored, spec, _rows_apart(spec))
         yield gather(raw, rows, raw.nbytes // spec.shape[0])
+
+
+def _plain_rows(reader: ChainReader, number: int, rows: I64 | None) -> Iterator[U8]:
+    spec = reader.block(number).placed.spec
+    for stored in _windows(reader, number, max(1, spec.bytes)):
+        raw = as_bytes(decode(stored, spec))
+        yield raw if rows is None else gather(raw, rows, raw.nbytes // spec.shape[0])
 
 
 def gather(raw: U8, rows: I64, row_bytes: int) -> U8:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from asyncckpt.arguments import check_type
-from asyncckpt.errors import CorruptError, NotFoundError
+from asyncckpt.errors import NotFoundError
 from asyncckpt.formats.recis.directory import RecisDirectory, StoredArray
-from asyncckpt.native import Progress, Reads, ShortFile, core
+from asyncckpt.formats.recis.read_arrays import read_arrays
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path, io_failed
+from asyncckpt.storage.directory import check_path
 
 
 class CheckpointReader:
@@ -59,12 +58,11 @@ class CheckpointReader:
         IOFailedError."""
         tensor = torch.empty(self.tensor_shape(name), dtype=self.tensor_dtype(name))
         at = tensor.data_ptr()
-        items = []
+        wanted = []
         for array in self._find(name):
-            if array.bytes:
-                items.append((at, array.offset, array.bytes, array.file))
+            wanted.append((array, 0, array.bytes, at))
             at += array.bytes
-        self._read(items, name)
+        read_arrays(self._directory, wanted)
         return tensor
 
     def _find(self, name: str) -> Sequence[StoredArray]:
@@ -73,17 +71,3 @@ class CheckpointReader:
             what = f"there is no tensor {name!r} in {str(self._directory.path)!r}"
             raise NotFoundError(what, found=sorted(self._arrays)[:16])
         return self._arrays[name]
-
-    def _read(self, items: Sequence[tuple[int, int, int, int]], name: str) -> None:
-        if not items:
-            return
-        files = self._directory.files
-        places = np.array([item[:3] for item in items], dtype=np.uint64)
-        fds = np.array([files.fds[file] for *_, file in items], dtype=np.int32)
-        direct = np.array([files.direct[file] for *_, file in items], dtype=np.int32)
-        try:
-            core.read(Reads(places, fds, direct), digests=False, threads=4, progress=Progress())
-        except ShortFile as error:
-            raise CorruptError(f"a file of {str(self._directory.path)!r} ended while it was read: {error}") from error
-        except OSError as error:
-            raise io_failed(f"tensor {name!r} of {str(self._directory.path)!r} cannot be read", error) from error

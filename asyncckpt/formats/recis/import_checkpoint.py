@@ -36,7 +36,7 @@ from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
 READ_THREADS = 4
-_STEP_FOLDER = re.compile(r"ckpt_[0-9]+")
+_STEP_FOLDER = re.compile(r"ckpt_([0-9]{1,12})")
 
 
 def import_checkpoint(
@@ -86,8 +86,7 @@ def run_import(
     """Do the same, with arguments that are checked, and say how far it is."""
     begun = time.perf_counter()
     with RecisDirectory.open(source) as directory:
-        if step is None and _STEP_FOLDER.fullmatch(source.name):
-            step = step_of(directory)
+        step = wanted_step(source, step)
         chain = import_chain(directory, columns)
         reader = RecisReader(directory, chain, threads=READ_THREADS, progress=Progress())
         with reader:
@@ -106,6 +105,12 @@ def run_import(
         bytes_written=files_bytes,
         rows_count=sum(facts.rows_count for facts in chain.newest.tables),
     )
+
+
+def wanted_step(source: Path, step: int | None) -> int | None:
+    """Return the step that was asked for, else that of a folder `ckpt_<step>`; None: the next one."""
+    match = _STEP_FOLDER.fullmatch(source.name)
+    return int(match[1]) if step is None and match is not None else step
 
 
 def import_chain(directory: RecisDirectory, columns: Columns | None) -> Chain:
