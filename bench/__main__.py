@@ -1,7 +1,7 @@
 """The door of the benchmark.
 
 python -m bench state | many-tensors | load | multi-level | touched | optimizers | dcp | idmap | gpu | host-part |
-    path | compaction | endurance | all
+    path | compaction | endurance | recis | all
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bench.multi_level import run_multi_level
 from bench.optimizers import run_optimizers
 from bench.path import run_path
 from bench.peers import PEERS
+from bench.recis import run_recis
 from bench.rounds import REPOSITORY
 from bench.start import run_start
 from bench.state_bench import run_state
@@ -270,6 +271,19 @@ def start(rounds: Rounds = 9, directory: Directory = None, out: Out = None, smok
     """How long the command line takes, beside Python itself. Not part of `all`."""
     steps_count, rounds = (20, 1) if smoke else (5000, rounds)
     run_start(steps_count=steps_count, rounds=rounds, directory=directory, out=_out(out, "start", smoke))
+
+
+@application.command()
+def recis(
+    rows: Annotated[int, typer.Option(min=1, help="rows of the table, of 200 bytes")] = 10_000_000,
+    rounds: Rounds = 3,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """Conversion from RecIS and back, beside a plain copy of its files. Not part of `all`."""
+    rows, rounds = (20_000, 1) if smoke else (rows, rounds)
+    run_recis(rows=rows, rounds=rounds, directory=directory, out=_out(out, "recis", smoke))
 
 
 @application.command(name="all")

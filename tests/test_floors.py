@@ -55,6 +55,7 @@ FLOORS = {
     "trainer_state": 6,
     "dcp": 6,
     "embcache": 6,
+    "formats": 6,
     "strategies": 6,
     "cli": 7,
     "__main__": 8,

@@ -14,7 +14,8 @@ import bisect
 import contextlib
 import itertools
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -31,6 +32,16 @@ from asyncckpt.storage.directory import Directory, io_failed, set_direct
 
 NOT_OPEN = -1
 _SNIFFED_BYTES = 512  # The length of a header, and enough to see what else a file may be.
+
+
+class FilesOfManifest(Protocol):
+    """The open files of one manifest, in its order, and whether each is open for direct reads."""
+
+    @property
+    def fds(self) -> Sequence[int]: ...
+    @property
+    def direct(self) -> Sequence[bool]: ...
+    def close(self) -> None: ...
 
 
 class OpenFiles:
@@ -171,13 +182,16 @@ class ChainReader:
         self._checked: set[int] = set()
         # The number behind each manifest's last block.
         self._ends = list(itertools.accumulate(len(manifest.blocks) for manifest in chain.manifests))
-        self._files: list[OpenFiles] = []
+        self._files: list[FilesOfManifest] = []
         try:
             for manifest, files in zip(chain.manifests, self._wanted_files(wanted), strict=True):
-                self._files.append(OpenFiles(data, manifest, wanted=files))
+                self._files.append(self._open(data, manifest, files))
         except BaseException:
             self.close()
             raise
+
+    def _open(self, data: Directory, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
+        return OpenFiles(data, manifest, wanted=wanted)
 
     def close(self) -> None:
         for files in self._files:

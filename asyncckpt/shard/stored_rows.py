@@ -7,6 +7,7 @@ checked before the last byte that came out of it is given away, so nothing gets 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,11 +40,22 @@ def copied_spec(spec: BlockSpec, rows: I64 | None) -> BlockSpec:
 def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSource:
     """Return the bytes of `copied_spec` of a block; CorruptError out of `pieces` when the stored block is damaged."""
     spec = reader.block(number).placed.spec
+    size = copied_spec(spec, rows).bytes
     if rows is None:
-        return _StoredBytes(_windows(reader, number, WINDOW_BYTES))
+        return _StoredBytes(_windows(reader, number, WINDOW_BYTES), size)
     if _rows_apart(spec) == spec:
-        return _StoredBytes(_chosen_rows(reader, number, rows))
-    return _StoredBytes(_decoded_rows(reader, number, rows))
+        return _StoredBytes(_chosen_rows(reader, number, rows), size)
+    return _StoredBytes(_decoded_rows(reader, number, rows), size)
+
+
+def plain_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSource:
+    """Return the bytes of a block, or of some of its rows, without any encoding; CorruptError as `stored_source`."""
+    spec = reader.block(number).placed.spec
+    if not spec.encoding:
+        return stored_source(reader, number, rows)
+    shape = spec.shape if rows is None else (len(rows), *spec.shape[1:])
+    size = math.prod(shape) * dtype_by_name(spec.dtype, owner=spec.name).itemsize
+    return _StoredBytes(_plain_rows(reader, number, rows), size)
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
@@ -75,10 +87,14 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
 
 
 class _StoredBytes:
-    """A ByteSource over bytes that are made one array after the other, for byte ranges that ascend without gaps."""
+    """A ByteSource over `size` bytes that are made one array after the other, for byte ranges that ascend without gaps.
 
-    def __init__(self, made: Iterator[U8]) -> None:
+    What makes them goes with the last of them: it holds a window, and there may be thousands of sources.
+    """
+
+    def __init__(self, made: Iterator[U8], size: int) -> None:
         self._arrays = made
+        self._size = size
         self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
         self._made = 0
         self._given = 0
@@ -97,6 +113,8 @@ class _StoredBytes:
     def release(self) -> None:
         while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
             self._held.popleft()
+        if self._given == self._size:
+            self._arrays = iter(())
 
 
 def _windows(reader: ChainReader, number: int, window_bytes: int) -> Iterator[U8]:
@@ -134,6 +152,13 @@ def _decoded_rows(reader: ChainReader, number: int, rows: I64) -> Iterator[U8]:
     for stored in _windows(reader, number, spec.bytes):
         raw = _undone(stored, spec, _rows_apart(spec))
         yield gather(raw, rows, raw.nbytes // spec.shape[0])
+
+
+def _plain_rows(reader: ChainReader, number: int, rows: I64 | None) -> Iterator[U8]:
+    spec = reader.block(number).placed.spec
+    for stored in _windows(reader, number, max(1, spec.bytes)):
+        raw = as_bytes(decode(stored, spec))
+        yield raw if rows is None else gather(raw, rows, raw.nbytes // spec.shape[0])
 
 
 def gather(raw: U8, rows: I64, row_bytes: int) -> U8:

@@ -179,6 +179,15 @@ def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_recis_bench_gives_a_figure_for_every_conversion(tmp_path: Path) -> None:
+    runs = run_bench("recis", tmp_path / "recis")["runs"]
+    assert {"copy", "import", "export"} < runs.keys()
+    for own in runs.values():
+        assert_is_figure(*(run["seconds"] for run in own), *(run["memory_mib"] for run in own))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_start_bench_gives_a_figure_for_every_command(tmp_path: Path) -> None:
     seconds = run_bench("start", tmp_path / "start")["seconds"]
     assert seconds.keys() == {"python -c pass", "--help", "--version", "ls of 3 steps", "show", "ls of 20 steps"}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.model.block import BlockSpec, PlacedBlock
+from asyncckpt.model.source import ByteSource
 from asyncckpt.native import I64, U8, core, paged
 from asyncckpt.options import CHUNK_BYTES
 from asyncckpt.pipeline.threads import IdleEndingThreads
-from asyncckpt.plan.image import plan_image
+from asyncckpt.plan.image import ImagePlan, plan_image
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.stream import stream_sources
@@ -39,17 +40,18 @@ def copy_blocks(copies: Sequence[BlockCopy], reader: ChainReader, target: ShardT
     """Write the shard files of one rank. Every stored block is verified on the way: CorruptError."""
     image = plan_image([copy.spec for copy in copies], parallel=target.options.parallel, rank=rank)
     sources = [stored_source(reader, copy.number, copy.rows) for copy in copies]
-    # Buffers of its own: those of saves are held by a save for as long as it takes.
+    files, digests = write_apart(image, sources, target)
+    return CopiedBlocks(files=files, blocks=image.blocks, digests=digests)
+
+
+def write_apart(
+    image: ImagePlan, sources: Sequence[ByteSource], target: ShardTarget
+) -> tuple[tuple[FileFacts, ...], U8]:
+    """Write the files of an image through buffers of its own: those of saves are held by a save while it lasts."""
     size = min(CHUNK_BYTES, max(paged(file.bytes) for file in image.files))
     memory = core.map_memory(2 * size)
     try:
-        files, digests = stream_sources(
-            image,
-            sources,
-            target,
-            buffers=(memory.address, memory.address + size),
-            writer=IdleEndingThreads("asyncckpt-copy", 1),
-        )
+        buffers = (memory.address, memory.address + size)
+        return stream_sources(image, sources, target, buffers=buffers, writer=IdleEndingThreads("asyncckpt-copy", 1))
     finally:
         memory.close()
-    return CopiedBlocks(files=files, blocks=image.blocks, digests=digests)

@@ -42,9 +42,13 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "pin": ("10",),
     "unpin": ("10",),
     "gc": (),
+    "import": ("TARGET",),
+    "export": ("TARGET",),
     "follow": ("--until", "30"),
     "doctor": ("--mib", "0"),
 }
+# What stands before DIR. TARGET is a name beside it that is free.
+FORMATS = {"import": ("recis",), "export": ("recis",)}
 WITHOUT_DIRECTORY = {"completion": ("bash",)}
 LOOKS = {"ls", "show", "tree", "verify", "diff", "cat", "follow", "doctor"}
 LOCKS = {"compact", "rm", "prune", "gc"}
@@ -63,6 +67,9 @@ CODES: dict[str, tuple[ExitCode, dict[str, ExitCode]]] = {
     "held": (OK, {**dict.fromkeys(LOCKS, ExitCode.HELD), "diff": ExitCode.DIFFERENT, "doctor": FAILED}),
     "many": (OK, {"diff": OK}),
 }
+CODES["read-only"][1]["export"] = OK  # It writes beside it.
+for kind, (_, others) in CODES.items():
+    others |= {} if kind == "file" else {"import": NOT_FOUND}  # None of these is of RecIS.
 
 # What is found to be wrong is the answer of these.
 ANSWERED = {("ls", DAMAGED), ("verify", DAMAGED), ("prune", DAMAGED), ("doctor", FAILED)}
@@ -127,7 +134,8 @@ def run(command: str, path: Path, *more: str, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         if command == "follow":  # Where it would wait for the next step, Ctrl-C comes.
             patch.setattr(asyncio, "sleep", interrupted)
-        return invoke(command, path, *ARGUMENTS[command], *more)
+        arguments = [path.with_name("ckpt") if word == "TARGET" else word for word in ARGUMENTS[command]]
+        return invoke(command, *FORMATS.get(command, ()), path, *arguments, *more)
 
 
 def names_below(path: Path) -> list[str]:
@@ -178,7 +186,7 @@ def check_answer(command: str, result: Result, *, is_json: bool) -> None:
 @pytest.mark.parametrize("command", ARGUMENTS)
 def test_every_command_on_many_steps(many: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     most, others = CODES["many"]
-    more = ("--dry-run",) if command in ("rm", "prune") else ()
+    more = ("--dry-run",) if command in ("rm", "prune", "export") else ()
     result = run(command, many, *more, monkeypatch=monkeypatch)
     assert result.exit_code == others.get(command, most), result.output
     if command == "ls":

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries: read into live tables and tensors, written from them, converted both ways."""

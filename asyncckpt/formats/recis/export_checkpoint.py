@@ -1,0 +1,351 @@
+"""Export a checkpoint of ours as a directory of RecIS: block by block, deltas folded, encodings undone.
+
+The shards of RecIS are slices of ids. A slice takes its rows out of the shards of the checkpoint that may have some of
+them: all of one whose ids are all in it, which is copied as it is; of any other one the rows whose ids are. So a
+checkpoint with as many slices is read once, and one that is spread otherwise once for every slice.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asyncckpt.arguments import check_choice, check_int, check_type
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import look_again, newest_step
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
+from asyncckpt.engine.process.future import as_checkpoint_error
+from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.encodings import decode
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.manifest import Chain
+from asyncckpt.format.tree import path_name
+from asyncckpt.formats.recis.names import slice_of
+from asyncckpt.formats.recis.out_names import check_names, out_spec, slots_of
+from asyncckpt.formats.recis.stored import Columns
+from asyncckpt.formats.recis.write_directory import OutBlock, RecisWriter, check_is_free
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.owned_ids import owned_mask
+from asyncckpt.model.source import ByteSource
+from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.table_shard import Shard, buckets_of, may_share_ids
+from asyncckpt.native import I64, U64, Progress
+from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.plan.contents import Contents, StoredDense, contents_of
+from asyncckpt.plan.image import array_spec
+from asyncckpt.plan.stored_tables import StoredShard, StoredTable
+from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.stored_rows import plain_source
+from asyncckpt.signals import uninterrupted
+from asyncckpt.snapshot.layer_rows import IdsReader
+from asyncckpt.storage.directory import check_path
+
+SHARDS_MAX = 65_536
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported, of which step.
+
+    rows      of every table
+    tensors   names of the dense tensors
+    left_out  names of plain values, which RecIS has no place for
+    """
+
+    step: int
+    path: Path
+    shards_count: int
+    rows: Mapping[str, int]
+    tensors: tuple[str, ...]
+    left_out: tuple[str, ...]
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What to export, checked: its shards, and what RecIS calls the columns of every table."""
+
+    chain: Chain
+    contents: Contents
+    shards_count: int
+    slots: Mapping[str, Mapping[str, str]]
+
+    @property
+    def bytes(self) -> int:
+        """Of what is stored, about what is going to be written."""
+        return sum(self.chain.blocks[number].placed.spec.bytes for number in self.contents.blocks())
+
+    @staticmethod
+    def of(chain: Chain, *, shards: int | None, columns: Columns | None, optimizer: str | None) -> ExportPlan:
+        """Check everything. UsageError, UnsupportedError, CorruptError."""
+        contents = contents_of(chain)
+        names = check_names(columns, optimizer)
+        for name, dtype in contents.unreadable.items():
+            dtype_by_name(dtype, owner=name)
+        for name, dense in contents.dense.items():
+            out_spec(_dense_spec(dense), name, None)
+        slots: dict[str, dict[str, str]] = {}
+        for name, table in contents.tables.items():
+            specs = {column: chain.blocks[blocks[0]].placed.spec for column, blocks in table.columns.items()}
+            slots[name] = slots_of(name, [(column, spec.role) for column, spec in specs.items()], names, optimizer)
+            for column, spec in specs.items():
+                out_spec(spec, name, slots[name][column])
+        count = chain.newest.head.ranks_count if shards is None else shards
+        return ExportPlan(chain, contents, count, slots)
+
+    def report(self, path: Path) -> ExportReport:
+        """Return what is known before anything is read: rows of deltas are counted when they are folded."""
+        rows = {name: sum(layer.rows_count for layer in table.layers) for name, table in self.contents.tables.items()}
+        values = tuple(path_name(at) for at in self.contents.values)
+        dense = tuple(self.contents.dense)
+        return ExportReport(self.chain.step, path, self.shards_count, rows, dense, values)
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    recis_dir: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    shards: int | None = None,
+    columns: Columns | None = None,
+    optimizer: str | None = None,
+    durability: Durability = "fsync",
+    parallel: int = 8,
+    verify: bool = True,
+) -> ExportReport:
+    """Write a checkpoint (default: the newest) as a directory that RecIS loads; it is there all at once, or not.
+
+    recis_dir   is made, with its parents; ConflictError when there is something under this name
+    shards      how many RecIS shall have (any number of its ranks loads any number); None: as many as ranks have saved
+    columns     slot of RecIS -> column, where the default does not fit: `last_seen` becomes `step_filter`, `embedding`
+                and what has a name of RecIS keep it
+    optimizer   "sparse_adam", "sparse_adamw" or "sparse_adamw_tf": `exp_avg` becomes `sparse_adam_exp_avg`
+    parallel    files of every shard, at most
+    verify      read all of it once more before it gets its name, and compare
+
+    Dense tensors keep their dotted names. Plain values are left out, and reported. Nothing is under the name when an
+    error is raised: NotFoundError, CorruptError, UnsupportedError for dtypes and names that RecIS does not have,
+    UsageError, IOFailedError; but IndeterminateError says that it is there, and perhaps not durable. Takes 300 MiB;
+    where slices are not those of the checkpoint, 8 to 24 bytes for each row of the largest table, and 8 for each row of
+    a slice.
+    """
+    check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
+    check_choice("durability", durability, DURABILITIES)
+    check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
+    check_type("verify", verify, bool)
+    options = SaveOptions(durability=durability, parallel=parallel)
+    source, target = check_path(path), check_path(recis_dir)
+    return run_export(
+        source,
+        target,
+        check_step(step),
+        options,
+        Progress(),
+        verify=verify,
+        shards=shards,
+        columns=columns,
+        optimizer=optimizer,
+    )
+
+
+@uninterrupted
+def run_export(
+    path: Path,
+    recis_dir: Path,
+    step: int | None,
+    options: SaveOptions,
+    progress: Progress,
+    *,
+    verify: bool,
+    shards: int | None,
+    columns: Columns | None,
+    optimizer: str | None,
+) -> ExportReport:
+    """Do the same, with arguments that are checked, and say how far it is."""
+    begun = time.perf_counter()
+    with CheckpointRoot.for_reading(path) as root:
+
+        def look() -> tuple[ExportPlan, ChainReader]:
+            chain = read_chain(root, newest_step(root) if step is None else step)
+            plan = ExportPlan.of(chain, shards=shards, columns=columns, optimizer=optimizer)
+            return plan, ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
+
+        check_is_free(recis_dir)
+        plan, reader = look_again(root, look)
+        with reader:
+            try:
+                count = plan.shards_count
+                with RecisWriter(
+                    recis_dir, shards_count=count, options=options, progress=progress, verify=verify
+                ) as out:
+                    tables = [_ExportedTable(table, reader) for table in plan.contents.tables.values()]
+                    for number in range(count):
+                        out.write_shard(number, list(_blocks(plan, tables, reader, number)))
+                    out.publish()
+                    written = out.bytes_written
+            except (OSError, MemoryError) as error:
+                raise as_checkpoint_error(error, plan.chain.step) from error
+    report = plan.report(recis_dir)
+    rows = {table.name: table.rows_count for table in tables}
+    seconds = time.perf_counter() - begun
+    return ExportReport(
+        report.step, recis_dir, count, rows, report.tensors, report.left_out, bytes_written=written, seconds=seconds
+    )
+
+
+def _blocks(plan: ExportPlan, tables: Sequence[_ExportedTable], reader: ChainReader, number: int) -> Iterator[OutBlock]:
+    """Return the blocks of a shard: of all tables, and of the first one the dense tensors."""
+    shard = slice_of(number, plan.shards_count)
+    for table in tables:
+        yield from table.blocks(shard, plan.slots[table.name])
+    if number == 0:
+        for name, dense in plan.contents.dense.items():
+            spec = out_spec(_dense_spec(dense), name, None)
+            yield OutBlock(name, None, None, spec, _dense_source(dense, reader))
+
+
+class _ExportedTable:
+    """A table of the checkpoint. `rows_count` counts the rows that were given out."""
+
+    def __init__(self, table: StoredTable, reader: ChainReader) -> None:
+        self.name = table.name
+        self.rows_count = 0
+        self._reader = reader
+        self._columns = table.columns
+        # Of every shard, of every layer the positions of the rows that count; None: all of them.
+        self._shards = [(shard, layers_that_count(shard, reader)) for shard in table.shards]
+
+    def blocks(self, wanted: Shard, slots: Mapping[str, str]) -> Iterator[OutBlock]:
+        """Return the blocks of one slice."""
+        found = [(shard, self._within(shard, rows, wanted)) for shard, rows in self._shards]
+        chosen = [(shard, rows) for shard, rows in found if rows is not None]
+        count = sum(_rows_count(shard, rows) for shard, rows in chosen)
+        self.rows_count += count
+        for column, blocks in self._columns.items():
+            form = self._reader.block(blocks[0]).placed.spec
+            dtype = dtype_by_name(form.dtype, owner=form.name).dtype
+            spec = array_spec(form.name, dtype, (count, *form.shape[1:]), form.role)
+            parts: list[tuple[int, ByteSource]] = []
+            for shard, rows in chosen:
+                for copy in copies_of_column(shard, column, rows, self._reader):
+                    own = self._reader.block(copy.number).placed.spec
+                    row_bytes = spec.bytes // max(1, count)
+                    taken = own.shape[0] if copy.rows is None else len(copy.rows)
+                    if taken:
+                        parts.append((taken * row_bytes, plain_source(self._reader, copy.number, copy.rows)))
+            slot = slots[column]
+            yield OutBlock(self.name, slot, wanted, out_spec(spec, self.name, slot), _Joined(parts))
+
+    def _within(self, shard: StoredShard, rows: Sequence[I64 | None], wanted: Shard) -> list[I64 | None] | None:
+        """Return the positions of the rows of every layer that are in a slice; None: there are none."""
+        if not may_share_ids(shard.shard, wanted):
+            return None
+        if _is_within(shard.shard, wanted):
+            return list(rows)
+        found: list[I64 | None] = []
+        for layer, counted in zip(shard.layers, rows, strict=True):
+            reader = IdsReader(self._reader)
+            ids = reader.add(layer.columns.get(ID_COLUMN, ()), layer.rows_count)
+            reader.run()
+            mask = owned_mask(ids if counted is None else np.ascontiguousarray(ids[counted]), shard=wanted)
+            if mask.all():
+                found.append(counted)
+            else:
+                found.append(np.flatnonzero(mask) if counted is None else counted[mask])
+        return found
+
+
+def _is_within(shard: Shard, wanted: Shard) -> bool:
+    """Return whether all ids of a shard are in a slice."""
+    (begin, end, size), (first, last, whole) = buckets_of(shard), buckets_of(wanted)
+    return (first, last) == (0, whole) or (size == whole and first <= begin and end <= last)
+
+
+def _rows_count(shard: StoredShard, rows: Sequence[I64 | None]) -> int:
+    pairs = zip(shard.layers, rows, strict=True)
+    return sum(layer.rows_count if own is None else len(own) for layer, own in pairs)
+
+
+def _dense_spec(dense: StoredDense) -> BlockSpec:
+    return array_spec(dense.name, dtype_by_name(dense.dtype, owner=dense.name).dtype, dense.shape, Role.DENSE)
+
+
+def _dense_source(dense: StoredDense, reader: ChainReader) -> ByteSource:
+    """Return the bytes of a tensor: its blocks one behind the other, or all of it put together from boxes."""
+    ordered = sorted(dense.blocks, key=lambda number: reader.block(number).placed.spec.row_begin)
+    end = 0
+    for number in ordered:
+        spec = reader.block(number).placed.spec
+        if spec.is_box or (spec.is_part and spec.row_begin != end):
+            return _Assembled(dense, reader)
+        end += spec.shape[0] if spec.shape else 0
+    itemsize = dtype_by_name(dense.dtype, owner=dense.name).itemsize
+    parts = []
+    for number in ordered:
+        spec = reader.block(number).placed.spec
+        size = int(np.prod(spec.shape, dtype=np.int64)) * itemsize
+        if size:
+            parts.append((size, plain_source(reader, number, None)))
+    return _Joined(parts)
+
+
+class _Joined:
+    """The bytes of several sources, (bytes, source), one behind the other."""
+
+    def __init__(self, parts: Sequence[tuple[int, ByteSource]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([size for size, _ in parts], dtype=np.int64)
+        self._used: list[ByteSource] = []
+
+    def pieces(self, begin: int, end: int) -> U64:
+        found = [np.empty((0, 2), dtype=np.uint64)]
+        first = int(np.searchsorted(self._ends, begin, side="right"))
+        for (size, source), last in zip(self._parts[first:], self._ends[first:].tolist(), strict=True):
+            at = last - size
+            if at >= end:
+                break
+            found.append(source.pieces(max(0, begin - at), min(size, end - at)))
+            self._used.append(source)
+        return np.concatenate(found)
+
+    def release(self) -> None:
+        used, self._used = self._used, []
+        for source in used:
+            source.release()
+
+
+class _Assembled:
+    """The bytes of a tensor that is stored in boxes: all of it in memory, from the first byte to the last."""
+
+    def __init__(self, dense: StoredDense, reader: ChainReader) -> None:
+        self._dense, self._reader = dense, reader
+        self._bytes = 0
+
+    @cached_property
+    def _whole(self) -> torch.Tensor:
+        whole = torch.empty(self._dense.shape, dtype=dtype_by_name(self._dense.dtype, owner=self._dense.name).dtype)
+        for number in self._dense.blocks:
+            spec = self._reader.block(number).placed.spec
+            raw = np.empty(spec.bytes, dtype=np.uint8)
+            self._reader.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
+            self._reader.run()
+            box = tuple(slice(begin, begin + size) for begin, size in zip(spec.begin, spec.shape, strict=True))
+            whole[box] = decode(raw, spec)
+        return whole
+
+    def pieces(self, begin: int, end: int) -> U64:
+        self._bytes = end
+        return np.array([[self._whole.data_ptr() + begin, end - begin]], dtype=np.uint64)
+
+    def release(self) -> None:
+        if self._bytes == self._whole.nbytes:
+            del self._whole

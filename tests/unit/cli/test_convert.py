@@ -1,0 +1,103 @@
+"""The commands that convert: what they say, what they would do, and how they end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.cli import convert
+from asyncckpt.cli.findings import ExitCode
+from tests.program import invoke
+from tests.recis.handmade import Handmade, dense_values, user_rows
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return Handmade.of({"user": user_rows(300)}, dense_values(), shards=2).write(tmp_path / "ckpt_40")
+
+
+def test_there_and_back(source: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    said = "step 40: 1 table of 300 rows, 5 tensors, 2 shards, "
+    assert invoke("import", "recis", source, run, "--dry-run").stdout.startswith("would import " + said)
+    assert not run.exists()
+    assert invoke("import", "recis", source, run).stdout.startswith("imported " + said)
+    assert asyncckpt.list_steps(run) == [40]
+    more = ("--optimizer", "sparse_adam", "--shards", 1)
+    answer = json.loads(invoke("export", "recis", run, out, *more, "--dry-run", "--json").stdout)
+    assert (answer["dry_run"], answer["step"], answer["tables"], answer["shards"]) == (True, 40, {"user": 300}, 1)
+    assert not out.exists()
+    assert json.loads(invoke("export", "recis", run, out, *more, "--json").stdout)["tables"] == {"user": 300}
+    assert invoke("import", "recis", out, run, "--step", 41, "--no-verify").exit_code == ExitCode.OK
+    assert [line.split()[0] for line in invoke("ls", run).stdout.splitlines()[1:]] == ["40", "41"]
+
+
+def test_columns_are_named(source: Path, tmp_path: Path) -> None:
+    done = invoke("import", "recis", source, tmp_path / "run", "--column", "sparse_adam_exp_avg=mean")
+    assert done.exit_code == ExitCode.OK
+    blocks = json.loads(invoke("show", tmp_path / "run", "--json").stdout)["blocks"]
+    assert {"user@mean", "user@exp_avg_sq", "user@last_seen"} < {block["name"] for block in blocks}
+
+
+def test_what_is_refused_ends_with_its_code(source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert invoke("import", "recis", source, run).exit_code == ExitCode.OK
+    asyncckpt.save(tmp_path / "odd", {"x": torch.ones(1, dtype=torch.complex64)})
+    (source / "index").write_text("{")
+    cases = [
+        (ExitCode.DAMAGED, "strict JSON", ("import", "recis", source, tmp_path / "new")),
+        (ExitCode.NOT_FOUND, "does not exist", ("import", "recis", tmp_path / "none", tmp_path / "new")),
+        (ExitCode.NOT_FOUND, "no checkpoint of step 7", ("export", "recis", run, tmp_path / "new", "--step", 7)),
+        (ExitCode.USAGE, "is not known", ("export", "recis", run, tmp_path / "new")),
+        (ExitCode.USAGE, "optimizer is wrong", ("export", "recis", run, tmp_path / "new", "--optimizer", "adam")),
+        (ExitCode.USAGE, "SLOT=COLUMN", ("import", "recis", source, run, "--column", "a")),
+        (ExitCode.USAGE, "invalid choice", ("import", "other", source, run)),
+        (ExitCode.UNREADABLE, "complex64", ("export", "recis", tmp_path / "odd", tmp_path / "new")),
+        (ExitCode.HELD, "exists already", ("export", "recis", run, source, "--optimizer", "sparse_adam")),
+    ]
+    for code, words, arguments in cases:
+        for more in ((), ("--dry-run",)):
+            result = invoke(*arguments, *more)
+            assert result.exit_code == code, result.output
+            assert words in result.stderr
+            assert result.stdout == ""
+            assert not (tmp_path / "new").exists()
+
+
+def test_plain_values_are_left_out_and_named(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "run", {"x": torch.ones(1), "epoch": 3, "names": ["a", "b"]})
+    lines = invoke("export", "recis", tmp_path / "run", tmp_path / "out").stdout.splitlines()
+    assert lines[1] == "left out: 3 plain values: epoch, names.0, names.1"
+
+
+def test_a_terminal_is_told_how_far_it_is(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncckpt.cli.convert.TICK_S", 0.0)
+
+    class Terminal:
+        def __init__(self) -> None:
+            self.text, self.seen = "", threading.Event()
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            self.text += text
+            if "2 KiB" in self.text:
+                self.seen.set()
+            return len(text)
+
+        def flush(self) -> None:
+            """Nothing is held back."""
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with convert._shown("importing") as progress:
+        progress.advance(2048)
+        assert terminal.seen.wait(60)
+    assert terminal.text.endswith("\r\x1b[K")
