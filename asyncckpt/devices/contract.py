@@ -43,7 +43,10 @@ class Event(Protocol):
 
 
 class Kernels(Protocol):
-    """Copies by address on one device, queued on the stream of a batch, which is current. They raise DeviceError."""
+    """Copies by address on one device, queued on the stream of a batch, which is current.
+
+    They raise DeviceError; MemoryError when there is no memory for what they need, and then the device goes on.
+    """
 
     @property
     def name(self) -> str:
@@ -62,7 +65,7 @@ class Kernels(Protocol):
     def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         """Copy segments one by one between the device and the host, to the host or from it.
 
-        The call may wait for the device if the host's memory is not registered.
+        Host memory may be registered in part. The call may wait for the device where it is not.
         """
         ...
 
@@ -118,7 +121,7 @@ class Runtime(Protocol):
         ...
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Call `work`, now or later, with a stream as the current one, so that it queues there."""
+        """Call `work`, now or later, with a stream as the current one, so that it queues there. Raises MemoryError."""
         ...
 
     def handle(self, stream: Stream) -> int:
@@ -131,7 +134,7 @@ class Runtime(Protocol):
         ...
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
-        """Return new host memory that devices can read and write, uint8 [bytes]."""
+        """Return new host memory that devices can read and write, uint8 [bytes]. Raises MemoryError."""
         ...
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:

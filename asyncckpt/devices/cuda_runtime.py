@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncckpt.devices.batch import failed, failing, not_pinned
+from asyncckpt.devices.batch import failing, not_pinned
 from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
 from asyncckpt.devices.torch_kernels import TorchKernels
@@ -118,13 +118,8 @@ class CudaRuntime:
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
         stream = self.side_stream(device)
-        try:
-            with torch.cuda.stream(stream):
-                return torch.empty(bytes, dtype=torch.uint8, device=f"cuda:{device}")
-        except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(f"{bytes} bytes on device {device}: {error}") from error
-        except RuntimeError as error:
-            raise failed(error, "allocating memory") from error
+        with failing(f"allocating memory on device {device}"), torch.cuda.stream(stream):
+            return torch.empty(bytes, dtype=torch.uint8, device=f"cuda:{device}")
 
     def view(self, address: int, bytes: int, device: int | None) -> torch.Tensor:
         if device is None:

@@ -35,11 +35,11 @@ class LibraryKernels:
                 table = batch.new_pinned(size)
                 self._library.copy_batch(self._device, small, table, stream, device_table=_near_table(size, batch))
             if len(large):
-                self._library.copy(self._device, large, stream)
+                self._library.copy(self._device, batch.within_pinned(large), stream)
 
     def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         with _queueing():
-            self._library.copy(self._device, segments, self._runtime.handle(batch.stream))
+            self._library.copy(self._device, batch.within_pinned(segments), self._runtime.handle(batch.stream))
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, batch: Batch) -> None:
         rows = target_rows if source_rows is None else source_rows

@@ -37,6 +37,13 @@ class Pinner(Protocol):
     def unregister(self, address: int) -> None: ...
 
 
+class Writer(Protocol):
+    """What writes to an arena by itself. is_lost: it does not end, so the memory must stay as it is."""
+
+    @property
+    def is_lost(self) -> bool: ...
+
+
 class ArenaState(Enum):
     FREE = "free"
     PREPARING = "preparing"
@@ -52,6 +59,7 @@ class Arena:
         self.is_lent = False
         self.contents: ArenaContents | None = None
         self.filled_at = 0
+        self.writer: Writer | None = None
         self._memory = core.map_memory(MAPPED_UNIT_BYTES)
         self._pinned = (0, 0)
         self._pinner: Pinner | None = None

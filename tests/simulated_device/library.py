@@ -77,8 +77,12 @@ class QueuedLibrary:
         segments = segments.copy()
         spans = np.concatenate([segments[:, [0, 2]], segments[:, [1, 2]]])
         on_host = spans[~self._runtime.is_on_device(spans, device)]
+        try:
+            is_pinned = self._runtime.is_pinned_for_engine(on_host)
+        except RuntimeError as error:
+            raise DeviceFailure(str(error), name="cudaErrorInvalidValue", number=1, item=0) from error
         self._queue(device, stream, "copy", lambda: self._library.copy(device, segments, stream))
-        if not self._runtime.is_pinned(on_host):
+        if not is_pinned:
             self._runtime.record(self._runtime.stream_of(stream)).wait()
 
     def copy_batch(self, device: int, segments: U64, table: int, stream: int, **more: Any) -> None:

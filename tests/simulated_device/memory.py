@@ -28,8 +28,8 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
-class OutOfMemory(RuntimeError):
-    """As torch.cuda.OutOfMemoryError, which is a RuntimeError too."""
+class OutOfMemory(torch.cuda.OutOfMemoryError):
+    """What torch raises; a RuntimeError."""
 
 
 class Region:
