@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -54,6 +55,15 @@ class LibraryKernels:
                 len(rows),
                 self._runtime.handle(batch.stream),
             )
+
+    def new_stream(self) -> int:
+        """Return the handle of a stream that nobody else has."""
+        with failing("making a stream", on=DeviceFailure):
+            return self._library.new_stream(self._device)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Let this thread wait and allocate while another one captures a graph."""
+        return self._library.beside_captures()
 
     def register(self, address: int, bytes: int) -> None:
         """See Runtime.register."""
