@@ -91,6 +91,10 @@ class Batch:
         self._own.append((int(memory.data_ptr()), memory.numel()))
         return int(memory.data_ptr())
 
+    def is_own(self, address: int, bytes: int) -> bool:
+        """Return whether memory is device memory of this batch."""
+        return any(begin <= address and address + bytes <= begin + size for begin, size in self._own)
+
     def is_reachable(self, address: int, bytes: int) -> bool:
         """Return whether kernels can write to memory: device memory of this batch, or registered host memory."""
         ranges = self._own + (self._reachable if self.kernels.reaches_host else [])

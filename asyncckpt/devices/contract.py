@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Stream = Any
 """A stream of a runtime; only that runtime looks into it."""
 
+ENGINE_COPIES_MAX = 256  # Of one list: a stream holds some 1,024 operations, and then the host waits for room.
 LARGE_BYTES = 1 << 20  # A segment of at least this size is a copy of its own, which takes the host some microseconds.
 PACK_BYTES = 64 << 20  # Device memory in which short segments are packed if kernels cannot write to the host.
 

@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch, failing, not_pinned
-from asyncckpt.devices.contract import LARGE_BYTES, Runtime
+from asyncckpt.devices.contract import ENGINE_COPIES_MAX, LARGE_BYTES, Runtime
 from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
@@ -28,7 +29,7 @@ class LibraryKernels:
 
     def copy(self, segments: U64, batch: Batch) -> None:
         stream = self._runtime.handle(batch.stream)
-        is_large = segments[:, 2] >= LARGE_BYTES
+        is_large = _are_for_engine(segments, batch)
         large, small = np.ascontiguousarray(segments[is_large]), np.ascontiguousarray(segments[~is_large])
         with _queueing():
             if len(small):
@@ -98,6 +99,18 @@ class LibraryKernels:
         segments = np.array([[batch.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
         self._library.copy(self._device, segments, self._runtime.handle(batch.stream))
         return address
+
+
+def _are_for_engine(segments: U64, batch: Batch) -> NDArray[np.bool_]:
+    """Return which segments the copy engine copies, bool [n]: the longest ones, none of those within the device."""
+    sizes = segments[:, 2]
+    is_large: NDArray[np.bool_] = sizes >= LARGE_BYTES
+    begin, end = int(segments[:, 1].min(initial=1 << 63)), int((segments[:, 1] + sizes).max(initial=0))
+    if batch.is_own(begin, end - begin):
+        return np.zeros(len(segments), dtype=np.bool_)
+    if np.count_nonzero(is_large) > ENGINE_COPIES_MAX:
+        is_large[np.argsort(sizes, kind="stable")[:-ENGINE_COPIES_MAX]] = False
+    return is_large
 
 
 def _near_table(bytes: int, batch: Batch) -> int:

@@ -81,7 +81,9 @@ class QueuedLibrary:
             is_pinned = self._runtime.is_pinned_for_engine(on_host)
         except RuntimeError as error:
             raise DeviceFailure(str(error), name="cudaErrorInvalidValue", number=1, item=0) from error
-        self._queue(device, stream, "copy", lambda: self._library.copy(device, segments, stream))
+        for number in range(len(segments)):  # Each is an operation of its own.
+            one = segments[number : number + 1]
+            self._queue(device, stream, "copy", partial(self._library.copy, device, one, stream))
         if not is_pinned:
             self._runtime.record(self._runtime.stream_of(stream)).wait()
 

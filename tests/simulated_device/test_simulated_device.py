@@ -296,6 +296,15 @@ def test_an_allocation_that_fails_fails_once_and_alone(n: int) -> None:
     assert not runtime.schedule.lost
 
 
+def test_the_host_waits_for_room_in_a_stream() -> None:
+    runtime, done = SimulatedRuntime(1), list[int]()
+    runtime.schedule.pace = 0.0
+    for number in range(1030):
+        runtime.training_op(runtime.current_stream(0), lambda number=number: done.append(number))
+    assert done == list(range(6))
+    assert runtime.schedule.waits_for_room_count == 6
+
+
 def test_a_table_that_is_overwritten_before_its_launch_runs_is_found() -> None:
     runtime = SimulatedRuntime(1)
     runtime.schedule.pace = 0.0

@@ -195,6 +195,25 @@ def test_copies_over_the_borders_of_pinned_ranges(kernels: KernelsChoice, by_scr
     world.check()
 
 
+@pytest.mark.parametrize("by_scratch", [False, True])
+@pytest.mark.usefixtures("small_limits")
+def test_many_long_segments_do_not_fill_the_queue_of_a_stream(
+    by_scratch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy of the copy engine is an operation; the host would wait for room."""
+    monkeypatch.setattr(library_kernels, "ENGINE_COPIES_MAX", 5, raising=False)
+    world = World("plain", 3, pinned=True)
+    world.runtime.schedule.run_all()
+    world.runtime.schedule.pace, world.runtime.schedule.depth_max = 0.0, 20
+    sizes = [world.random.randrange(4000, 9000) for _ in range(30)]
+    begins = np.cumsum([0, *sizes[:-1]])
+    found = [(world.source.data_ptr() + b, world.target_address + b, s) for b, s in zip(begins, sizes, strict=True)]
+    world.expected[: sum(sizes)] = world.source_bytes[: sum(sizes)]
+    world.copy(SegmentCopy(np.array(found, dtype=np.uint64)), by_scratch=by_scratch)
+    assert world.runtime.schedule.waits_for_room_count == 0
+    world.check()
+
+
 @pytest.mark.usefixtures("small_limits")
 def test_without_memory_left_a_strided_tensor_goes_in_parts_that_there_is_memory_for() -> None:
     for kernels in ("plain", "torch"):
