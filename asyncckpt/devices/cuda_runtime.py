@@ -21,6 +21,7 @@ import torch
 from asyncckpt.devices.batch import failing, not_pinned
 from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
+from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
 from asyncckpt.guard import Guard
@@ -62,6 +63,7 @@ class CudaRuntime:
         self._guard = Guard()
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._kernels: dict[int, Kernels] = {}
+        self._side_memory = SideMemory(lambda device: int(torch.cuda.mem_get_info(device)[0]), self._allocate)
         self._home = 0  # A device that this process uses, for calls without a device.
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
@@ -136,6 +138,9 @@ class CudaRuntime:
             return torch.empty(bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
+        return self._side_memory.new(device, bytes)
+
+    def _allocate(self, device: int, bytes: int) -> torch.Tensor:
         stream = self.side_stream(device)
         with self.calling(device, f"allocating memory on device {device}"), torch.cuda.stream(stream):
             return torch.empty(bytes, dtype=torch.uint8, device=f"cuda:{device}")

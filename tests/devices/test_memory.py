@@ -53,6 +53,21 @@ def test_a_save_into_an_arena_that_is_pinned_in_part(
         assert differing(loaded(tmp_path / "large", 1, values), values) == []
 
 
+@pytest.mark.parametrize("kernels", ["plain", "torch"])
+def test_scratch_memory_that_does_not_fit_is_not_asked_for(kernels: KernelsChoice, tmp_path: Path) -> None:
+    """An allocator that finds none gives back its cache and waits for the device, at every save."""
+    runtime = SimulatedRuntime(1, seed=5, kernels=kernels, device_bytes=5 << 20)
+    with runtime.installed():
+        state = {"large": runtime.new_tensor((3 << 20,), torch.uint8, values=torch.arange(3 << 20))}
+        values = {name: runtime.read(tensor) for name, tensor in state.items()}
+        options = asyncckpt.DeviceOptions(scratch_bytes=1 << 30)
+        with asyncckpt.Saver(path=tmp_path, tensors=state, device=options, durability="none") as saver:
+            for step in range(3):
+                saver.save_async(step).result(30)
+        assert differing(loaded(tmp_path, 2, values), values) == []
+    assert runtime.flushes_count == 0
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 @every_way
 def test_every_allocation_of_a_save_may_fail(

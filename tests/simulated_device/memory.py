@@ -86,6 +86,11 @@ class Allocator:
         self._dropped: deque[tuple[object, int, int]] = deque()
         self.live: dict[int, int] = {}
 
+    @property
+    def unused_bytes(self) -> int:
+        """What was never handed out."""
+        return self.region.end - self._next
+
     def allocate(self, bytes: int, pool: object) -> torch.Tensor:
         """Memory of `bytes` bytes, uint8 [bytes]; the piece that was dropped last on this pool comes first."""
         self.collect()

@@ -20,6 +20,7 @@ from asyncckpt.devices import current_runtime as chosen
 from asyncckpt.devices.batch import failing, not_pinned
 from asyncckpt.devices.contract import Kernels
 from asyncckpt.devices.cuda_runtime import host_view
+from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.staging.pool import pool
 from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary
@@ -76,6 +77,7 @@ class SimulatedRuntime:
         self.schedule = Schedule(self._regions, seed)
         self._default = [self.schedule.new_stream(device, "default") for device in range(devices_count)]
         self._side = [self.schedule.new_stream(device, "side") for device in range(devices_count)]
+        self._side_memory = SideMemory(lambda device: self._memory[device].unused_bytes, self._new_memory)
         self._kernels_choice = kernels
         self._kernels: dict[int, Kernels] = {}
         self._here = threading.local()
@@ -83,6 +85,7 @@ class SimulatedRuntime:
         self._calls_to_failure: int | None = None
         self._failure: Callable[[], Exception] = DeviceLost
         self._allocations_to_failure: int | None = None
+        self.flushes_count = 0  # Times at which the allocator gave back its cache and waited for the device.
         self.is_out_of_memory = False
         self.allocation_bytes_max: int | None = None  # Of one on a device: memory is in pieces.
         self.refuses_to_pin = False
@@ -339,6 +342,9 @@ class SimulatedRuntime:
             return memory
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
+        return self._side_memory.new(device, bytes)
+
+    def _new_memory(self, device: int, bytes: int) -> torch.Tensor:
         with self.calling(device, f"allocating memory on device {device}"):
             return self._allocate(device, bytes, self._side[device])
 
@@ -389,8 +395,13 @@ class SimulatedRuntime:
             self.allocating(bytes)
             limit = 0 if self.is_out_of_memory else self.allocation_bytes_max
             if limit is not None and bytes > limit:
+                self.flushes_count += 1
                 raise OutOfMemory(f"CUDA out of memory. Tried to allocate {bytes} bytes.")
-            memory = self._memory[device].allocate(bytes, stream)
+            try:
+                memory = self._memory[device].allocate(bytes, stream)
+            except OutOfMemory:
+                self.flushes_count += 1
+                raise
             garbage = self.schedule.random.randrange(256)
             self.queue(stream, partial(alias(memory).fill_, garbage), name="garbage")
             return memory
