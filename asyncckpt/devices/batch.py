@@ -34,7 +34,8 @@ class Batch:
     def __init__(self, runtime: Runtime, device: int, *, reachable: Sequence[tuple[int, int]] = ()) -> None:
         self.runtime = runtime
         self.device = device
-        self._reachable = list(reachable)
+        self._pinned_pieces = [piece for piece in reachable if piece[1]]
+        self._reachable = _joined(self._pinned_pieces)
         self._own: list[tuple[int, int]] = []
         self._kept: list[object] = []
         self._pinned: torch.Tensor | None = None
@@ -105,7 +106,7 @@ class Batch:
 
         The copy engine refuses host memory of which only a part is pinned, or in two pieces.
         """
-        for border in sorted({place for begin, size in self._reachable if size for place in (begin, begin + size)}):
+        for border in sorted({place for begin, size in self._pinned_pieces for place in (begin, begin + size)}):
             for side in (0, 1):
                 begins = segments[:, side]
                 crosses = (begins < border) & (border < begins + segments[:, 2])
@@ -148,6 +149,17 @@ class Batch:
         self._afterwards.clear()
         self._kept.clear()
         self._pinned = None
+
+
+def _joined(pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges (address, bytes), those that touch as one: so kernels see them, but not the copy engine."""
+    found: list[tuple[int, int]] = []
+    for begin, size in sorted(pieces):
+        if found and sum(found[-1]) == begin:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((begin, size))
+    return found
 
 
 def settle_all(running: Sequence[tuple[Batch, Event]]) -> list[BaseException]:

@@ -45,7 +45,7 @@ def launch(copies: HostCopies, arena: Arena, options: SaveOptions) -> Pending:
     limit_bytes = options.device.pinned_memory_limit
     pin(arena, begin - arena.address, end - arena.address, copies.runtime, limit_bytes=limit_bytes)
     try:
-        return copies.launch(reachable=[arena.pinned])
+        return copies.launch(reachable=arena.pinned_pieces)
     finally:
         arena.writer = copies.pending
 
