@@ -1,6 +1,6 @@
 """A simulated kind of devices: what CUDA promises about order, and nothing more, on a machine without one.
 
-ranges.py        ranges of memory, and what the copy engine asks of pinned ones
+ranges.py        ranges of memory: what devices and their copy engines reach of them
 memory.py        memory of a device: out of bounds for the host except while a queued operation runs
 schedule.py      streams, events, and the seeded order in which queued operations run
 torch_queue.py   torch's own operations on tensors of devices are queued instead of done

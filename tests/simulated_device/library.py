@@ -161,3 +161,16 @@ class QueuedLibrary:
 
 def _rows_at(address: int | None, count: int) -> Any:
     return None if address is None else host_view(address, 8 * count).numpy().view(np.int64)
+
+
+def library_on_cpu(devices_count: int) -> Library:
+    """The CUDA library compiled for the CPU."""
+    import ctypes
+
+    from asyncckpt.native.cuda import load_cuda_library
+    from tests.cuda_on_cpu import cuda_on_cpu_library
+
+    path = cuda_on_cpu_library()
+    ctypes.CDLL(str(path)).cuda_on_cpu_set_devices(devices_count)
+    library: Library = load_cuda_library(path)
+    return library

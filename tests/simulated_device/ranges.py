@@ -1,4 +1,4 @@
-"""Ranges of memory, and what the copy engine asks of pinned ones."""
+"""Ranges of memory: what devices reach of them, and what the copy engine asks of pinned ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.simulated_device.memory import Region, is_mapped
+from tests.simulated_device.schedule import Schedule
 
 
 class InvalidValue(RuntimeError):
@@ -48,3 +51,44 @@ def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _begins_and_ends(spans: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     begins = spans[:, 0].astype(np.int64)
     return begins, begins + spans[:, 1].astype(np.int64)
+
+
+class Reach:
+    """What devices reach of their own memory and of the host's; a part of SimulatedRuntime."""
+
+    schedule: Schedule
+    registered: dict[int, int]
+    _regions: list[Region]
+    _pinned_region: Region
+
+    def is_on_device(self, spans: NDArray[Any], device: int) -> NDArray[np.bool_]:
+        """Which of (address, bytes) [n, 2] lie on a device: bool [n]."""
+        return are_within(spans, [(self._regions[device].begin, self._regions[device].bytes)])
+
+    def is_pinned(self, spans: NDArray[Any]) -> bool:
+        """Whether all of (address, bytes) [n, 2] are host memory that devices reach."""
+        return bool(are_within(spans, joined(self._pinned_ranges())).all())
+
+    def is_pinned_for_engine(self, spans: NDArray[Any]) -> bool:
+        """As is_pinned, for copies of the copy engine. Raises InvalidValue for one that a pinned range holds in part.
+
+        Ranges that touch are two to it.
+        """
+        ranges = self._pinned_ranges()
+        is_within = are_within(spans, ranges)
+        if (are_touched(spans, ranges) & ~is_within).any():
+            raise InvalidValue
+        return bool(is_within.all())
+
+    def _pinned_ranges(self) -> list[tuple[int, int]]:
+        return [(self._pinned_region.begin, self._pinned_region.bytes), *self.registered.items()]
+
+    def check_reachable(self, spans: NDArray[Any], device: int, what: str) -> None:
+        """A fault unless kernels on a device may touch all of (address, bytes) [n, 2]."""
+        on_host = spans[~self.is_on_device(spans, device)]
+        if not self.is_pinned(on_host):
+            raise self.schedule.fault(f"{what} on device {device} touches memory that it cannot reach")
+        if len(on_host) and self.registered:
+            begin = int(on_host[:, 0].min())
+            if not is_mapped(begin, int(on_host[:, 0].max() - on_host[:, 0].min()) + 1):
+                raise self.schedule.fault(f"{what} on device {device} touches memory that was unmapped")

@@ -12,9 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.devices import current_runtime as chosen
 from asyncckpt.devices.batch import failing, not_pinned
@@ -23,9 +21,9 @@ from asyncckpt.devices.cuda_runtime import host_view
 from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.staging.pool import pool
-from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary
+from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary, library_on_cpu
 from tests.simulated_device.memory import Allocator, OutOfMemory, Region, is_mapped
-from tests.simulated_device.ranges import InvalidValue, are_touched, are_within, joined
+from tests.simulated_device.ranges import Reach
 from tests.simulated_device.schedule import DeviceLost, Operation, Point, Schedule, Stream
 from tests.simulated_device.torch_queue import QueueingMode, alias
 
@@ -54,7 +52,7 @@ class SimulatedEvent:
                 raise DeviceLost
 
 
-class SimulatedRuntime:
+class SimulatedRuntime(Reach):
     """Implements contract.Runtime.
 
     seed: of the order of things. kernels: "torch" for TorchKernels; else LibraryKernels, "library" over the sources of
@@ -259,38 +257,6 @@ class SimulatedRuntime:
     def device_at(self, address: int) -> int | None:
         return next((device for device, region in enumerate(self._regions) if region.holds(address)), None)
 
-    def is_on_device(self, spans: NDArray[Any], device: int) -> NDArray[np.bool_]:
-        """Which of (address, bytes) [n, 2] lie on a device: bool [n]."""
-        return are_within(spans, [(self._regions[device].begin, self._regions[device].bytes)])
-
-    def is_pinned(self, spans: NDArray[Any]) -> bool:
-        """Whether all of (address, bytes) [n, 2] are host memory that devices reach."""
-        return bool(are_within(spans, joined(self._pinned_ranges())).all())
-
-    def is_pinned_for_engine(self, spans: NDArray[Any]) -> bool:
-        """As is_pinned, for copies of the copy engine. Raises InvalidValue for one that a pinned range holds in part.
-
-        Ranges that touch are two to it.
-        """
-        ranges = self._pinned_ranges()
-        is_within = are_within(spans, ranges)
-        if (are_touched(spans, ranges) & ~is_within).any():
-            raise InvalidValue
-        return bool(is_within.all())
-
-    def _pinned_ranges(self) -> list[tuple[int, int]]:
-        return [(self._pinned_region.begin, self._pinned_region.bytes), *self.registered.items()]
-
-    def check_reachable(self, spans: NDArray[Any], device: int, what: str) -> None:
-        """A fault unless kernels on a device may touch all of (address, bytes) [n, 2]."""
-        on_host = spans[~self.is_on_device(spans, device)]
-        if not self.is_pinned(on_host):
-            raise self.schedule.fault(f"{what} on device {device} touches memory that it cannot reach")
-        if len(on_host) and self.registered:
-            begin = int(on_host[:, 0].min())
-            if not is_mapped(begin, int(on_host[:, 0].max() - on_host[:, 0].min()) + 1):
-                raise self.schedule.fault(f"{what} on device {device} touches memory that was unmapped")
-
     def stream_of(self, handle: int) -> Stream:
         return next(stream for stream in self.schedule.streams if stream.handle == handle)
 
@@ -386,7 +352,7 @@ class SimulatedRuntime:
             return TorchKernels(self, device)
         from asyncckpt.devices.library_kernels import LibraryKernels
 
-        library: Library = PlainLibrary() if self._kernels_choice == "plain" else _library_on_cpu(self.devices_count)
+        library: Library = PlainLibrary() if self._kernels_choice == "plain" else library_on_cpu(self.devices_count)
         queued: Any = QueuedLibrary(self, library)
         return LibraryKernels(self, device, queued)
 
@@ -418,16 +384,3 @@ def _let_go_of_arenas() -> None:
     pool.trim()
     while pool._lost:
         pool._lost.pop().close()
-
-
-def _library_on_cpu(devices_count: int) -> Library:
-    """The CUDA library compiled for the CPU."""
-    import ctypes
-
-    from asyncckpt.native.cuda import load_cuda_library
-    from tests.cuda_on_cpu import cuda_on_cpu_library
-
-    path = cuda_on_cpu_library()
-    ctypes.CDLL(str(path)).cuda_on_cpu_set_devices(devices_count)
-    library: Library = load_cuda_library(path)
-    return library
