@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.errors import DeadlineError, DeviceError
+from asyncckpt.native import U64
 
 _ALIGNMENT = 256
 _PINNED_UNIT_BYTES = 1 << 20
+_CUDA_OUT_OF_MEMORY, _NO_MEMORY = 2, "CUDA error: out of memory"  # In older versions torch has the text alone.
 
 _abandoned: list[Batch] = []
 
@@ -32,7 +34,8 @@ class Batch:
     def __init__(self, runtime: Runtime, device: int, *, reachable: Sequence[tuple[int, int]] = ()) -> None:
         self.runtime = runtime
         self.device = device
-        self._reachable = list(reachable)
+        self._pinned_pieces = [piece for piece in reachable if piece[1]]
+        self._reachable = _joined(self._pinned_pieces)
         self._own: list[tuple[int, int]] = []
         self._kept: list[object] = []
         self._pinned: torch.Tensor | None = None
@@ -89,10 +92,31 @@ class Batch:
         self._own.append((int(memory.data_ptr()), memory.numel()))
         return int(memory.data_ptr())
 
+    def is_own(self, address: int, bytes: int) -> bool:
+        """Return whether memory is device memory of this batch."""
+        return any(begin <= address and address + bytes <= begin + size for begin, size in self._own)
+
     def is_reachable(self, address: int, bytes: int) -> bool:
         """Return whether kernels can write to memory: device memory of this batch, or registered host memory."""
         ranges = self._own + (self._reachable if self.kernels.reaches_host else [])
         return any(begin <= address and address + bytes <= begin + size for begin, size in ranges)
+
+    def within_pinned(self, segments: U64) -> U64:
+        """Return segments (source, target, bytes), uint64 [n, 3], cut where pinned memory begins and ends.
+
+        The copy engine refuses host memory of which only a part is pinned, or in two pieces.
+        """
+        for border in sorted({place for begin, size in self._pinned_pieces for place in (begin, begin + size)}):
+            for side in (0, 1):
+                begins = segments[:, side]
+                crosses = (begins < border) & (border < begins + segments[:, 2])
+                if crosses.any():
+                    heads, tails = segments.copy(), segments[crosses]
+                    heads[crosses, 2] = np.uint64(border) - begins[crosses]
+                    tails[:, :2] += heads[crosses, 2:]
+                    tails[:, 2] -= heads[crosses, 2]
+                    segments = np.concatenate([heads, tails])
+        return segments
 
     def afterwards(self, work: Callable[[], None]) -> None:
         """Run work on the host, in the background, after the batch is done; in the order of these calls."""
@@ -127,6 +151,17 @@ class Batch:
         self._pinned = None
 
 
+def _joined(pieces: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges (address, bytes), those that touch as one: so kernels see them, but not the copy engine."""
+    found: list[tuple[int, int]] = []
+    for begin, size in sorted(pieces):
+        if found and sum(found[-1]) == begin:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((begin, size))
+    return found
+
+
 def settle_all(running: Sequence[tuple[Batch, Event]]) -> list[BaseException]:
     """Settle every batch with its last event, even if some fail; return what was raised, interrupts first.
 
@@ -146,6 +181,12 @@ def settle_all(running: Sequence[tuple[Batch, Event]]) -> list[BaseException]:
     return interrupts + failures
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of a runtime says that there is no memory: then the device goes on."""
+    number = getattr(error, "number", getattr(error, "error_code", None))  # Of the CUDA library, of torch.
+    return isinstance(error, torch.cuda.OutOfMemoryError) or number == _CUDA_OUT_OF_MEMORY or _NO_MEMORY in str(error)
+
+
 def failed(error: BaseException, what: str) -> DeviceError:
     """Return the DeviceError for an error of a runtime."""
     return DeviceError(
@@ -156,10 +197,12 @@ def failed(error: BaseException, what: str) -> DeviceError:
 
 @contextmanager
 def failing(what: str, *, on: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Turn errors of a runtime into DeviceError."""
+    """Turn errors of a runtime into DeviceError, or into MemoryError where memory is all that is missing."""
     try:
         yield
     except on as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"no memory in {what}: {error}") from error
         raise failed(error, what) from error
 
 

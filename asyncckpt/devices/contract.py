@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Stream = Any
 """A stream of a runtime; only that runtime looks into it."""
 
+ENGINE_COPIES_MAX = 256  # Of one list: a stream holds some 1,024 operations, and then the host waits for room.
 LARGE_BYTES = 1 << 20  # A segment of at least this size is a copy of its own, which takes the host some microseconds.
 PACK_BYTES = 64 << 20  # Device memory in which short segments are packed if kernels cannot write to the host.
 
@@ -43,7 +44,10 @@ class Event(Protocol):
 
 
 class Kernels(Protocol):
-    """Copies by address on one device, queued on the stream of a batch, which is current. They raise DeviceError."""
+    """Copies by address on one device, queued on the stream of a batch, which is current.
+
+    They raise DeviceError; MemoryError when there is no memory for what they need, and then the device goes on.
+    """
 
     @property
     def name(self) -> str:
@@ -62,7 +66,7 @@ class Kernels(Protocol):
     def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         """Copy segments one by one between the device and the host, to the host or from it.
 
-        The call may wait for the device if the host's memory is not registered.
+        Host memory may be registered in part. The call may wait for the device where it is not.
         """
         ...
 
@@ -118,7 +122,7 @@ class Runtime(Protocol):
         ...
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Call `work`, now or later, with a stream as the current one, so that it queues there."""
+        """Call `work`, now or later, with a stream as the current one, so that it queues there. Raises MemoryError."""
         ...
 
     def handle(self, stream: Stream) -> int:
@@ -131,7 +135,7 @@ class Runtime(Protocol):
         ...
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
-        """Return new host memory that devices can read and write, uint8 [bytes]."""
+        """Return new host memory that devices can read and write, uint8 [bytes]. Raises MemoryError."""
         ...
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:

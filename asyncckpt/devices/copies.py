@@ -6,7 +6,7 @@ host, which runs beside training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -214,8 +214,26 @@ class TensorCopy:
 
     def run(self, batch: Batch) -> None:
         batch.keep(self._target, self._source)
-        # torch would conjugate and negate on the host at once, before the values have arrived.
-        self._target.copy_(self._source.resolve_conj().resolve_neg(), non_blocking=True)
+        try:
+            # torch would conjugate and negate on the host at once, before the values have arrived.
+            values = self._source.resolve_conj().resolve_neg().contiguous()
+        except torch.cuda.OutOfMemoryError:
+            if self.bytes <= LARGE_BYTES:
+                raise
+            for part in self._parts():
+                part.run(batch)
+            return
+        # The memory of the values is used again behind the copy: both are of the side stream.
+        batch.kernels.transfer(_segment(values.data_ptr(), self._target.data_ptr(), self.bytes), batch, to_host=True)
+
+    def _parts(self) -> Iterator[TensorCopy]:
+        """Yield parts of the copy, of at most LARGE_BYTES where one index of a dimension has not more."""
+        dimension = next(number for number, size in enumerate(self._target.shape) if size > 1)
+        size = self._target.shape[dimension]
+        step = max(1, size * LARGE_BYTES // self.bytes)
+        for first in range(0, size, step):
+            count = min(step, size - first)
+            yield TensorCopy(*(side.narrow(dimension, first, count) for side in (self._target, self._source)))
 
     def split(self, bytes_max: int) -> tuple[Copy | None, Copy | None]:
         return (None, self) if self.bytes + SLOT_BYTES <= bytes_max else (self, None)
@@ -227,10 +245,10 @@ class TensorCopy:
             def inward(batch: Batch) -> None:
                 memory = batch.runtime.view(address, size, batch.device)
                 slot = memory.view(self._target.dtype).view(self._target.shape)
-                TensorCopy(slot, self._source).run(batch)
+                batch.keep(self._source)
+                slot.copy_(self._source, non_blocking=True)
 
-            outward = np.array([[address, self._target.data_ptr(), size]], dtype=np.uint64)
-            return inward, _outward(outward)
+            return inward, _outward(_segment(address, self._target.data_ptr(), size))
 
         return -(-size // SLOT_BYTES) * SLOT_BYTES, halves
 
@@ -273,17 +291,25 @@ class ChangedRowsCopy:
     def targets(self) -> tuple[int, int]:
         return _rows_range(self._columns, 0, self._now.rows_count) if self.bytes else (0, 0)
 
+    @property
+    def _whole(self) -> U64:
+        whole: U64 = self._columns.copy()
+        whole[:, 2] *= np.uint64(self._now.rows_count)
+        return whole
+
     def run(self, batch: Batch) -> None:
         kernels, count = batch.kernels, self._now.rows_count
         assert isinstance(kernels, ComparesRows)
-        now = batch.runtime.new_memory(batch.device, count * FINGERPRINT_BYTES)
+        try:
+            now = batch.runtime.new_memory(batch.device, count * FINGERPRINT_BYTES)
+        except MemoryError:  # The next save compares with nothing.
+            kernels.transfer(self._whole, batch, to_host=True)
+            return
         kernels.fingerprint_rows(np.ascontiguousarray(self._columns[:, [0, 2]]), count, int(now.data_ptr()), batch)
         before = None if self._before is None else self._before.memory
         begin, end = self.targets
         if before is None or not batch.is_reachable(begin, end - begin):  # All are new, or out of reach.
-            whole = self._columns.copy()
-            whole[:, 2] *= np.uint64(count)
-            kernels.transfer(whole, batch, to_host=True)
+            kernels.transfer(self._whole, batch, to_host=True)
         else:
             marks = batch.runtime.new_memory(batch.device, count)
             torch.ne(before.view(torch.int64), now.view(torch.int64), out=marks.view(torch.bool))
@@ -303,6 +329,11 @@ def _rows_range(columns: U64, first: int, last: int) -> tuple[int, int]:
     """Return the address range of rows [first, last) of the targets of columns."""
     begins, sizes = columns[:, 1].astype(np.int64), columns[:, 2].astype(np.int64)
     return int((begins + first * sizes).min()), int((begins + last * sizes).max())
+
+
+def _segment(source: int, target: int, bytes: int) -> U64:
+    segment: U64 = np.array([[source, target, bytes]], dtype=np.uint64)
+    return segment
 
 
 def _outward(segments: U64) -> Work:

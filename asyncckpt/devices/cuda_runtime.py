@@ -11,15 +11,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncckpt.devices.batch import failed, failing, not_pinned
+from asyncckpt.devices.batch import failing, not_pinned
 from asyncckpt.devices.contract import Event, Kernels, Runtime, Stream
 from asyncckpt.devices.library_kernels import LibraryKernels
+from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
 from asyncckpt.errors import DeadlineError, UnsupportedError, UsageError
 from asyncckpt.guard import Guard
@@ -38,19 +40,16 @@ _log = logging.getLogger("asyncckpt")
 
 
 class CudaEvent:
-    """Implements contract.Event.
+    """Implements contract.Event."""
 
-    The current device of background threads is 0, which other ranks may use, so every call sets the event's device.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._device = stream.device
-        with failing("recording an event"), torch.cuda.device(self._device):
+    def __init__(self, runtime: CudaRuntime, stream: torch.cuda.Stream) -> None:
+        self._runtime, self._device = runtime, int(stream.device_index)
+        with runtime.calling(self._device, "recording an event"):
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(stream)
 
     def is_done(self) -> bool:
-        with failing("a copy"), torch.cuda.device(self._device):
+        with self._runtime.calling(self._device, "a copy"):
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -64,6 +63,7 @@ class CudaRuntime:
         self._guard = Guard()
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._kernels: dict[int, Kernels] = {}
+        self._side_memory = SideMemory(lambda device: int(torch.cuda.mem_get_info(device)[0]), self._allocate)
         self._home = 0  # A device that this process uses, for calls without a device.
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
@@ -79,11 +79,32 @@ class CudaRuntime:
             return [torch.cuda.current_device()]
         return [device for device in range(torch.cuda.device_count()) if has_context(device)]
 
+    @contextmanager
+    def calling(self, device: int, what: str) -> Iterator[None]:
+        """Call torch for a device, without ending the capture of a graph by another thread.
+
+        The device of a background thread is 0, which other ranks may use. torch.cuda.device goes back to it without
+        making a context there, which torch.cuda.stream does.
+        """
+        kernels = self.kernels(device)
+        beside = kernels.beside_captures() if isinstance(kernels, LibraryKernels) else nullcontext()
+        with failing(what), torch.cuda.device(device), beside:
+            yield
+
     def side_stream(self, device: int) -> Stream:
-        with self._guard, failing("making a stream"):
-            if device not in self._side_streams:
-                self._side_streams[device] = torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
-            return self._side_streams[device]
+        if device not in self._side_streams:
+            with self.calling(device, "making a stream"):
+                made = self._new_stream(device)
+            with self._guard:
+                self._side_streams.setdefault(device, made)
+        return self._side_streams[device]
+
+    def _new_stream(self, device: int) -> torch.cuda.Stream:
+        kernels = self.kernels(device)
+        if isinstance(kernels, LibraryKernels):
+            return torch.cuda.ExternalStream(kernels.new_stream(), device)  # type: ignore[no-untyped-call]
+        # Of 32 that torch hands out in turn, so a trainer with as many may get the same one.
+        return torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
 
     def current_stream(self, device: int) -> Stream:
         return torch.cuda.current_stream(device)
@@ -98,14 +119,14 @@ class CudaRuntime:
             return False
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
-        with failing("queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
+        with self.calling(int(stream.device_index), "queueing a copy"), torch.no_grad(), torch.cuda.stream(stream):
             work()
 
     def handle(self, stream: Stream) -> int:
         return int(stream.cuda_stream)
 
     def record(self, stream: Stream) -> Event:
-        return CudaEvent(stream)
+        return CudaEvent(self, stream)
 
     def hold_back(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, CudaEvent)
@@ -113,18 +134,16 @@ class CudaRuntime:
             stream.wait_event(event.event)
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
-        with failing("allocating pinned memory"):
+        with self.calling(self._home, "allocating pinned memory"):
             return torch.empty(bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
+        return self._side_memory.new(device, bytes)
+
+    def _allocate(self, device: int, bytes: int) -> torch.Tensor:
         stream = self.side_stream(device)
-        try:
-            with torch.cuda.stream(stream):
-                return torch.empty(bytes, dtype=torch.uint8, device=f"cuda:{device}")
-        except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(f"{bytes} bytes on device {device}: {error}") from error
-        except RuntimeError as error:
-            raise failed(error, "allocating memory") from error
+        with self.calling(device, f"allocating memory on device {device}"), torch.cuda.stream(stream):
+            return torch.empty(bytes, dtype=torch.uint8, device=f"cuda:{device}")
 
     def view(self, address: int, bytes: int, device: int | None) -> torch.Tensor:
         if device is None:

@@ -95,9 +95,10 @@ class Launched:
 
 
 class Pending:
-    """Running copies, one batch per device."""
+    """Running copies, one batch per device. is_lost: a device has failed, and may still write to its targets."""
 
-    def __init__(self, batches: Sequence[Launched] = ()) -> None:
+    def __init__(self, batches: Sequence[Launched] = (), *, is_lost: bool = False) -> None:
+        self.is_lost = is_lost
         self._batches = list(batches)
         self._guard = Guard()
         self._failed: Exception | None = None
@@ -123,16 +124,12 @@ class Pending:
             running = [(item.batch, item.end) for item in self._batches]
             errors = settle_all(running) if running else []
             self._batches = []  # Only now: `fence` may be called while another thread waits here.
+            self.is_lost = self.is_lost or any(isinstance(error, (DeviceError, DeadlineError)) for error in errors)
             self._failed = self._failed or next((error for error in errors if isinstance(error, Exception)), None)
         if errors:
             raise errors[0]
         if self._failed is not None:
             raise self._failed
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a device has failed and may still write to its targets."""
-        return self._failed is not None
 
 
 class HostCopies:
@@ -154,6 +151,7 @@ class HostCopies:
         self._scratch_bytes = scratch_bytes
         self._streams = streams
         self._devices: dict[int, DeviceCopies] = {}
+        self.pending = Pending()
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """Return the device from which a tensor is copied; None: the host reads it."""
@@ -199,7 +197,8 @@ class HostCopies:
     def launch(self, *, reachable: Sequence[tuple[int, int]] = ()) -> Pending:
         """Queue everything, and make the trainer's streams wait for the fence. reachable: pinned (address, bytes).
 
-        Raises UsageError while a graph is being captured, DeviceError after nothing is running any more.
+        Raises UsageError while a graph is being captured, DeviceError, IOFailedError for memory that is not there.
+        Nothing is running any more then, unless `pending.is_lost`.
         """
         listed = {device: item for device, item in self._devices.items() if item.copies or item.later or item.works}
         if not listed:
@@ -215,14 +214,18 @@ class HostCopies:
             launched = [self._queue(batches[device], item) for device, item in listed.items()]
         except BaseException as error:
             # Queued copies use memory that is freed now.
-            _wait_for_side_streams(runtime, list(batches.values()), error)
+            lost = _wait_for_side_streams(runtime, list(batches.values()))
+            if lost is not None:
+                self.pending = Pending(is_lost=True)
+                raise lost from error
             if isinstance(error, MemoryError):
                 raise IOFailedError(
                     f"there is no memory for what a save copies through a device: {error}",
                     hint="allow more pinned host memory (pinned_memory_limit), or free memory of the device",
                 ) from error
             raise
-        return Pending(launched)
+        self.pending = Pending(launched)
+        return self.pending
 
     def _queue(self, batch: Batch, item: DeviceCopies) -> Launched:
         runtime = batch.runtime
@@ -244,19 +247,18 @@ class HostCopies:
         return Launched(batch=batch, fence=fence, step_fence=step_fence, end=batch.record())
 
 
-def _wait_for_side_streams(runtime: Runtime, batches: Sequence[Batch], error: BaseException) -> None:
-    """Wait for what was queued before an error. Raises DeviceError from it if a device does not finish."""
+def _wait_for_side_streams(runtime: Runtime, batches: Sequence[Batch]) -> DeviceError | None:
+    """Wait for what was queued before an error; return the error of a device that does not finish."""
     lost: DeviceError | None = None
     for batch in batches:
         try:
             runtime.record(batch.stream).wait()
         except DeviceError as found:
             lost = found
-        except DeadlineError as found:
+        except (DeadlineError, MemoryError) as found:
             batch.abandon()
             lost = DeviceError(f"device {batch.device} does not finish its copies: {found}")
-    if lost is not None:
-        raise lost from error
+    return lost
 
 
 def _queue_by_scratch(batch: Batch, direct: Sequence[Copy], scratch: Sequence[Copy]) -> list[Work]:

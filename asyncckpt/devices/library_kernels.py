@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch, failing, not_pinned
-from asyncckpt.devices.contract import LARGE_BYTES, Runtime
+from asyncckpt.devices.contract import ENGINE_COPIES_MAX, LARGE_BYTES, Runtime
 from asyncckpt.native import I64, U64
 from asyncckpt.native.cuda import CudaLibrary, DeviceFailure
 
@@ -27,7 +29,7 @@ class LibraryKernels:
 
     def copy(self, segments: U64, batch: Batch) -> None:
         stream = self._runtime.handle(batch.stream)
-        is_large = segments[:, 2] >= LARGE_BYTES
+        is_large = _are_for_engine(segments, batch)
         large, small = np.ascontiguousarray(segments[is_large]), np.ascontiguousarray(segments[~is_large])
         with _queueing():
             if len(small):
@@ -35,11 +37,11 @@ class LibraryKernels:
                 table = batch.new_pinned(size)
                 self._library.copy_batch(self._device, small, table, stream, device_table=_near_table(size, batch))
             if len(large):
-                self._library.copy(self._device, large, stream)
+                self._library.copy(self._device, batch.within_pinned(large), stream)
 
     def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         with _queueing():
-            self._library.copy(self._device, segments, self._runtime.handle(batch.stream))
+            self._library.copy(self._device, batch.within_pinned(segments), self._runtime.handle(batch.stream))
 
     def copy_rows(self, columns: U64, source_rows: I64 | None, target_rows: I64 | None, batch: Batch) -> None:
         rows = target_rows if source_rows is None else source_rows
@@ -54,6 +56,15 @@ class LibraryKernels:
                 len(rows),
                 self._runtime.handle(batch.stream),
             )
+
+    def new_stream(self) -> int:
+        """Return the handle of a stream that nobody else has."""
+        with failing("making a stream", on=DeviceFailure):
+            return self._library.new_stream(self._device)
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """Let this thread wait and allocate while another one captures a graph."""
+        return self._library.beside_captures()
 
     def register(self, address: int, bytes: int) -> None:
         """See Runtime.register."""
@@ -88,6 +99,18 @@ class LibraryKernels:
         segments = np.array([[batch.pinned(rows), address, rows.nbytes]], dtype=np.uint64)
         self._library.copy(self._device, segments, self._runtime.handle(batch.stream))
         return address
+
+
+def _are_for_engine(segments: U64, batch: Batch) -> NDArray[np.bool_]:
+    """Return which segments the copy engine copies, bool [n]: the longest ones, none of those within the device."""
+    sizes = segments[:, 2]
+    is_large: NDArray[np.bool_] = sizes >= LARGE_BYTES
+    begin, end = int(segments[:, 1].min(initial=1 << 63)), int((segments[:, 1] + sizes).max(initial=0))
+    if batch.is_own(begin, end - begin):
+        return np.zeros(len(segments), dtype=np.bool_)
+    if np.count_nonzero(is_large) > ENGINE_COPIES_MAX:
+        is_large[np.argsort(sizes, kind="stable")[:-ENGINE_COPIES_MAX]] = False
+    return is_large
 
 
 def _near_table(bytes: int, batch: Batch) -> int:

@@ -32,7 +32,7 @@ class TorchKernels:
 
     def transfer(self, segments: U64, batch: Batch, *, to_host: bool) -> None:
         source_device, target_device = (self._device, None) if to_host else (None, self._device)
-        for source, target, size in segments.tolist():
+        for source, target, size in batch.within_pinned(segments).tolist():
             target_view = self._runtime.view(target, size, target_device)
             target_view.copy_(self._runtime.view(source, size, source_device), non_blocking=True)
 

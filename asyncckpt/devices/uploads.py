@@ -87,7 +87,7 @@ class Uploads:
         assert self._runtime is not None
         try:
             return self._runtime.new_pinned(bytes), bytes
-        except DeviceError as error:
+        except (DeviceError, MemoryError) as error:
             _log.warning("asyncckpt: no pinned memory, so a load is slower: %s", error)
             return torch.empty(bytes, dtype=torch.uint8, device="cpu"), 0
 

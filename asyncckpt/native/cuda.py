@@ -9,7 +9,8 @@ stream waits for the device, and each restores the current device of its thread.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int32, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from asyncckpt.native.contract import U64, check_count, check_mark, check_table,
 from asyncckpt.native.declarations import OK, AcError, find_library, load
 from asyncckpt.native.library import raise_error
 
-CUDA_ABI_VERSION = 1
+CUDA_ABI_VERSION = 2
 CUDA_LIBRARY_NAME = "libasyncckpt_cuda.so"
 
 # In addition to the statuses of declarations.py.
 DEVICE = 6
+
+BESIDE_CAPTURES = 2
 
 _ERROR = POINTER(AcError)
 
@@ -32,6 +35,8 @@ CUDA_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_cuda_error_name": (c_char_p, [c_int32]),
     "ac_cuda_devices_count": (c_int32, [POINTER(c_int32), _ERROR]),
     "ac_cuda_usable": (c_int32, [c_int32, _ERROR]),
+    "ac_cuda_new_stream": (c_int32, [c_int32, c_void_p, _ERROR]),
+    "ac_cuda_exchange_capture_mode": (c_int32, [POINTER(c_int32), _ERROR]),
     "ac_cuda_host_register": (c_int32, [c_int32, c_void_p, c_uint64, _ERROR]),
     "ac_cuda_host_unregister": (c_int32, [c_int32, c_void_p, _ERROR]),
     "ac_cuda_copy": (c_int32, [c_int32, c_void_p, c_uint64, c_void_p, _ERROR]),
@@ -87,6 +92,23 @@ class CudaLibrary:
     def check_usable(self, device: int) -> None:
         """Load all kernels on a device. Raises DeviceFailure if this library has no code for it."""
         self._call(self._library.ac_cuda_usable, device)
+
+    def new_stream(self, device: int) -> int:
+        """Return a stream that nobody else has, of high priority; it lives as long as the process."""
+        stream = c_void_p()
+        self._call(self._library.ac_cuda_new_stream, device, byref(stream))
+        assert stream.value is not None
+        return stream.value
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Let this thread wait and allocate while another one captures a graph, without ending that capture."""
+        mode = c_int32(BESIDE_CAPTURES)
+        self._call(self._library.ac_cuda_exchange_capture_mode, byref(mode))
+        try:
+            yield
+        finally:
+            self._call(self._library.ac_cuda_exchange_capture_mode, byref(mode))
 
     def host_register(self, device: int, address: int, bytes: int) -> None:
         """Pin host memory for kernels of all devices; `address` must begin a page. Slow."""

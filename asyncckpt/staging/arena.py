@@ -11,7 +11,8 @@
 Memory is mapped once and touched once, because the first touch of a page costs ten times as much as a copy into it. It
 grows without moving what is touched, and stays with the process between saves and between Savers. What it holds of
 tables is remembered in `contents`, whether that snapshot was written or not: it may be brought up to date. A range is
-pinned when devices copy to it, and stays so.
+pinned when devices copy to it, and stays so; when it grows, what is new is pinned. Addresses are reserved for that,
+because memory that moves has to be pinned again, which takes longer than copying it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from asyncckpt.model.row_places import ArenaContents
 from asyncckpt.native import U8, core
 
 MAPPED_UNIT_BYTES = 2 << 20
+RESERVED_FACTOR = 2
+PINNED_PIECE_BYTES = 1 << 30
+"""Other calls of a device wait while a piece is pinned."""
 
 _fillings = itertools.count(1)
 
@@ -35,6 +39,13 @@ class Pinner(Protocol):
 
     def register(self, address: int, bytes: int) -> None: ...
     def unregister(self, address: int) -> None: ...
+
+
+class Writer(Protocol):
+    """What writes to an arena by itself. is_lost: it does not end, so the memory must stay as it is."""
+
+    @property
+    def is_lost(self) -> bool: ...
 
 
 class ArenaState(Enum):
@@ -52,8 +63,10 @@ class Arena:
         self.is_lent = False
         self.contents: ArenaContents | None = None
         self.filled_at = 0
+        self.writer: Writer | None = None
         self._memory = core.map_memory(MAPPED_UNIT_BYTES)
         self._pinned = (0, 0)
+        self._pieces: list[tuple[int, int]] = []  # (begin, end), which are _pinned together.
         self._pinner: Pinner | None = None
         self.touched_bytes = 0
         self.touches_count = 0
@@ -74,7 +87,7 @@ class Arena:
         pinned, pinner = self._pinned, self._pinner
         if rounded > self._memory.bytes:
             self.unpin()  # It may move.
-            self._memory.resize(rounded)
+            self._resize(rounded, reserve=pinner is not None)
         self._memory.touch(self.touched_bytes, rounded, threads=threads)
         self.touched_bytes = rounded
         self.touches_count += 1
@@ -82,11 +95,23 @@ class Arena:
             with contextlib.suppress(DeviceError):  # Whoever needs it pinned will try again, and say so.
                 self.pin(*pinned, pinner)
 
+    def _resize(self, bytes: int, *, reserve: bool) -> None:
+        if reserve:
+            with contextlib.suppress(MemoryError, OSError):  # Where the system counts addresses as memory.
+                self._memory.resize(RESERVED_FACTOR * bytes)
+                return
+        self._memory.resize(bytes)
+
     @property
     def pinned(self) -> tuple[int, int]:
         """(address, bytes) of what is pinned."""
         begin, end = self._pinned
         return self.address + begin, end - begin
+
+    @property
+    def pinned_pieces(self) -> list[tuple[int, int]]:
+        """(address, bytes) of what was pinned as a whole; together they are `pinned`."""
+        return [(self.address + begin, end - begin) for begin, end in self._pieces]
 
     def pinned_bytes_with(self, begin: int, end: int) -> int:
         """Return how much would be pinned after `pin`."""
@@ -94,23 +119,34 @@ class Arena:
         return last - first
 
     def pin(self, begin: int, end: int, pinner: Pinner) -> None:
-        """Pin the bytes [begin, end), beside what is pinned, in one piece; free when they are.
+        """Pin the bytes [begin, end), and what lies between them and what is pinned; free when they are.
 
-        Takes long. What the pinner raises leaves nothing pinned.
+        Takes long. When the pinner raises, what was pinned by then stays so.
         """
+        if self._pinner is not pinner:
+            self.unpin()
         first, last = self._range_with(begin, end)
-        if (first, last) == self._pinned:
-            return
-        self.unpin()
-        pinner.register(self.address + first, last - first)
-        self._pinned, self._pinner = (first, last), pinner
+        if self._pinner is None:
+            self._pinned = (first, first)
+        while self._pinned[0] > first:
+            self._pin_piece(max(first, self._pinned[0] - PINNED_PIECE_BYTES), self._pinned[0], pinner)
+        while self._pinned[1] < last:
+            self._pin_piece(self._pinned[1], min(last, self._pinned[1] + PINNED_PIECE_BYTES), pinner)
+
+    def _pin_piece(self, begin: int, end: int, pinner: Pinner) -> None:
+        pinner.register(self.address + begin, end - begin)
+        self._pieces.append((begin, end))
+        self._pinned = min(begin, self._pinned[0]), max(end, self._pinned[1])
+        self._pinner = pinner
 
     def unpin(self) -> None:
         """Let go of what is pinned."""
         pinner, self._pinner = self._pinner, None
-        if pinner is not None:
+        while self._pieces:
+            begin, _ = self._pieces.pop()
+            assert pinner is not None
             with contextlib.suppress(DeviceError):  # A device that is lost holds on to nothing either.
-                pinner.unregister(self.pinned[0])
+                pinner.unregister(self.address + begin)
         self._pinned = (0, 0)
 
     def _range_with(self, begin: int, end: int) -> tuple[int, int]:

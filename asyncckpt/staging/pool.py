@@ -145,20 +145,20 @@ class ArenaPool:
             self._changed.notify()
 
     def release(self, arena: Arena) -> None:
-        """Give an arena back and wake a waiter; from any thread, also from within a garbage collection."""
+        """Give an arena back and wake a waiter; from any thread, also from within a garbage collection.
+
+        One to which a device that has failed may still write is never used again, nor is its memory given back.
+        """
         with self.guard.again():
+            writer, arena.writer = arena.writer, None
             arena.state = ArenaState.FREE
             arena.is_lent = False
-            if self._own_count() > ARENAS_COUNT_MAX:  # It was lent, and others came in its place.
+            if writer is not None and writer.is_lost:
+                self._arenas.remove(arena)
+                self._lost.append(arena)
+            elif self._own_count() > ARENAS_COUNT_MAX:  # It was lent, and others came in its place.
                 self._arenas.remove(arena)
                 arena.close()
-            self._changed.notify()
-
-    def discard(self, arena: Arena) -> None:
-        """Never use an arena again, nor give back its memory: a device that has failed may still write to it."""
-        with self._changed:
-            self._arenas.remove(arena)
-            self._lost.append(arena)
             self._changed.notify()
 
     def pinned_bytes(self) -> int:

@@ -13,6 +13,8 @@ namespace {
 constexpr unsigned blocks_per_multiprocessor = 2048 / block_threads;
 // Since this version of the driver its functions are what is called here.
 constexpr unsigned driver_version = 11030;
+// Clamped to what the device has: kernels of side streams run before those of training, which waits for them.
+constexpr int high_priority = -1;
 
 [[noreturn]] __attribute__((format(printf, 3, 4))) void fail(cudaError_t result, uint64_t item, const char* format,
                                                              ...) {
@@ -68,9 +70,13 @@ DeviceScope::DeviceScope(int32_t device) {
   require(device >= 0, "the number of a device is negative");
   if (driver().get_context(&before_) != CUDA_SUCCESS) before_ = nullptr;
   AC_CUDA(cudaSetDevice(device));
+  AC_CUDA(cudaThreadExchangeStreamCaptureMode(&mode_));
 }
 
-DeviceScope::~DeviceScope() { (void)driver().set_context(before_); }
+DeviceScope::~DeviceScope() {
+  (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+  (void)driver().set_context(before_);
+}
 
 bool lies_on_host(const void* address) {
   cudaPointerAttributes attributes{};
@@ -115,6 +121,27 @@ extern "C" int32_t ac_cuda_usable(int32_t device, ac_error* error) {
     load_copy();
     load_copy_rows();
     load_fingerprint();
+  });
+}
+
+extern "C" int32_t ac_cuda_new_stream(int32_t device, void** stream, ac_error* error) {
+  return at_cuda_border(error, [&] {
+    require(stream != nullptr, "stream is NULL");
+    const DeviceScope scope(device);
+    cudaStream_t made = nullptr;
+    AC_CUDA(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, high_priority));
+    *stream = made;
+  });
+}
+
+extern "C" int32_t ac_cuda_exchange_capture_mode(int32_t* mode, ac_error* error) {
+  return at_cuda_border(error, [&] {
+    require(mode != nullptr, "mode is NULL");
+    require(*mode >= 0 && *mode <= AC_CUDA_BESIDE_CAPTURES, "there is no such mode of captures");
+    static_assert(AC_CUDA_BESIDE_CAPTURES == cudaStreamCaptureModeRelaxed);
+    auto exchanged = static_cast<cudaStreamCaptureMode>(*mode);
+    AC_CUDA(cudaThreadExchangeStreamCaptureMode(&exchanged));
+    *mode = exchanged;
   });
 }
 

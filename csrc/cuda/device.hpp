@@ -42,7 +42,8 @@ int32_t at_cuda_border(ac_error* error, Body&& body) noexcept {
   }
 }
 
-// Makes a device current while it lives, then the context that was current before, or none.
+// Makes a device current while it lives, then the context that was current before, or none. Meanwhile no call of this
+// thread ends the capture of a graph by another one.
 //
 // Contexts, not device numbers, because setting a device creates its context: a thread that never chose a device has
 // number 0, and setting this back would cost every rank of a machine some hundred MiB on its first device.
@@ -55,6 +56,7 @@ class DeviceScope {
 
  private:
   CUcontext before_ = nullptr;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 // Whether memory is the host's, and is reached over the bus.

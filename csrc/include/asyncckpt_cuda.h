@@ -4,7 +4,8 @@
  *
  * Device and stream: every function takes the index of a device; `stream` is a cudaStream_t of this device as a plain
  *   pointer (NULL: its legacy default stream). A call queues its work on the stream and returns; none waits for the
- *   device. The calling thread's current context, or its absence, is restored.
+ *   device. The calling thread's current context, or its absence, is restored. No call disturbs the capture of a graph by
+ *   another thread.
  * Memory: kernels access memory of the device, or host memory registered by ac_cuda_host_register (or by other code as
  *   portable and mapped) under the address that the host uses. It stays valid until the stream has executed the call.
  *   Addresses cannot be checked before the launch; a wrong one makes the device unusable for the process.
@@ -23,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_CUDA_ABI_VERSION 1u
+#define AC_CUDA_ABI_VERSION 2u
 /* The blocks of a kernel that stores to host memory: enough for the bus, and training keeps the rest. */
 #define AC_CUDA_HOST_BLOCKS 32u
 #define AC_CUDA_AS_IS 0         /* a column's bytes are copied */
@@ -42,6 +43,17 @@ AC_API int32_t ac_cuda_devices_count(int32_t* count, ac_error* error);
 /* AC_OK if this library has code for the device, else AC_DEVICE and the reason. Loads all kernels, because a launch that
  * loads them might wait for the device. */
 AC_API int32_t ac_cuda_usable(int32_t device, ac_error* error);
+
+/* ---- streams ---------------------------------------------------------------------------------------------------- */
+
+/* A stream that nobody else has, of high priority, which does not wait for the legacy default stream. It lives as long
+ * as the process. */
+AC_API int32_t ac_cuda_new_stream(int32_t device, void** stream, ac_error* error);
+
+/* Exchange how the calls of this thread are taken while other threads capture graphs: *mode becomes the mode before.
+ * While it is AC_CUDA_BESIDE_CAPTURES, calls that wait or allocate do not end such a capture. Creates no context. */
+AC_API int32_t ac_cuda_exchange_capture_mode(int32_t* mode, ac_error* error);
+#define AC_CUDA_BESIDE_CAPTURES 2
 
 /* ---- host memory ------------------------------------------------------------------------------------------------ */
 

@@ -77,8 +77,14 @@ class QueuedLibrary:
         segments = segments.copy()
         spans = np.concatenate([segments[:, [0, 2]], segments[:, [1, 2]]])
         on_host = spans[~self._runtime.is_on_device(spans, device)]
-        self._queue(device, stream, "copy", lambda: self._library.copy(device, segments, stream))
-        if not self._runtime.is_pinned(on_host):
+        try:
+            is_pinned = self._runtime.is_pinned_for_engine(on_host)
+        except RuntimeError as error:
+            raise DeviceFailure(str(error), name="cudaErrorInvalidValue", number=1, item=0) from error
+        for number in range(len(segments)):  # Each is an operation of its own.
+            one = segments[number : number + 1]
+            self._queue(device, stream, "copy", partial(self._library.copy, device, one, stream))
+        if not is_pinned:
             self._runtime.record(self._runtime.stream_of(stream)).wait()
 
     def copy_batch(self, device: int, segments: U64, table: int, stream: int, **more: Any) -> None:
@@ -155,3 +161,16 @@ class QueuedLibrary:
 
 def _rows_at(address: int | None, count: int) -> Any:
     return None if address is None else host_view(address, 8 * count).numpy().view(np.int64)
+
+
+def library_on_cpu(devices_count: int) -> Library:
+    """The CUDA library compiled for the CPU."""
+    import ctypes
+
+    from asyncckpt.native.cuda import load_cuda_library
+    from tests.cuda_on_cpu import cuda_on_cpu_library
+
+    path = cuda_on_cpu_library()
+    ctypes.CDLL(str(path)).cuda_on_cpu_set_devices(devices_count)
+    library: Library = load_cuda_library(path)
+    return library

@@ -28,8 +28,8 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
-class OutOfMemory(RuntimeError):
-    """As torch.cuda.OutOfMemoryError, which is a RuntimeError too."""
+class OutOfMemory(torch.cuda.OutOfMemoryError):
+    """What torch raises; a RuntimeError."""
 
 
 class Region:
@@ -85,6 +85,11 @@ class Allocator:
         # A finalizer runs wherever the last reference is dropped, so it only leaves a note.
         self._dropped: deque[tuple[object, int, int]] = deque()
         self.live: dict[int, int] = {}
+
+    @property
+    def unused_bytes(self) -> int:
+        """What was never handed out."""
+        return self.region.end - self._next
 
     def allocate(self, bytes: int, pool: object) -> torch.Tensor:
         """Memory of `bytes` bytes, uint8 [bytes]; the piece that was dropped last on this pool comes first."""

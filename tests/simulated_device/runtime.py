@@ -1,6 +1,7 @@
 """The simulated runtime: devices.contract.Runtime over simulated memory and a seeded schedule.
 
 Calls that fail do so as CUDA's: a lost device fails in every call from then on; memory that is not there fails once.
+The copy engine refuses host memory that is pinned in part, and the device goes on.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.devices import current_runtime as chosen
-from asyncckpt.devices.batch import failed
+from asyncckpt.devices.batch import failing, not_pinned
 from asyncckpt.devices.contract import Kernels
 from asyncckpt.devices.cuda_runtime import host_view
+from asyncckpt.devices.side_memory import SideMemory
 from asyncckpt.devices.torch_kernels import TorchKernels
-from asyncckpt.errors import DeviceError
 from asyncckpt.staging.pool import pool
-from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary
+from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary, library_on_cpu
 from tests.simulated_device.memory import Allocator, OutOfMemory, Region, is_mapped
+from tests.simulated_device.ranges import Reach
 from tests.simulated_device.schedule import DeviceLost, Operation, Point, Schedule, Stream
 from tests.simulated_device.torch_queue import QueueingMode, alias
 
@@ -52,7 +52,7 @@ class SimulatedEvent:
                 raise DeviceLost
 
 
-class SimulatedRuntime:
+class SimulatedRuntime(Reach):
     """Implements contract.Runtime.
 
     seed: of the order of things. kernels: "torch" for TorchKernels; else LibraryKernels, "library" over the sources of
@@ -75,13 +75,17 @@ class SimulatedRuntime:
         self.schedule = Schedule(self._regions, seed)
         self._default = [self.schedule.new_stream(device, "default") for device in range(devices_count)]
         self._side = [self.schedule.new_stream(device, "side") for device in range(devices_count)]
+        self._side_memory = SideMemory(lambda device: self._memory[device].unused_bytes, self._new_memory)
         self._kernels_choice = kernels
         self._kernels: dict[int, Kernels] = {}
         self._here = threading.local()
         self.calls_count = 0
         self._calls_to_failure: int | None = None
         self._failure: Callable[[], Exception] = DeviceLost
+        self._allocations_to_failure: int | None = None
+        self.flushes_count = 0  # Times at which the allocator gave back its cache and waited for the device.
         self.is_out_of_memory = False
+        self.allocation_bytes_max: int | None = None  # Of one on a device: memory is in pieces.
         self.refuses_to_pin = False
 
     @property
@@ -188,15 +192,24 @@ class SimulatedRuntime:
         """Let the n-th call from now on (0: the next one) raise; with DeviceLost the device is lost from then on."""
         self._calls_to_failure, self._failure = n, error
 
+    def fail_allocation(self, n: int) -> None:
+        """Let there be no memory for the n-th allocation from now on (0: the next one), on a device or pinned, once."""
+        self._allocations_to_failure = n
+
     def fail_operation(self, n: int) -> None:
         """Let the n-th operation to run from now on do nothing, and its device be lost."""
         self.schedule.runs_to_failure = n
 
-    def recover(self) -> None:
-        """Have all devices again, as a new process would. What was queued on a lost one is gone."""
+    def recover(self) -> bool:
+        """Have all devices again, as a new process would. What was queued on a lost one is gone.
+
+        Returns whether everything that was to fail has failed.
+        """
         self.schedule.run_all()
+        to_come = (self._calls_to_failure, self._allocations_to_failure, self.schedule.runs_to_failure)
         self.schedule.lost.clear()
-        self._calls_to_failure = self.schedule.runs_to_failure = None
+        self._calls_to_failure = self._allocations_to_failure = self.schedule.runs_to_failure = None
+        return to_come == (None, None, None)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -225,36 +238,24 @@ class SimulatedRuntime:
 
     @contextmanager
     def calling(self, device: int, what: str) -> Iterator[None]:
-        """A call; errors of the runtime become DeviceError."""
-        try:
+        """A call; errors of the runtime become DeviceError, those for want of memory MemoryError."""
+        with failing(what):
             self.call(device)
             yield
-        except RuntimeError as error:
-            raise failed(error, what) from error
+
+    def allocating(self, bytes: int) -> None:
+        """What every allocation begins with; raises OutOfMemory."""
+        with self.schedule.lock:
+            if self._allocations_to_failure is not None:
+                self._allocations_to_failure -= 1
+                if self._allocations_to_failure < 0:
+                    self._allocations_to_failure = None
+                    raise OutOfMemory(f"CUDA out of memory. Tried to allocate {bytes} bytes.")
 
     # -- where memory is -----------------------------------------------------------------------------------------
 
     def device_at(self, address: int) -> int | None:
         return next((device for device, region in enumerate(self._regions) if region.holds(address)), None)
-
-    def is_on_device(self, spans: NDArray[Any], device: int) -> NDArray[np.bool_]:
-        """Which of (address, bytes) [n, 2] lie on a device: bool [n]."""
-        return _are_within(spans, [(self._regions[device].begin, self._regions[device].bytes)])
-
-    def is_pinned(self, spans: NDArray[Any]) -> bool:
-        """Whether all of (address, bytes) [n, 2] are host memory that devices reach."""
-        ranges = [(self._pinned_region.begin, self._pinned_region.bytes), *self.registered.items()]
-        return bool(_are_within(spans, ranges).all())
-
-    def check_reachable(self, spans: NDArray[Any], device: int, what: str) -> None:
-        """A fault unless kernels on a device may touch all of (address, bytes) [n, 2]."""
-        on_host = spans[~self.is_on_device(spans, device)]
-        if not self.is_pinned(on_host):
-            raise self.schedule.fault(f"{what} on device {device} touches memory that it cannot reach")
-        if len(on_host) and self.registered:
-            begin = int(on_host[:, 0].min())
-            if not is_mapped(begin, int(on_host[:, 0].max() - on_host[:, 0].min()) + 1):
-                raise self.schedule.fault(f"{what} on device {device} touches memory that was unmapped")
 
     def stream_of(self, handle: int) -> Stream:
         return next(stream for stream in self.schedule.streams if stream.handle == handle)
@@ -282,11 +283,8 @@ class SimulatedRuntime:
         return getattr(self._here, "is_capturing", False)
 
     def enqueue(self, stream: Stream, work: Callable[[], None]) -> None:
-        try:
-            with self.on(stream), torch.no_grad(), QueueingMode(self):
-                work()
-        except RuntimeError as error:
-            raise failed(error, "queueing a copy") from error
+        with failing("queueing a copy"), self.on(stream), torch.no_grad(), QueueingMode(self):
+            work()
 
     def handle(self, stream: Stream) -> int:
         return stream.handle
@@ -304,18 +302,17 @@ class SimulatedRuntime:
 
     def new_pinned(self, bytes: int) -> torch.Tensor:
         with self.calling(0, "allocating pinned memory"), self.schedule.lock:
+            self.allocating(bytes)
             memory = self._pinned.allocate(bytes, None)
             memory.numpy()[:] = self.schedule.random.randrange(256)
             return memory
 
     def new_memory(self, device: int, bytes: int) -> torch.Tensor:
-        try:
-            self.call(device)
+        return self._side_memory.new(device, bytes)
+
+    def _new_memory(self, device: int, bytes: int) -> torch.Tensor:
+        with self.calling(device, f"allocating memory on device {device}"):
             return self._allocate(device, bytes, self._side[device])
-        except OutOfMemory as error:
-            raise MemoryError(f"{bytes} bytes on device {device}: {error}") from error
-        except RuntimeError as error:
-            raise failed(error, "allocating memory") from error
 
     def view(self, address: int, bytes: int, device: int | None) -> torch.Tensor:
         if device != self.device_at(address):
@@ -325,7 +322,11 @@ class SimulatedRuntime:
     def register(self, address: int, bytes: int) -> None:
         with self.calling(0, "pinning memory"), self.schedule.lock:
             if self.refuses_to_pin:
-                raise DeviceError(f"{bytes} bytes of host memory could not be pinned")
+                raise not_pinned(bytes, found="the simulated system refuses")
+            try:
+                self.allocating(bytes)
+            except OutOfMemory as error:
+                raise not_pinned(bytes, found=str(error)) from error
             if address % 4096 or bytes % 4096 or bytes <= 0 or not is_mapped(address, bytes):
                 raise self.schedule.fault(f"{bytes} bytes at {address:#x} are not whole pages")
             if any(address < at + size and at < address + bytes for at, size in self.registered.items()):
@@ -351,15 +352,22 @@ class SimulatedRuntime:
             return TorchKernels(self, device)
         from asyncckpt.devices.library_kernels import LibraryKernels
 
-        library: Library = PlainLibrary() if self._kernels_choice == "plain" else _library_on_cpu(self.devices_count)
+        library: Library = PlainLibrary() if self._kernels_choice == "plain" else library_on_cpu(self.devices_count)
         queued: Any = QueuedLibrary(self, library)
         return LibraryKernels(self, device, queued)
 
     def _allocate(self, device: int, bytes: int, stream: Stream) -> torch.Tensor:
         with self.schedule.lock:
-            if self.is_out_of_memory:
+            self.allocating(bytes)
+            limit = 0 if self.is_out_of_memory else self.allocation_bytes_max
+            if limit is not None and bytes > limit:
+                self.flushes_count += 1
                 raise OutOfMemory(f"CUDA out of memory. Tried to allocate {bytes} bytes.")
-            memory = self._memory[device].allocate(bytes, stream)
+            try:
+                memory = self._memory[device].allocate(bytes, stream)
+            except OutOfMemory:
+                self.flushes_count += 1
+                raise
             garbage = self.schedule.random.randrange(256)
             self.queue(stream, partial(alias(memory).fill_, garbage), name="garbage")
             return memory
@@ -376,26 +384,3 @@ def _let_go_of_arenas() -> None:
     pool.trim()
     while pool._lost:
         pool._lost.pop().close()
-
-
-def _library_on_cpu(devices_count: int) -> Library:
-    """The CUDA library compiled for the CPU."""
-    import ctypes
-
-    from asyncckpt.native.cuda import load_cuda_library
-    from tests.cuda_on_cpu import cuda_on_cpu_library
-
-    path = cuda_on_cpu_library()
-    ctypes.CDLL(str(path)).cuda_on_cpu_set_devices(devices_count)
-    library: Library = load_cuda_library(path)
-    return library
-
-
-def _are_within(spans: NDArray[Any], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Which of (address, bytes) [n, 2] lie in one of the ranges (address, bytes): bool [n]."""
-    begins = spans[:, 0].astype(np.int64)
-    ends = begins + spans[:, 1].astype(np.int64)
-    found = np.zeros(len(spans), dtype=np.bool_)
-    for begin, bytes in ranges:
-        found |= (begin <= begins) & (ends <= begin + bytes)
-    return found

@@ -8,6 +8,8 @@ wait needs run in it, on the waiting thread.
                     can, to all that are ready
     needed_share    how often a wait runs what it needs, rather than anything that is ready
     weights         of streams: how lively each one is
+
+A stream holds so many operations; the host waits for room for the next one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.simulated_device.memory import Region
 
 BUSY_S_MAX = 60.0
+DEPTH_MAX = 1024
 PACES = (0.0, 0.0, 0.1, 0.4, 1.5, 1e9)
 NEEDED_SHARES = (0.0, 0.5, 1.0)
 WEIGHTS = (0.03, 0.3, 1.0, 3.0)
@@ -90,6 +93,8 @@ class Schedule:
         self.lost: set[int] = set()
         self.runs_count = 0
         self.waits: list[int] = []
+        self.depth_max = DEPTH_MAX
+        self.waits_for_room_count = 0
         self.runs_to_failure: int | None = None
         self._regions = regions
         self._is_running = False
@@ -109,7 +114,18 @@ class Schedule:
         with self.lock:
             if self._is_running:
                 raise self.fault(f"{operation.name} was queued from within an operation of a device")
+            self._wait_for_room(stream)
             stream.queue.append(operation)
+
+    def _wait_for_room(self, stream: Stream) -> None:
+        if len(stream.queue) < self.depth_max:
+            return
+        self.waits_for_room_count += 1
+        while len(stream.queue) >= self.depth_max:
+            chosen = self._choose()
+            if chosen is None:
+                raise self.fault(f"{stream} is full, and waits for what is to be queued later")
+            self._run_one(chosen)
 
     def advance(self) -> None:
         """Run some of what is ready."""

@@ -7,7 +7,9 @@ import mmap
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -253,6 +255,54 @@ def test_transfers_take_any_host_memory_and_wait_for_it() -> None:
     assert pinned.tolist() == [9, 9, 9, 9]
     batch.kernels.transfer(segment(device.data_ptr(), plain.data_ptr(), 4), batch, to_host=True)
     assert plain.tolist() == pinned.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kernels", ["plain", "torch"])
+@pytest.mark.parametrize("at", [-50, 4096 - 50, 2 * 4096 - 50])
+def test_a_copy_over_the_border_of_a_pinned_range_is_refused(kernels: Any, at: int) -> None:
+    """And the device goes on; kernels go over the border of two."""
+    runtime = SimulatedRuntime(1, kernels=kernels)
+    memory = mmap.mmap(-1, 4 * 4096)
+    first = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) + 4096
+    for begin in (first, first + 4096):
+        runtime.register(begin, 4096)
+    batch = Batch(runtime, 0)
+    source = runtime.new_tensor((100,), torch.uint8, values=torch.arange(100))
+    batch.follow()
+    over = segment(source.data_ptr(), first + at, 100)
+    with pytest.raises(DeviceError, match="invalid argument"):
+        batch.enqueue(lambda: batch.kernels.transfer(over, batch, to_host=True))
+    if kernels == "plain" and at == 4096 - 50:
+        batch.kernels.copy(over, batch)
+        batch.settle(batch.record())
+        assert host_view(first + at, 100).tolist() == list(range(100))
+    batch.settle(batch.record())
+    runtime.check()
+
+
+@pytest.mark.parametrize("n", range(3))
+def test_an_allocation_that_fails_fails_once_and_alone(n: int) -> None:
+    runtime = SimulatedRuntime(1)
+    memory = mmap.mmap(-1, 4096)
+    calls = [
+        (lambda: runtime.new_memory(0, 10), MemoryError),
+        (lambda: runtime.new_pinned(10), MemoryError),
+        (lambda: runtime.register(int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), 4096), DeviceError),
+    ]
+    runtime.fail_allocation(n)
+    for number, (call, error) in enumerate(calls):
+        with pytest.raises(error) if number == n else nullcontext():
+            call()
+    assert not runtime.schedule.lost
+
+
+def test_the_host_waits_for_room_in_a_stream() -> None:
+    runtime, done = SimulatedRuntime(1), list[int]()
+    runtime.schedule.pace = 0.0
+    for number in range(1030):
+        runtime.training_op(runtime.current_stream(0), lambda number=number: done.append(number))
+    assert done == list(range(6))
+    assert runtime.schedule.waits_for_room_count == 6
 
 
 def test_a_table_that_is_overwritten_before_its_launch_runs_is_found() -> None:

@@ -60,9 +60,10 @@ class QueueingMode(TorchDispatchMode):
         if not target.is_contiguous() or target.dtype != source.dtype:
             raise runtime.schedule.fault("a copy to the host that torch makes in two steps, the second one too early")
         stream = runtime.current_stream(device)
+        is_waited_for = not _is_pinned(runtime, target) or not non_blocking
         differs = target.is_conj() != source.is_conj(), target.is_neg() != source.is_neg()
         runtime.queue(stream, partial(_copy_bits, alias(target), alias(source)), name="copy_ to the host")
-        if not non_blocking or not _is_pinned(runtime, target):
+        if is_waited_for:
             runtime.record(stream).wait()
         # So does torch, whether the copy has arrived or not.
         if differs[0]:
@@ -137,7 +138,9 @@ def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
 def _is_pinned(runtime: SimulatedRuntime, tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     begin = tensor.data_ptr()
-    return runtime.is_pinned(np.array([[begin, min(tensor.nbytes, storage.data_ptr() + storage.nbytes() - begin)]]))
+    return runtime.is_pinned_for_engine(
+        np.array([[begin, min(tensor.nbytes, storage.data_ptr() + storage.nbytes() - begin)]])
+    )
 
 
 def _is_view(func: Any) -> bool:

@@ -23,7 +23,7 @@ from asyncckpt.devices.fetch import wait_for
 from asyncckpt.devices.host_copies import Pending
 from asyncckpt.engine.process.background import writers
 from asyncckpt.engine.save.staged_tensors import LentArena, copy_pieces, free_arena, lent_arena, remember_places
-from asyncckpt.errors import DeadlineError, DeviceError, UsageError
+from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.tree import Node
@@ -105,16 +105,12 @@ def write_boxes(plan: BoxPlan, tensors: Sequence[torch.Tensor], target: ShardTar
         wait_for(tensors)
         sources = [tensor_source(pieces.rows(number, tensors)) for number in range(len(pieces.tensor))]
         return stream_boxes(plan, sources, target)
-    give_back = pool.release
     try:
         copy(pieces, arena).settle()
         arena.seal()
         return _drain(plan, arena, target)
-    except (DeviceError, DeadlineError):
-        give_back = pool.discard
-        raise
     finally:
-        give_back(arena)
+        pool.release(arena)
 
 
 def _staged_in_place(

@@ -44,7 +44,10 @@ def launch(copies: HostCopies, arena: Arena, options: SaveOptions) -> Pending:
         return copies.launch()
     limit_bytes = options.device.pinned_memory_limit
     pin(arena, begin - arena.address, end - arena.address, copies.runtime, limit_bytes=limit_bytes)
-    return copies.launch(reachable=[arena.pinned])
+    try:
+        return copies.launch(reachable=arena.pinned_pieces)
+    finally:
+        arena.writer = copies.pending
 
 
 def pin(arena: Arena, begin: int, end: int, runtime: Runtime, *, limit_bytes: int | None) -> None:

@@ -96,8 +96,7 @@ class Staged:
         except Exception:
             pass  # Whoever waits for the snapshot gets the error.
         finally:
-            give_back = pool.discard if self.pending.is_lost else pool.release
-            give_back(self.arena)
+            pool.release(self.arena)
 
 
 @dataclass

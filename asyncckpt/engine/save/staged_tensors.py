@@ -5,8 +5,7 @@ pool when the last tensor over it is gone. Else it is memory of its own.
 
 #   arena        by                 when
 #   lent         StagedTensors      it was filled, or copies to it are on their way
-#   given back   weakref.finalize   nobody holds a tensor over it any more
-#   discarded    settle             a device has failed and may still write to it
+#   given back   weakref.finalize   nobody holds a tensor over it any more, or a device has failed
 
 What is staged is usually written, again and again, by the same plan (box_files.py). So the plan's places are remembered
 by the sizes of the tensors (`remember_places`), and the next state of the same sizes is staged where the plan wants it:
@@ -96,8 +95,8 @@ class StagedTensors:
         self._pending = Pending()
         try:
             self._pending = copy_pieces(pieces, live, memory=memory, arena=arena, options=options)
-        except DeviceError:
-            self._discard()
+        except BaseException:
+            self._end_lease()
             raise
 
     @property
@@ -109,9 +108,13 @@ class StagedTensors:
         """Wait until all copies are there; from any thread. DeviceError."""
         try:
             self._pending.settle()
-        except (DeviceError, DeadlineError):
-            self._discard()
+        except (DeviceError, DeadlineError):  # The pool keeps the memory from others.
+            self._end_lease()
             raise
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease()
 
     def _lend(self, lent: LentArena) -> torch.Tensor:
         """Return the bytes of an arena, for as long as anything uses them."""
@@ -123,13 +126,6 @@ class StagedTensors:
         self._lease = weakref.finalize(view, _give_back, lent)
         self._lease.atexit = False
         return torch.from_numpy(view)
-
-    def _discard(self) -> None:
-        detached = None if self._lease is None else self._lease.detach()
-        if detached is not None:
-            lent = detached[2][0]
-            _lent.pop(lent.arena.address, None)
-            pool.discard(lent.arena)
 
 
 @uninterrupted

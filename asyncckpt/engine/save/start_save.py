@@ -23,7 +23,7 @@ from asyncckpt.engine.save.run_save import end_save, fail_save, run_save
 from asyncckpt.engine.save.save_job import SaveJob, SaveTarget, Staged
 from asyncckpt.engine.save.stage_choice import StageChoice, check_audited, choose_stage, unstaged
 from asyncckpt.engine.save.state_cut import Cut
-from asyncckpt.errors import ConflictError, DeviceError, UsageError, warn
+from asyncckpt.errors import ConflictError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
@@ -251,9 +251,6 @@ def _capture(target: SaveTarget, stage: StageChoice, choice: Choice, cut: Cut, *
             arena.contents = ArenaContents(layout=layout, tables=_contents(tables))
         arena.seal()
         return Staged(arena=arena, base=base, tables=tuple(table.captured for table in tables), pending=pending)
-    except DeviceError:
-        pool.discard(arena)
-        raise
     except BaseException:  # An interrupt may come when devices write to the arena already.
         Staged(arena=arena, base=0, tables=(), pending=pending).give_back()
         raise

@@ -52,6 +52,36 @@ TEST(the_context_that_was_current_is_current_again) {
   }
 }
 
+TEST(no_call_ends_the_capture_of_another_thread) {
+  void* stream = nullptr;
+  alignas(4096) static char page[4096];
+  cuda_on_cpu_capture(1);
+  for (const int32_t status : call_all(1, nullptr)) CHECK(status == AC_OK);
+  CHECK(ac_cuda_usable(1, nullptr) == AC_OK && ac_cuda_new_stream(1, &stream, nullptr) == AC_OK);
+  CHECK(ac_cuda_host_register(0, page, sizeof page, nullptr) == AC_OK);
+  CHECK(ac_cuda_host_unregister(0, page, nullptr) == AC_OK);
+  CHECK(cuda_on_cpu_capture(0) == 0);
+}
+
+TEST(a_thread_goes_beside_captures_from_one_exchange_to_the_next) {
+  int32_t mode = AC_CUDA_BESIDE_CAPTURES;
+  CHECK(ac_cuda_exchange_capture_mode(&mode, nullptr) == AC_OK && mode == 0);
+  for (const int32_t status : call_all(1, nullptr)) CHECK(status == AC_OK);
+  CHECK(ac_cuda_exchange_capture_mode(&mode, nullptr) == AC_OK && mode == AC_CUDA_BESIDE_CAPTURES);
+  for (const int32_t wrong : {-1, 3}) {
+    mode = wrong;
+    CHECK(ac_cuda_exchange_capture_mode(&mode, nullptr) == AC_INVALID && mode == wrong);
+  }
+  CHECK(ac_cuda_exchange_capture_mode(nullptr, nullptr) == AC_INVALID);
+}
+
+TEST(every_stream_is_another_one) {
+  void *first = nullptr, *second = nullptr;
+  CHECK(ac_cuda_new_stream(0, &first, nullptr) == AC_OK && ac_cuda_new_stream(0, &second, nullptr) == AC_OK);
+  CHECK(first != nullptr && second != nullptr && first != second);
+  CHECK(ac_cuda_new_stream(0, nullptr, nullptr) == AC_INVALID);
+}
+
 TEST(every_failure_of_cuda_is_reported_once) {
   for (uint64_t calls = 0; calls < 5; ++calls) {
     ac_error error;

@@ -30,6 +30,8 @@ struct World {
   int last_device = -1;
   uintptr_t last_stream = 0;
   uint32_t last_blocks = 0;
+  uintptr_t streams_made = 0;
+  bool is_captured = false, is_capture_ended = false;
 };
 
 World& world() {
@@ -39,6 +41,7 @@ World& world() {
 
 // The device whose context is current.
 thread_local int current = -1;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t keep(cudaError_t error) {
@@ -62,6 +65,7 @@ CUresult set_context(CUcontext context) {
 // What every call that works on a device begins with; under the guard.
 cudaError_t enter(World& all) {
   if (all.devices_count == 0) return cudaErrorInsufficientDriver;
+  if (all.is_captured && capture_mode == cudaStreamCaptureModeGlobal) all.is_capture_ended = true;
   if (current < 0) {
     current = 0;
     all.contexts[0] = true;
@@ -144,6 +148,19 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  const std::lock_guard lock(world().guard);
+  if (const cudaError_t error = enter(world()); error != cudaSuccess) return keep(error);
+  if (flags != cudaStreamNonBlocking || priority >= 0) return keep(cudaErrorInvalidValue);
+  *stream = reinterpret_cast<cudaStream_t>(0x10000 + ++world().streams_made);
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags) {
   const std::lock_guard lock(world().guard);
   if (const cudaError_t error = enter(world()); error != cudaSuccess) return keep(error);
@@ -222,6 +239,12 @@ void cuda_on_cpu_fail_after(uint64_t calls, int32_t error) {
 
 int32_t cuda_on_cpu_current(void) { return current; }
 void cuda_on_cpu_make_current(int32_t device) { current = device; }
+
+int32_t cuda_on_cpu_capture(int32_t is_begun) {
+  const std::lock_guard lock(world().guard);
+  world().is_captured = is_begun != 0;
+  return std::exchange(world().is_capture_ended, false);
+}
 
 int32_t cuda_on_cpu_has_context(int32_t device) {
   const std::lock_guard lock(world().guard);

@@ -24,6 +24,10 @@ CUDA_ON_CPU_API void cuda_on_cpu_make_current(int32_t device);
 /* Whether anybody made a context on a device. */
 CUDA_ON_CPU_API int32_t cuda_on_cpu_has_context(int32_t device);
 
+/* Let another thread capture a graph until this is called with 0: calls of a thread that does not go beside captures end
+ * it. Returns whether the last capture was ended so. */
+CUDA_ON_CPU_API int32_t cuda_on_cpu_capture(int32_t is_begun);
+
 /* Launches and copies since the start, and of the last one: device, stream, blocks (0: it was a copy). */
 CUDA_ON_CPU_API uint64_t cuda_on_cpu_launches(void);
 CUDA_ON_CPU_API uint64_t cuda_on_cpu_copies(void);

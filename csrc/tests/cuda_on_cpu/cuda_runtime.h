@@ -39,6 +39,12 @@ enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeHost = 1, cu
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrCanUseHostPointerForRegisteredMem = 91 };
 enum { cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2 };
 enum { cudaEnableDefault = 0 };
+enum { cudaStreamNonBlocking = 1 };
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal = 0,
+  cudaStreamCaptureModeThreadLocal = 1,
+  cudaStreamCaptureModeRelaxed = 2,
+};
 typedef struct CUstream_st* cudaStream_t;
 
 struct dim3 {
@@ -89,6 +95,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned version,
                                              unsigned long long flags);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned flags);
 cudaError_t cudaHostUnregister(void* address);
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);

@@ -146,6 +146,13 @@ def test_follow_comes_behind_the_current_stream_and_those_given() -> None:
         assert sorted(order[:2]) == ["current", "other"]
 
 
+def test_pieces_that_touch_are_reached_as_one() -> None:
+    batch = Batch(SimulatedRuntime(1), 0, reachable=[(8192, 4096), (4096, 4096), (20480, 4096)])
+    assert batch.is_reachable(5000, 7000)
+    assert not batch.is_reachable(12000, 300)
+    assert not batch.is_reachable(12000, 12000)
+
+
 def test_memory_that_is_not_there_is_a_memory_error() -> None:
     runtime = SimulatedRuntime(1)
     runtime.is_out_of_memory = True

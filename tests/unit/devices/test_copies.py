@@ -23,6 +23,7 @@ pytestmark = pytest.mark.any_core
 
 TARGET_BYTES = 256 << 10
 GUARD = 0xA5
+PAGE_BYTES = 4096
 SEEDS = range(5)
 
 every_kernels = pytest.mark.parametrize("kernels", ["plain", "library", "torch"])
@@ -61,6 +62,16 @@ class World:
             else:
                 batch.enqueue(partial(copy.run, batch))
         batch.settle(batch.record())
+
+    def pin_some(self) -> None:
+        """Pin pages here and there, some side by side, each range for itself."""
+        page = 0
+        while page < TARGET_BYTES // PAGE_BYTES:
+            pages = self.random.randrange(1, 5)
+            if page + pages <= TARGET_BYTES // PAGE_BYTES and self.random.random() < 0.6:
+                self.reachable.append((self.target_address + page * PAGE_BYTES, pages * PAGE_BYTES))
+                self.runtime.register(*self.reachable[-1])
+            page += pages
 
     def segments(self, count: int, bytes_max: int) -> NDArray[np.uint64]:
         """Segments that do not overlap, in no order, some side by side; `expected` is what they bring."""
@@ -160,6 +171,60 @@ def test_tensors(pinned: bool, by_scratch: bool, seed: int, kind: str) -> None:
     raw = expected.reshape(-1).view(torch.uint8).numpy()
     world.expected[64 : 64 + raw.size] = raw
     world.check()
+
+
+@every_kernels
+@pytest.mark.parametrize("by_scratch", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.usefixtures("small_limits")
+def test_copies_over_the_borders_of_pinned_ranges(kernels: KernelsChoice, by_scratch: bool, seed: int) -> None:
+    """Each alone is refused by the copy engine, as test_a_copy_over_the_border_of_a_pinned_range_is_refused shows."""
+    world = World(kernels, seed, pinned=False)
+    world.pin_some()
+    world.copy(SegmentCopy(world.segments(40, world.random.choice([50, 9000, 60_000]))), by_scratch=by_scratch)
+    world.check()
+    world.copy(world.rows(has_sources=True, has_targets=True), by_scratch=by_scratch)
+    world.check()
+    values = torch.arange(30_000, dtype=torch.int32).view(100, 300).t()
+    raw = values.contiguous().view(torch.uint8).reshape(-1).numpy()
+    device = world.runtime.new_tensor((100, 300), torch.int32, values=values.t()).t()
+    at = 4 * world.random.randrange(TARGET_BYTES // 8)
+    target = torch.from_numpy(world.target[at : at + raw.size]).view(torch.int32).view(values.shape)
+    world.copy(TensorCopy(target, device), by_scratch=by_scratch)
+    world.expected[at : at + raw.size] = raw
+    world.check()
+
+
+@pytest.mark.parametrize("by_scratch", [False, True])
+@pytest.mark.usefixtures("small_limits")
+def test_many_long_segments_do_not_fill_the_queue_of_a_stream(
+    by_scratch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy of the copy engine is an operation; the host would wait for room."""
+    monkeypatch.setattr(library_kernels, "ENGINE_COPIES_MAX", 5, raising=False)
+    world = World("plain", 3, pinned=True)
+    world.runtime.schedule.run_all()
+    world.runtime.schedule.pace, world.runtime.schedule.depth_max = 0.0, 20
+    sizes = [world.random.randrange(4000, 9000) for _ in range(30)]
+    begins = np.cumsum([0, *sizes[:-1]])
+    found = [(world.source.data_ptr() + b, world.target_address + b, s) for b, s in zip(begins, sizes, strict=True)]
+    world.expected[: sum(sizes)] = world.source_bytes[: sum(sizes)]
+    world.copy(SegmentCopy(np.array(found, dtype=np.uint64)), by_scratch=by_scratch)
+    assert world.runtime.schedule.waits_for_room_count == 0
+    world.check()
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_without_memory_left_a_strided_tensor_goes_in_parts_that_there_is_memory_for() -> None:
+    for kernels in ("plain", "torch"):
+        world = World(kernels, 1, pinned=True)
+        values = torch.arange(60_000, dtype=torch.int16).view(2, 3, 100, 100).transpose(2, 3)
+        source = world.runtime.new_tensor((2, 3, 100, 100), torch.int16, values=values.transpose(2, 3)).transpose(2, 3)
+        world.runtime.allocation_bytes_max = 25_000
+        target = torch.from_numpy(world.target[: values.nbytes]).view(torch.int16).view(values.shape)
+        world.copy(TensorCopy(target, source))
+        world.expected[: values.nbytes] = values.contiguous().view(torch.uint8).reshape(-1).numpy()
+        world.check()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
