@@ -30,6 +30,7 @@ from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError
+from asyncckpt.formats import recis
 from tests.chains.model import layer_of, new_table
 from tests.chains.written import Written, write
 from tests.pairs.gate import READS, before_each_operation
@@ -66,6 +67,12 @@ def summaries(path: Path) -> None:
             raise found
 
 
+def export(path: Path) -> None:
+    target = path.parent / "recis"
+    shutil.rmtree(target, ignore_errors=True)
+    recis.export_checkpoint(path, target, columns={"adagrad_sum": "sum"}, durability="none")
+
+
 # By what each calls. Those of named steps may say that there is no such step; all others find what is left.
 OF_ALL: dict[str, Reader] = {
     "list_steps": checkpoints.list_steps,
@@ -82,6 +89,7 @@ OF_ALL: dict[str, Reader] = {
     "load": lambda path: asyncckpt.load(path),
     "Loader": load,
     "dcp": load_by_dcp,
+    "export": export,
 }
 OF_NAMED: dict[str, Reader] = {
     "describe": lambda path: checkpoints.describe(path, NAMED),
@@ -115,7 +123,7 @@ COMMANDS_OF_NAMED: dict[str, tuple[object, ...]] = {
     "rm": ("--dry-run", "--after", ANCHOR),
 }
 CHANGES = {"collect_garbage", "pin", "prune", "remove", "remove_after", "unpin"}
-COMMANDS_OF_CHANGES = {"compact", "gc", "pin", "unpin"}
+COMMANDS_OF_CHANGES = {"compact", "gc", "import", "pin", "unpin"}
 
 
 def test_every_function_and_command_is_here() -> None:
@@ -128,7 +136,7 @@ def test_every_function_and_command_is_here() -> None:
     assert functions - CHANGES <= OF_ALL.keys()
     assert {"prune", "remove", "remove_after"} <= OF_ALL.keys() | OF_NAMED.keys()
     commands = {name.split()[0] for name in [*COMMANDS_OF_ALL, *COMMANDS_OF_NAMED]}
-    assert parser_of_all()[1].keys() - COMMANDS_OF_CHANGES - {"completion"} == commands
+    assert parser_of_all()[1].keys() - COMMANDS_OF_CHANGES - {"completion"} == commands | {"export"}
 
 
 @pytest.fixture(scope="module")

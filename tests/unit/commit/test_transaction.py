@@ -28,12 +28,15 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    # The files of coordination, and of the trial of a disk, are no manifests.
+    # The files of coordination, of the trial of a disk, and directories in RecIS' form are no manifests.
     "publish": {
         "commit/transaction.py",
         "coordination/session_files.py",
         "coordination/driver.py",
         "storage/disk_probe.py",
+        "formats/recis/export_checkpoint.py",
+        "formats/recis/save.py",
+        "formats/recis/write_directory.py",
     },
 }
 
