@@ -48,7 +48,7 @@ NEEDED = [
     "psutil",
     "xxhash",
 ]
-NEEDED += ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "safetensors"]
+NEEDED += ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "safetensors", "zstandard"]
 SECONDS_MAX = 3600
 FACTS = "import asyncckpt, platform, torch; from asyncckpt.native import implementation as core; "
 FACTS += "print(platform.python_version(), torch.__version__, asyncckpt.__version__, core, sep='\\t')"

@@ -232,7 +232,8 @@ class HashEmbeddingBag(HashEmbedding):
 
 
 def _checked_step(step: SupportsIndex, *, table: str) -> int:
-    is_bool = isinstance(step, bool) or (isinstance(step, torch.Tensor) and step.dtype is torch.bool)
+    # Older NumPy takes its flags for indices.
+    is_bool = isinstance(step, (bool, np.bool_)) or (isinstance(step, torch.Tensor) and step.dtype is torch.bool)
     try:
         number = None if is_bool else operator.index(step)
     except (TypeError, ValueError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pickle
 from collections.abc import Callable
@@ -26,9 +27,24 @@ from tests.dcp.test_one_process import blank, rich_state
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 
 
+def storable_state() -> dict[str, Any]:
+    """All but the dtypes that this torch cannot store itself."""
+    state = rich_state(2)
+    state["dtypes"] = {name: tensor for name, tensor in state["dtypes"].items() if is_storable(tensor)}
+    return state
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    try:
+        torch.save(tensor, io.BytesIO())
+    except KeyError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_a_dcp_checkpoint_comes_in(tmp_path: Path, thread_count: int) -> None:
-    state = rich_state(2)
+    state = storable_state()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp", thread_count=thread_count))
     assert import_checkpoint(tmp_path / "dcp", tmp_path / "ckpt", step=12) == 12
     found = blank(state)
@@ -82,7 +98,7 @@ def test_chunks_of_a_spread_tensor_come_in_as_boxes(tmp_path: Path, monkeypatch:
 
 
 def test_a_checkpoint_goes_out(tmp_path: Path) -> None:
-    state = rich_state(2)
+    state = storable_state()
     with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=state) as saver:
         saver.save(0)
     export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")

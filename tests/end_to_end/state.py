@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,9 @@ def table_image(table: asyncckpt.HashTable) -> dict[int, bytes]:
 def bits(value: Any) -> Any:
     """Tensors as (dtype, shape, bytes), containers as they are."""
     if isinstance(value, torch.Tensor):
-        copy = value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        copy = value.detach().resolve_conj().resolve_neg()
+        with contextlib.suppress(NotImplementedError):  # Older torch has types that it cannot copy.
+            copy = copy.clone(memory_format=torch.contiguous_format)
         raw = copy.reshape(-1).view(torch.uint8).numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), raw)
     if isinstance(value, dict):

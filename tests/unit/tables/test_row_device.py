@@ -190,10 +190,10 @@ class OnlyLookups:
     def __init__(self, table: HashTable) -> None:
         self._table = table
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "lookup_rows":
-            raise AttributeError(name)
-        return getattr(self._table, name)
+
+for _name in dir(HashTable):  # On the class, where newer Pythons look for what a protocol asks for.
+    if not _name.startswith("_") and _name != "lookup_rows":
+        setattr(OnlyLookups, _name, property(lambda self, name=_name: getattr(self._table, name)))
 
 
 def test_modules_do_with_tables_that_find_rows_on_their_device_only() -> None:
