@@ -68,6 +68,7 @@ ALLOWED = {
     ("tables/trained_table.py", "self._level.place.begin_to_host(newest).wait()"): EVENT,
     ("testing/case.py", "use.result()"): DONE,
     ("engine/ranks/rank_save.py", "self.stopped.wait()"): "within asyncio.wait_for",
+    ("engine/save/run_save.py", "ended.wait()"): "the same",
     ("signals.py", "given_up.acquire()"): "the lock of a condition, which the caller holds for a few lines",
     ("guard.py", "self.acquire()"): "held for a few lines; on the thread that holds it, it does not wait",
 }

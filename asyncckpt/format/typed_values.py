@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from asyncckpt.format.strict_json import Json
+
+if TYPE_CHECKING:  # Manifests are read without it: the command line starts at once.
+    import torch
 
 Encode = Callable[[Any, str], Json]  # (value, what it is of its owner) -> its JSON
 Decode = Callable[[Json], Any]
@@ -31,6 +32,10 @@ def encode_typed(value: Any, encode: Encode) -> Json:
         return {kind.__name__: sorted((encode(item, "an item") for item in value), key=json.dumps)}
     if kind is slice or kind is range:
         return {kind.__name__: [encode(getattr(value, bound), bound) for bound in _BOUNDS]}
+    if kind.__module__ != "torch":
+        return None
+    import torch
+
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
     if kind is torch.Size:
@@ -57,6 +62,8 @@ def is_typed(kind: str) -> bool:
 
 
 def _dtype(name: str) -> torch.dtype:
+    import torch
+
     found = vars(torch).get(name)  # Not getattr, for which torch would import modules.
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
@@ -64,6 +71,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _device(name: str) -> torch.device:
+    import torch
+
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -95,6 +104,8 @@ def _slice(bounds: list[Any]) -> slice:
 
 
 def _size(sizes: list[Any]) -> torch.Size:
+    import torch
+
     if not all(-(2**63) <= size < 2**63 for size in _integers(sizes)):
         raise ValueError("a size has more than 64 bits")
     return torch.Size(sizes)
