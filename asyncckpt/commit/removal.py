@@ -7,7 +7,8 @@ removes says so first, by a mark, which is an empty file; and nothing gets anoth
 2. Look once more whether all of them may still go.
 3. Decide: rename the marks to manifests/.d-<id>-<folder>, children before what they build upon. Stop at the first that
    is not there any more: another one has taken it back.
-4. Of each, in this order: unlink its manifest, sync manifests/, remove its folder, and last its mark.
+4. Of each, children first: unlink its manifest, sync manifests/, remove its folder, and last its mark, in this order.
+   Stop at a manifest that cannot be removed.
 
 A writer looks for marks after it has published, and then whether all that it needs is there. If it published before 2,
 it is seen there; if later, it sees a mark, or that something is gone, and does not acknowledge.
@@ -27,7 +28,7 @@ from dataclasses import replace
 
 from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError
+from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError
 from asyncckpt.format.names import Mark, attempt_of_directory, compacted_manifest_name, manifest_name
 from asyncckpt.system import register_at_fork
 
@@ -100,16 +101,16 @@ def _decide(root: CheckpointRoot, marks: Sequence[Mark], may_go: Callable[[], bo
 
 def _complete(root: CheckpointRoot, heads: KnownHeads, decided: Iterable[Mark]) -> None:
     failed: dict[str, CheckpointError] = {}
-    for mark in decided:
-        attempt = attempt_of_directory(mark.folder)
-        assert attempt is not None
+    for mark in sorted(decided, key=_step, reverse=True):
         try:
-            for name in (manifest_name(attempt.step), compacted_manifest_name(attempt.step)):
-                with contextlib.suppress(NotFoundError):
-                    if heads.of(name).head.folder_name == mark.folder:
-                        root.manifests.remove_file(name, version=heads.version(name))
-            # Also what another one has unlinked, who may have died before that was durable.
-            root.manifests.sync()
+            _remove_manifests(root, heads, mark)
+        except CorruptError as error:  # Nobody can read it, so it needs nothing.
+            failed[mark.folder] = error
+            continue
+        except CheckpointError as error:  # It stays, and may build upon all that come after it.
+            failed[mark.folder] = error
+            break
+        try:
             root.data.remove_folder(mark.folder)
             root.manifests.remove_file(mark.name)
         except CheckpointError as error:
@@ -117,3 +118,18 @@ def _complete(root: CheckpointRoot, heads: KnownHeads, decided: Iterable[Mark]) 
     if failed:
         first = next(iter(failed.values()))
         raise IOFailedError(f"{len(failed)} folders cannot be removed, {sorted(failed)[:8]}: {first}") from first
+
+
+def _remove_manifests(root: CheckpointRoot, heads: KnownHeads, mark: Mark) -> None:
+    for name in (manifest_name(_step(mark)), compacted_manifest_name(_step(mark))):
+        with contextlib.suppress(NotFoundError):
+            if heads.of(name).head.folder_name == mark.folder:
+                root.manifests.remove_file(name, version=heads.version(name))
+    # Also what another one has unlinked, who may have died before that was durable.
+    root.manifests.sync()
+
+
+def _step(mark: Mark) -> int:
+    attempt = attempt_of_directory(mark.folder)
+    assert attempt is not None
+    return attempt.step

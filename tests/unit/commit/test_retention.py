@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -348,6 +349,33 @@ def test_what_cannot_be_removed_keeps_no_later_batch(tmp_path: Path, monkeypatch
         keep_latest(tmp_path, 1)
     assert asyncckpt.list_steps(tmp_path) == [7]
     assert folders(tmp_path) == {found[step].folder.name for step in (6, 7)}
+
+
+def test_a_manifest_that_cannot_be_removed_keeps_what_it_builds_upon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its batch, in later ones, and when another removal completes it; what is above it goes."""
+    monkeypatch.setattr(retention, "BATCH_STEPS_MAX", 2)
+    found = two_chains(tmp_path)
+    stuck, remove_file = found[2].manifest.name, Directory.remove_file
+
+    def fail(self: Directory, name: str, **options: object) -> None:
+        if name == stuck:
+            raise IOFailedError(f"cannot remove {name!r}", errno=errno.EIO)
+        remove_file(self, name, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Directory, "remove_file", fail)
+    for newest in (8, 9):
+        full(tmp_path, newest)
+        with pytest.raises(IOFailedError, match="1 folders cannot be removed"):
+            keep_latest(tmp_path, 1)
+        assert asyncckpt.list_steps(tmp_path) == [1, 2, newest]
+        assert load(tmp_path, 2) == {0: row(1), 2: row(2)}
+    monkeypatch.undo()
+    last = full(tmp_path, 10)
+    keep_latest(tmp_path, 1)
+    assert asyncckpt.list_steps(tmp_path) == [10]
+    assert folders(tmp_path) == {last.folder.name}
 
 
 def test_a_save_at_each_look_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
