@@ -24,7 +24,7 @@ from asyncckpt.staging.pool import pool
 from tests.simulated_device.library import Library, PlainLibrary, QueuedLibrary, library_on_cpu
 from tests.simulated_device.memory import Allocator, OutOfMemory, Region, is_mapped
 from tests.simulated_device.ranges import Reach
-from tests.simulated_device.schedule import DeviceLost, Operation, Point, Schedule, Stream
+from tests.simulated_device.schedule import DeviceLost, Operation, Point, Schedule, SimulationFault, Stream
 from tests.simulated_device.torch_queue import QueueingMode, alias
 
 DEVICE_BYTES = 32 << 20
@@ -103,7 +103,12 @@ class SimulatedRuntime(Reach):
             stack.enter_context(chosen.use(self))
             stack.callback(_let_go_of_arenas)  # They are registered with this runtime.
             stack.enter_context(QueueingMode(self))
-            yield self
+            try:
+                yield self
+            except Exception as error:
+                if self.schedule.faults and not isinstance(error, SimulationFault):
+                    raise AssertionError(self.schedule.faults) from error
+                raise
             self.schedule.run_all()
         self.check()
 

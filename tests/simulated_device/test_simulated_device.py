@@ -367,3 +367,16 @@ def test_views_are_of_the_device_that_is_named() -> None:
             runtime.view(address, 8, wrong)
     host = torch.arange(8, dtype=torch.uint8)
     assert torch.equal(host_view(host.data_ptr(), 8), host)
+
+
+def test_a_test_that_fails_says_what_the_device_did_not_allow() -> None:
+    runtime = SimulatedRuntime(1)
+
+    def fail() -> None:
+        with runtime.installed():
+            runtime.schedule.fault("a copy goes too far")
+            raise ValueError("what came of it")
+
+    with pytest.raises(AssertionError, match="too far") as failed:
+        fail()
+    assert isinstance(failed.value.__cause__, ValueError)
