@@ -369,6 +369,10 @@ def test_views_are_of_the_device_that_is_named() -> None:
     assert torch.equal(host_view(host.data_ptr(), 8), host)
 
 
+def test_no_host_memory_is_an_empty_view() -> None:
+    assert host_view(0, 0).shape == (0,)
+
+
 def test_a_test_that_fails_says_what_the_device_did_not_allow() -> None:
     runtime = SimulatedRuntime(1)
 
