@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
 FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
 	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py \
-	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/systems
+	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/systems tests/embcache/test_several_ranks.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000
@@ -78,7 +78,7 @@ test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of t
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts/test_controls.py $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
-	$(PYTEST) -m slow tests/core_programs $(ARGS)
+	$(PYTEST) -m slow tests/core_programs -n $(WORKERS) $(ARGS)
 
 test-slow: $(READY) ## the tests that take long, but for those of test-native
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow --ignore=tests/core_programs $(PARALLEL) $(ARGS)

@@ -28,6 +28,7 @@ def test_core_programs_are_clean(tmp_path: Path, sanitizers: str, programs: list
         pytest.skip("no cmake or no C++ compiler")
     options = ["TESTS=ON", "WERROR=ON", f"SANITIZE={sanitizers}"]
     configure = ["cmake", "-S", str(CSRC), "-B", str(tmp_path), "-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    configure += ["-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -g1"]  # Sanitizers see as much, and it builds in half the time.
     configure += [f"-DASYNCCKPT_{option}" for option in options]
     targets = [Path(program).name for program in programs]
     build = ["cmake", "--build", str(tmp_path), "--target", *targets, "--parallel", "2"]

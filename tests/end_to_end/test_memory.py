@@ -70,6 +70,7 @@ def test_saves_of_large_values_keep_none_of_them(tmp_path: Path) -> None:
     assert after - before < 4 << 20
 
 
+@pytest.mark.any_core
 @pytest.mark.parametrize("way", ["full", "full and delta", "blocking", "failed", "loaded"])
 def test_nothing_stays_of_saves_that_retention_has_removed(way: str, tmp_path: Path) -> None:
     """Not one object for each of them: directories remembered the names of all marks of removals."""

@@ -39,7 +39,7 @@ EVERY_KIND = [
     or fault.error == errno.EINTR
     or fault.error in (LASTING_ERRORS if fault.sticky else SINGLE_ERRORS)
 ]
-# What the paths through the library can tell apart; the other saves have most operations in common with the first.
+# What the paths through the library can tell apart.
 TELLING_FAULTS = [
     Fault(Action.FAIL, at=0, error=errno.EIO),
     Fault(Action.FAIL, at=0, error=errno.EIO, sticky=ALL),
@@ -47,12 +47,13 @@ TELLING_FAULTS = [
     Fault(Action.LIE, at=0, error=errno.EIO),
     Fault(Action.SHORT, at=0, sticky=ALL),
 ]
-# Every run of these makes a chain first. They differ from the others in what they rely on, not in how they write.
-CHAIN_FAULTS = [Fault(Action.FAIL, at=0, error=errno.EIO)]
 FULLY_DISTURBED = "async"
 OTHERS = [name for name in SCENARIOS if name != FULLY_DISTURBED]
+# These write in another way; the others differ in what they rely on, and some make a chain first in every run.
+WRITE_OTHERWISE = ["blocking", "left-open"]
+RELY_FAULTS = [Fault(Action.FAIL, at=0, error=errno.EIO)]
 # The twin makes the same operations from Python; these are the ways in which it can write.
-DISTURBED = OTHERS if implementation == "native" else ["blocking", "left-open", "delta"]
+DISTURBED = OTHERS if implementation == "native" else [*WRITE_OTHERWISE, "delta"]
 FAULTS = EVERY_KIND if implementation == "native" else TELLING_FAULTS
 
 
@@ -66,7 +67,7 @@ def test_every_operation_of_a_save_may_fail_in_every_kind_of_way(
 def test_every_operation_of_other_saves_may_fail(
     name: str, lanes: ForkLanes, templates: Templates, run_folders: Iterator[Path]
 ) -> None:
-    faults = CHAIN_FAULTS if SCENARIOS[name].base else TELLING_FAULTS
+    faults = TELLING_FAULTS if name in WRITE_OTHERWISE else RELY_FAULTS
     disturb(SCENARIOS[name], faults, lanes, templates, run_folders)
 
 
