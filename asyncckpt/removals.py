@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from asyncckpt.arguments import check_type
 from asyncckpt.commit.claims import claims
-from asyncckpt.commit.discover import KnownHeads, forget_verified, newest_verified
+from asyncckpt.commit.discover import KnownHeads, committed_steps, forget_verified, newest_verified
 from asyncckpt.commit.judge import Listing
+from asyncckpt.commit.keep import numbers_of
 from asyncckpt.commit.pins import pin_step, unpin_step
 from asyncckpt.commit.retention import remove_steps, retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import collect_garbage as sweep_all
 from asyncckpt.engine.process.background import check_may_wait, result_or_end, retainer
 from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.errors import NotFoundError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import GarbageReport, PruneReport
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
@@ -66,7 +67,8 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
 
     dry_run: remove nothing, and need no lock; another process may write to the directory meanwhile. Otherwise raises
     ConflictError then. A damaged checkpoint that would stay does so, but counts for no rule: `report.damaged` says what
-    is wrong. Also raises NotFoundError, IOFailedError, UsageError.
+    is wrong. UsageError where no checkpoint has the metric: misspelled, it would let the best one go. Also raises
+    NotFoundError, IOFailedError.
     """
     policy = KeepPolicy.of(keep)
     if policy is None:
@@ -74,7 +76,10 @@ def prune(path: str | os.PathLike[str], keep: int | KeepPolicy, *, dry_run: bool
     check_type("dry_run", dry_run, bool)
 
     def work(root: CheckpointRoot) -> PruneReport:
-        return retain(root, KnownHeads(root), policy, protected=lambda: newest_verified(root), dry_run=dry_run)
+        heads = KnownHeads(root)
+        if policy.metric is not None:
+            _check_metric(root, heads, policy.metric)
+        return retain(root, heads, policy, protected=lambda: newest_verified(root), dry_run=dry_run)
 
     return _on_thread(path, work, "a removal", holding=not dry_run)
 
@@ -116,6 +121,23 @@ def collect_garbage(path: str | os.PathLike[str]) -> GarbageReport:
     when some stays because a manifest cannot be read that may need it; also NotFoundError, IOFailedError.
     """
     return _on_thread(path, lambda root: sweep_all(root, KnownHeads(root), keep_attempts=claims), "a removal")
+
+
+def _check_metric(root: CheckpointRoot, heads: KnownHeads, metric: str) -> None:
+    """Raise UsageError unless some checkpoint has the metric, or none can be read."""
+    names: set[str] | None = None
+    for step in committed_steps(root):
+        with suppress(CheckpointError):  # Damaged or just removed: retention sees to it.
+            found = numbers_of(heads.of_step(step).head.metadata).keys()
+            if metric in found:
+                return
+            names = found | (names or set())
+    if names is not None:
+        raise UsageError(
+            f"no checkpoint has the metric {metric!r}, by which the best would stay",
+            found=f"numbers {sorted(names)}",
+            hint="name a number in the metadata of the saves, or leave out best",
+        )
 
 
 def _remove(

@@ -190,3 +190,15 @@ def test_a_process_that_is_killed_while_it_goes_back_leaves_one_history(tmp_path
         saver.save(6)  # It sweeps.
     assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 6]
     assert len(list((tmp_path / "data").iterdir())) == 4
+
+
+def test_a_misspelled_metric_lets_no_best_checkpoint_go(tmp_path: Path) -> None:
+    """It counted as a metric that no checkpoint has, so that the best one went like all others, without a word."""
+    with asyncckpt.Saver(path=tmp_path, tensors=STATE) as saver:
+        for step in range(4):
+            saver.save(step, metadata={"loss": abs(step - 1.0)})
+    for dry_run in (True, False):
+        with pytest.raises(UsageError, match=r"no checkpoint has the metric 'los'.*'loss'"):
+            prune(tmp_path, KeepPolicy(best=1, metric="los"), dry_run=dry_run)
+    assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3]
+    assert prune(tmp_path, KeepPolicy(best=1, metric="loss")).removed == (0, 2)
