@@ -361,6 +361,9 @@ def _may_share_ids(stored: Shard, table: Table) -> bool:
 
 def _wrapped_hint(missing: list[str], unexpected: list[str]) -> str:
     """Return a hint if names differ from the stored ones only in what a wrapper of a module puts before them."""
+    both = set(missing) & set(unexpected)
+    if both:
+        return f"; {min(both)!r} is there in a state nested otherwise: give objects and dicts as they were saved"
     bare = {_WRAPPERS.sub("", name) for name in missing} & {_WRAPPERS.sub("", name) for name in unexpected}
     if not bare:
         return ""

@@ -53,6 +53,14 @@ def test_names_that_differ_in_a_prefix_alone_get_a_hint(tmp_path: Path, prefix: 
     assert "differ only" not in str(caught.value)
 
 
+def test_names_that_are_the_same_in_a_state_nested_otherwise_get_a_hint(tmp_path: Path) -> None:
+    """It said that the names differ in the prefix of a wrapper."""
+    asyncckpt.save(tmp_path, {"model": torch.nn.Sequential(net(1.0))})
+    with pytest.raises(asyncckpt.IncompatibleError, match="is there in a state nested otherwise") as caught:
+        asyncckpt.Loader(tmp_path, tensors={"model": {"0": net(0.0)}}).load()
+    assert "differ only" not in str(caught.value)
+
+
 def stepped(groups: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(groups)
     for group in optimizer.param_groups:
