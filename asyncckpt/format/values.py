@@ -26,6 +26,7 @@ from asyncckpt.format.strict_json import Json, shown
 from asyncckpt.format.typed_values import decode_typed, encode_typed, is_typed
 
 _PLAIN_INT_MAX = 2**53
+_ONCE_THERE = frozenset((type(None), bool, int, float, complex, str, bytes))  # Equal items are one, before and after.
 PLAIN = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, set, frozenset, slice, range, "
     "torch.dtype, torch.Size or torch.device"
@@ -52,6 +53,7 @@ def encode_value(value: Any, *, owner: str, _depth: int = 0) -> Json:
         return [encode_value(item, owner=f"{owner}[{i}]", _depth=_depth + 1) for i, item in enumerate(value)]
     typed = encode_typed(value, lambda part, which: encode_value(part, owner=f"{which} of {owner}", _depth=_depth + 1))
     if typed is not None:
+        _check_typed(value, typed, owner)
         return typed
     if isinstance(value, tuple):
         return {"tuple": [encode_value(v, owner=f"{owner}[{i}]", _depth=_depth + 1) for i, v in enumerate(value)]}
@@ -125,6 +127,20 @@ def _check_keys(pairs: list[list[Json]], owner: str) -> None:
         decode_value({"dict": [[key, None] for key, _ in pairs]}, owner=f"value {owner}")
     except CorruptError as error:
         raise UsageError(f"value {owner} has keys that would not come back: {error}") from error
+
+
+def _check_typed(value: Any, typed: Json, owner: str) -> None:
+    """UsageError unless a set comes back, its items hashable and each once, and a device is one that torch parses."""
+    kind = type(value)
+    if kind is set or kind is frozenset:
+        if _ONCE_THERE.issuperset(map(type, value)):
+            return  # By far the most frequent.
+    elif "device" not in typed:
+        return
+    try:
+        decode_value(typed, owner=f"value {owner}")
+    except CorruptError as error:
+        raise UsageError(f"value {owner} would not come back: {error}", found=repr(value)[:80]) from error
 
 
 def _text(value: str, owner: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from enum import Enum
 from typing import Any
 
@@ -83,6 +83,34 @@ class Color(Enum):
 )
 def test_what_is_not_plain_is_refused_by_its_path(value: Any, named: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"value {named} is not plain")):
+        encode_value(value, owner="'x'")
+
+
+class Frozen(UserDict[str, int]):
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 1
+
+
+class Apart(str):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {Frozen(a=1)},
+        frozenset({(1, Frozen(a=1))}),
+        {Apart("a"), "a"},
+        {"deep": [{Frozen()}]},
+        torch.device("cuda", 127 + 1),  # torch makes it cuda:-128.
+    ],
+    ids=["mapping", "deep mapping", "equal texts", "in a dict", "device"],
+)
+def test_what_would_not_come_back_is_refused(value: Any) -> None:
+    with pytest.raises(UsageError, match="would not come back"):
         encode_value(value, owner="'x'")
 
 
