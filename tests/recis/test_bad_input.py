@@ -389,6 +389,23 @@ def test_what_does_not_fit_the_targets_is_refused(tmp_path: Path) -> None:
     assert table.ids().tolist() == [5]
 
 
+def test_a_dense_tensor_under_the_name_of_a_slot_is_refused(tmp_path: Path) -> None:
+    """Read by that name, its rows would be read behind those of the slot, beyond the tensor that was made for them."""
+    folder = Handmade.of({"user": user_rows(50)}, {"user@id": torch.zeros(20, 20)}).write(tmp_path / "ckpt")
+    for read in (
+        recis.CheckpointReader,
+        lambda found: recis.Loader(found).load(),
+        lambda found: recis.import_checkpoint(found, tmp_path / "run"),
+    ):
+        with pytest.raises(UnsupportedError, match=r"'user@id' in .* is a slot of a table and a dense tensor"):
+            read(folder)
+    assert not (tmp_path / "run").exists()
+    table = asyncckpt.HashTable("user", 4)
+    with pytest.raises(UnsupportedError, match="is a slot of a table and a dense tensor"):
+        recis.save(tmp_path / "out", {"user": table}, {"user@id": torch.zeros(2)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
+
+
 def test_a_directory_of_ours_is_named(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "run", {"x": torch.ones(2)})
     with pytest.raises(NotFoundError, match="this is a directory of asyncckpt"):
