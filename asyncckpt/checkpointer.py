@@ -44,6 +44,7 @@ from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport, SaveResult
 from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, DeltaPolicy, KeepPolicy, RankOptions
 from asyncckpt.periodic import ErrorHandler, PeriodicSaver, PeriodicStatistics
+from asyncckpt.plan.state import may_be_state
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
 
@@ -95,6 +96,13 @@ class Checkpointer:
         if not state:
             raise UsageError("there is nothing to save", hint="Checkpointer(path, every=500, model=model)")
         tables, tensors = named_parts(state)
+        for name, value in tensors.items():
+            if not may_be_state(value):
+                raise UsageError(
+                    f"{name!r} cannot be saved",
+                    found=type(value).__name__,
+                    hint="further arguments of the Saver go into options={...}",
+                )
         more = {"keep": keep, "deltas": deltas, **options}
         if "shard_num" not in more:
             ranks = more.get("ranks", RankOptions())

@@ -197,6 +197,17 @@ def _unwrapped(value: Any) -> Any:
             return value
 
 
+def may_be_state(value: Any) -> bool:
+    """Return whether a value by itself may be saved; what is in it is not looked at."""
+    if isinstance(value, (torch.Tensor, Sharded, np.ndarray, np.generic, Mapping, list, tuple)) or _has_state(value):
+        return True
+    try:
+        encode_value(value, owner="value")
+    except UsageError:
+        return False
+    return True
+
+
 def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
