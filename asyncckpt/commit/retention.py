@@ -262,7 +262,10 @@ def _check_may_go(
         )
     pinned = sorted({*going} & {*pins})
     if pinned:
-        raise UsageError(f"step {pinned[0]} of {str(root.path)!r} is pinned", hint="unpin it first, or say even_pinned")
+        raise UsageError(
+            f"step {pinned[0]} of {str(root.path)!r} is pinned",
+            hint="unpin it first, or remove it all the same: even_pinned=True, --even-pinned",
+        )
     children: dict[int, list[int]] = defaultdict(list)
     for step in sorted(there):
         # What builds upon a step is above it.

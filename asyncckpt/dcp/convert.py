@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 import weakref
 from contextlib import closing
 from pathlib import Path
@@ -81,15 +82,19 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this one process.
 
-    The dense tensors in full, and the plain values; tables are left out. Needs memory for all of it. What is written
-    holds pickles: that is the format of the target, and keys of mappings become text there, as in all of DCP; for a
-    file of torch.save, save what asyncckpt.load returns. ConflictError when there is a checkpoint in dcp_dir already.
+    The dense tensors in full, and the plain values; tables are left out, with a RuntimeWarning. Needs memory for all
+    of it. What is written holds pickles: that is the format of the target, and keys of mappings become text there, as
+    in all of DCP; for a file of torch.save, save what asyncckpt.load returns. ConflictError when there is a checkpoint
+    in dcp_dir already.
     """
     folder = check_path(dcp_dir)
     if (folder / METADATA_NAME).exists():
         raise ConflictError(f"{str(folder)!r} holds a DCP checkpoint already")
     reader = StorageReader(path, step=step)
     metadata = reader.read_metadata()
+    tables = reader.tables()
+    if tables:
+        warnings.warn(f"tables {tables} are left out: DCP has none", RuntimeWarning, stacklevel=2)
     state: dict[str, Any] = {}
     for name, item in metadata.state_dict_metadata.items():
         value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None

@@ -95,6 +95,10 @@ class StorageReader(DcpStorageReader):
         """Return DCP's view of the checkpoint; see asyncckpt/dcp/stored.py. Its files are open until it is read."""
         return self._read().metadata
 
+    def tables(self) -> list[str]:
+        """Return the names of the checkpoint's tables, which DCP does not see."""
+        return sorted({table.name for table in self._read_once().chain.newest.tables})
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._read_once()
 

@@ -109,6 +109,15 @@ def test_a_checkpoint_goes_out(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
 
 
+def test_tables_that_are_left_out_are_named(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2)
+    table.insert(torch.arange(3), torch.ones(3, 2))
+    with asyncckpt.Saver(path=tmp_path / "ckpt", hashtables={"user": table}, tensors={"x": torch.ones(2)}) as saver:
+        saver.save(0)
+    with pytest.warns(RuntimeWarning, match=r"tables \['user'\] are left out"):
+        export_checkpoint(tmp_path / "ckpt", tmp_path / "dcp")
+
+
 def without_no_dist(function: Callable[..., Any]) -> Callable[..., Any]:
     """As torch 2.4 has it."""
 
