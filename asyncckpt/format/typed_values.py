@@ -12,9 +12,11 @@ All are known here by their kind: no class is looked up by a name that a checkpo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.strict_json import Json
 
 if TYPE_CHECKING:  # Manifests are read without it: the command line starts at once.
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # Manifests are read without it: the command line starts at o
 
 Encode = Callable[[Any, str], Json]  # (value, what it is of its owner) -> its JSON
 Decode = Callable[[Json], Any]
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(:\d{1,3})?")
 _BOUNDS = ("start", "stop", "step")
 
 
@@ -46,7 +49,10 @@ def encode_typed(value: Any, encode: Encode) -> Json:
 
 
 def decode_typed(kind: str, body: Json, decode: Decode) -> Any:
-    """Decode a value of one of these kinds. ValueError and the like for any other, or a damaged one."""
+    """Decode a value of one of these kinds. ValueError and the like for any other, or a damaged one.
+
+    UnsupportedError for a dtype or device that this torch does not have.
+    """
     if kind == "dtype" and type(body) is str:
         return _dtype(body)
     if kind == "device" and type(body) is str:
@@ -66,7 +72,7 @@ def _dtype(name: str) -> torch.dtype:
 
     found = vars(torch).get(name)  # Not getattr, for which torch would import modules.
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
+        raise _not_in_torch("dtype", name)
     return found
 
 
@@ -74,9 +80,22 @@ def _device(name: str) -> torch.device:
     import torch
 
     try:
-        return torch.device(name)
+        found = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"torch has no device {name!r}") from error
+        raise _not_in_torch("device", name) from error
+    if str(found) != name:  # torch makes cuda:300 cuda:44.
+        raise ValueError(f"{name!r} is no device")
+    return found
+
+
+def _not_in_torch(what: str, name: str) -> Exception:
+    import torch
+
+    if not _NAME.fullmatch(name):
+        return ValueError(f"{name!r} is no {what}")
+    return UnsupportedError(
+        f"torch {torch.__version__} has no {what} {name!r}", hint="load it with the torch that saved it"
+    )
 
 
 def _set(items: list[Any]) -> set[Any]:

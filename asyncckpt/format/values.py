@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from asyncckpt.errors import CorruptError, UsageError
+from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, shown
 from asyncckpt.format.typed_values import decode_typed, encode_typed, is_typed
@@ -139,7 +139,7 @@ def _check_typed(value: Any, typed: Json, owner: str) -> None:
         return
     try:
         decode_value(typed, owner=f"value {owner}")
-    except CorruptError as error:
+    except (CorruptError, UnsupportedError) as error:
         raise UsageError(f"value {owner} would not come back: {error}", found=repr(value)[:80]) from error
 
 
