@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import warnings
 import weakref
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +31,7 @@ from asyncckpt.dcp.rank_part import ChunkFacts, DcpPath, LocalKeys, plan_chunks
 from asyncckpt.dcp.reader import StorageReader
 from asyncckpt.dcp.writer import check_whole
 from asyncckpt.engine.save.box_files import BoxPlan, stream_boxes
-from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError
+from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, warn
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.block import BlockSpec
@@ -94,7 +93,7 @@ def export_checkpoint(
     metadata = reader.read_metadata()
     tables = reader.tables()
     if tables:
-        warnings.warn(f"tables {tables} are left out: DCP has none", RuntimeWarning, stacklevel=2)
+        warn(f"tables {tables} are left out: DCP has none", RuntimeWarning)
     state: dict[str, Any] = {}
     for name, item in metadata.state_dict_metadata.items():
         value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None

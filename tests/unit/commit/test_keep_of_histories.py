@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,11 @@ class History:
         self.saved[step].pinned = not was_pinned
 
     def prune(self, policy: KeepPolicy) -> None:
+        if policy.best is not None and all(saved.loss is None for saved in self.saved.values()):
+            with pytest.raises(UsageError, match="no checkpoint has the metric"):
+                prune(self.root, policy)
+            self.check(self.saved.keys())
+            return
         stay = {above for step in self.wanted(policy) for above in (step, *self.needed_by(step))}
         planned = prune(self.root, policy, dry_run=True)
         assert asyncckpt.list_steps(self.root) == list(self.saved)
