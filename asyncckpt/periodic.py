@@ -18,6 +18,7 @@ several ranks none saves behind an exception but SystemExit: the others are in t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,6 +100,7 @@ class PeriodicSaver:
         self._last_time = clock()
         self._future: SaveFuture | None = None
         self._last: _Ended | None = None
+        self._own_step: int | None = None  # That of the last save of this loop.
         self._watch = StepWatch(saver._target.state, saver._target.tables)
         self._statistics = PeriodicStatistics()
         self._longest_save_s = 0.0
@@ -202,7 +204,7 @@ class PeriodicSaver:
 
     def _forget_last(self) -> None:
         """Note that the state is that of another step now, which is saved: nothing is left to be saved."""
-        self._last = None
+        self._last = self._own_step = None
         self._watch.step_ended()
 
     def _note_end(self, step: int, metadata: Mapping[str, Any] | None) -> None:
@@ -215,8 +217,12 @@ class PeriodicSaver:
         return is_alone and self._last is not None and not self._is_last_saved()
 
     def _is_last_saved(self) -> bool:
-        target, last = self._saver._target, self._last
-        if last is None or target.memory.newest is None or target.memory.newest.parent.step != last.step:
+        target, last, future = self._saver._target, self._last, self._future
+        newest = target.memory.newest
+        saved = {self._own_step, None if newest is None else newest.parent.step}  # By itself, or by others after that.
+        if future is not None and future.done() and future._inner.exception(0) is None:
+            saved.add(None if future.result().skipped else future.result().step)
+        if last is None or last.step not in saved:
             return False
         # Somebody may have removed it. Ranks that look at different times would not save alike.
         return self._saver.ranks_count > 1 or is_committed(target.root, last.step)
@@ -267,6 +273,7 @@ class PeriodicSaver:
         self._committed(result)
 
     def _committed(self, result: SaveResult) -> None:
+        self._own_step = result.step
         self._statistics = replace(self._statistics, last_result=result)
         self._longest_save_s = max(self._longest_save_s, result.seconds)
 
@@ -280,15 +287,16 @@ class PeriodicSaver:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Report errors of earlier saves behind this block, which makes another one; or as the cause of its error."""
+        """Report errors of earlier saves behind this block, which makes another one; or as causes of its error."""
         earlier = self._errors_so_far()
         try:
             yield
         except CheckpointError as error:
             self._count(failed_count=1)
-            if earlier and error.__cause__ is None:
-                raise error from earlier[0]
+            _chain(error, *earlier)
             raise
+        if self._on_error == "raise":
+            _chain(*earlier)
         for other in earlier:
             self._handle(other)
 
@@ -349,3 +357,13 @@ class PeriodicSaver:
     def _count(self, **more: int) -> None:
         old = self._statistics
         self._statistics = replace(old, **{name: getattr(old, name) + count for name, count in more.items()})
+
+
+def _chain(*errors: BaseException) -> None:
+    """Put each error at the end of the causes of the one before it."""
+    for error, earlier in itertools.pairwise(errors):
+        causes = [error]
+        while (cause := causes[-1].__cause__) is not None and cause not in causes:
+            causes.append(cause)
+        if earlier not in causes and earlier.__cause__ not in causes:
+            causes[-1].__cause__ = earlier

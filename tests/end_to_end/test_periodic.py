@@ -334,12 +334,17 @@ def test_an_earlier_error_does_not_keep_the_last_step_from_being_saved(tmp_path:
     assert asyncckpt.list_steps(tmp_path) == [1]
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    return [error] if error.__cause__ is None else [error, *causes(error.__cause__)]
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["with", "async with"])
 @pytest.mark.parametrize("failing_steps", [[1], [2], [1, 2]], ids=["earlier", "last", "both"])
 @pytest.mark.parametrize("on_error", ["raise", "warn", "call"])
 def test_both_kinds_of_block_end_alike(tmp_path: Path, on_error: str, failing_steps: list[int], is_async: bool) -> None:
     """An error of an earlier save and one of the last step's come out once, and how on_error says."""
     seen: list[BaseException] = []
+    caught: list[pytest.ExceptionInfo[BaseException]] = []
     fails = [False]
 
     def filter_func(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
@@ -364,7 +369,7 @@ def test_both_kinds_of_block_end_alike(tmp_path: Path, on_error: str, failing_st
         periodic = asyncckpt.PeriodicSaver(saver, every_steps=1, on_error=handler)
         with contextlib.ExitStack() as raised:
             if on_error == "raise":
-                raised.enter_context(pytest.raises(asyncckpt.errors.FilterError, match="disk on fire"))
+                caught.append(raised.enter_context(pytest.raises(asyncckpt.errors.FilterError, match="disk on fire")))
             if is_async:
                 asyncio.run(run())
             else:
@@ -373,7 +378,22 @@ def test_both_kinds_of_block_end_alike(tmp_path: Path, on_error: str, failing_st
     assert len(seen) == (1 if on_error == "call" else 0)
     assert sum("disk on fire" in str(one.message) for one in warned) == (1 if on_error == "warn" else 0)
     assert periodic.statistics().failed_count == len(failing_steps)
+    told = [*seen, *(given.value for given in caught)]
+    if told:
+        assert sum(isinstance(error, asyncckpt.errors.FilterError) for error in causes(told[0])) == len(failing_steps)
     assert asyncckpt.list_steps(tmp_path) == [step for step in (1, 2) if step not in failing_steps]
+
+
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_a_newer_save_of_somebody_else_lets_the_last_step_stay_saved(tmp_path: Path, is_waited_for: bool) -> None:
+    with make(tmp_path) as saver, asyncckpt.PeriodicSaver(saver, every_steps=5) as periodic:
+        future = periodic.step(5)
+        assert future is not None
+        if is_waited_for:
+            periodic.drain()
+        saver.save(6, on_busy="wait")
+        assert periodic.save_now().step == 5
+    assert asyncckpt.list_steps(tmp_path) == [5, 6]
 
 
 def test_save_now_saves_what_is_not_due(tmp_path: Path) -> None:
