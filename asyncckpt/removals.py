@@ -89,8 +89,7 @@ def pin(path: str | os.PathLike[str], step: int) -> None:
     """Keep a checkpoint, and what it builds upon, whatever retention says, until `unpin`; durable when it returns.
 
     Needs no lock, so it works beside a process that writes to the directory. Raises NotFoundError, CorruptError,
-    IOFailedError, and ConflictError for a step that is just being removed; should it stay all the same, it may be
-    pinned.
+    IOFailedError, and ConflictError for a step that is just being removed. After the last two it may be pinned.
     """
     step = check_step(step, or_none=False)
     with CheckpointRoot.for_reading(check_path(path)) as root:
