@@ -4,7 +4,7 @@
 #   TORCH='torch>=2.4'     another torch than the one the suite is developed with
 #   WORKERS=2              how many processes run the tests
 #   SEED=1                 for test-random: the seed that repeats a run
-#   GPU_PYTHON=python3     for test-gpu and bench-gpu: a Python 3.11 or newer that has torch with CUDA, all that asyncckpt
+#   GPU_PYTHON=python3     for test-gpu, bench-gpu and demo: a Python 3.11 or newer that has torch with CUDA, all that asyncckpt
 #                          imports, pytest, cmake, ninja and scikit-build-core already; nothing is fetched then
 #   ARGS='-k name -x'      more for pytest, the demo or the bench
 
@@ -45,7 +45,7 @@ ifeq ($(GPU_PYTHON),)
 GPU_READY := $(READY)
 GPU_RUN := $(BIN)/python
 else
-GPU_READY := gpu-package
+GPU_READY := $(GPU_FOLDER)/.ready
 # The package that was built, not its sources in the working folder; these are behind it for tests and bench.
 GPU_RUN := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_FOLDER):$(CURDIR) $(GPU_PYTHON)
 endif
@@ -58,8 +58,8 @@ endif
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(READY) ## a training run, killed in the middle of a save and resumed; about a minute
-	$(BIN)/python -m demo $(ARGS)
+demo: $(GPU_READY) ## a training run, killed in the middle of a save and resumed; about a minute (ARGS=--gpu: on a GPU)
+	$(GPU_RUN) -m demo $(ARGS)
 
 test: lint test-suite ## lint, types, and the suite on the compiled core
 
@@ -147,10 +147,14 @@ $(READY): pyproject.toml $(CORE_SOURCES)
 	ASYNCCKPT_NATIVE=1 $(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
 
-# Into a folder of its own, by what this Python has: the machines with a GPU may be those without a network.
-gpu-package:
+# Into a folder of its own, by what this Python has: the machines with a GPU may be those without a network. Without the
+# CUDA library, which is left out elsewhere where it cannot be built, most of the suite would show the wrong thing.
+$(GPU_FOLDER)/.ready: pyproject.toml $(CORE_SOURCES) $(shell find asyncckpt -name '*.py')
 	ASYNCCKPT_NATIVE=1 $(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps --upgrade \
-		--config-settings=build-dir=build/gpu-core --target $(GPU_FOLDER) .
+		--config-settings=build-dir=build/gpu-core --config-settings=cmake.define.ASYNCCKPT_CUDA=ON --target $(GPU_FOLDER) .
+	touch $@
+
+gpu-package: $(GPU_FOLDER)/.ready
 
 # TorchRec would bring FBGEMM for a GPU, and that another torch: what they need is chosen here, and pip's remark that
 # fbgemm-gpu is missing can be passed over. The core is built in a folder of its own, because a build folder belongs to

@@ -104,9 +104,11 @@ class Checkpointer:
                     hint="further arguments of the Saver go into options={...}",
                 )
         more = {"keep": keep, "deltas": deltas, **options}
+        ranks = more.get("ranks", RankOptions())
+        check_type("ranks", ranks, RankOptions)
+        if ranks.in_turn:
+            raise UsageError("ranks in turn save through a Saver each", hint="a Checkpointer is one rank of a loop")
         if "shard_num" not in more:
-            ranks = more.get("ranks", RankOptions())
-            check_type("ranks", ranks, RankOptions)
             more["shard_index"], more["shard_num"] = own_rank(None, None, ranks.process_group)
         key = os.path.realpath(path)
         _end_earlier(key)

@@ -19,7 +19,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,7 +39,7 @@ from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import BUSY_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.plan.named_tables import named_tables
-from asyncckpt.plan.state import named_state
+from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.storage.directory import check_path
 
@@ -204,7 +204,7 @@ class Update:
     async def load(
         self,
         hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
-        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        tensors: TensorsArgument | None = None,
         *,
         strict: bool = True,
     ) -> LoadReport:

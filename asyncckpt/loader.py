@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -27,9 +27,9 @@ from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
-from asyncckpt.plan.load_plan import LoadFilter
+from asyncckpt.plan.load_info import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
-from asyncckpt.plan.state import named_state
+from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
@@ -47,12 +47,13 @@ class Loader(WaitsUntilFree):
                      load_state_dict, plain values are returned in LoadReport.values. For a tensor that is spread over
                      ranks (DTensor, ShardedTensor, Sharded), fills this rank's part, whichever rank saved which part
     parallel         maximal number of reading threads (this version uses up to 4)
-    filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources.
+    filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources. It gets
+                     all destinations of the model, as in RecIS, and what the checkpoint has in `.sources` of it.
                      None: everything, under its own name
     step             None: the newest
     strict           raise IncompatibleError for missing entries, for unexpected ones inside a module, and for tables of
                      a module that are not in hashtables while the checkpoint has tables that nothing takes; else report
-                     them
+                     them, and warn if nothing is loaded at all
     verify           True: check digests while reading. "before": read and check everything (if several ranks have
                      saved, everything that this one needs) before any target is touched. False: do not check
     cast             fill targets of other dtypes than were saved, tables too: floats from floats, rounded to the
@@ -83,7 +84,7 @@ class Loader(WaitsUntilFree):
         self,
         checkpoint_path: str | os.PathLike[str],
         hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
-        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        tensors: TensorsArgument | None = None,
         parallel: int = 16,
         filter_func: LoadFilter | None = None,
         *,

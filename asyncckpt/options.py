@@ -204,13 +204,19 @@ class RankOptions:
                    other by files in the directory
     peer_deadline  seconds that ranks wait for each other to come to a save, and (at most 30) for a sign of life during
                    one; then PeerError
+    in_turn        the ranks are Savers of this one process, which save a step one after the other: none waits, each
+                   writes its part, and the last one commits
     """
 
     process_group: Any = None
     peer_deadline: float = PEER_DEADLINE_S
+    in_turn: bool = False
 
     def __post_init__(self) -> None:
         check_seconds("peer_deadline", self.peer_deadline, above_zero=True)
+        check_type("in_turn", self.in_turn, bool)
+        if self.in_turn and self.process_group is not None:
+            raise UsageError("ranks in turn are Savers of one process, and have no process_group")
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,9 @@ class PeriodicSaver:
                 found=f"{saver.ranks_count} ranks",
                 hint="give every_steps",
             )
+        ranks = saver._target.ranks
+        if ranks is not None and ranks.in_turn:
+            raise UsageError("ranks in turn save by `save` and `save_async`: a periodic one cannot wait for the others")
         self._saver = saver
         self._every_steps = every_steps
         self._every_seconds = every_seconds

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,7 +53,7 @@ from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
-from asyncckpt.plan.state import named_state
+from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import STEP_S, uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
@@ -79,8 +79,8 @@ class Saver(Closing):
     hashtables              mapping name -> Table (of several ranks: with shard or replicated), or a module, whose
                             tables are found by asyncckpt.adapters.tables_of
     tensors                 mapping (or pairs) of name -> Tensor, ndarray, plain value, nested mapping or list, or
-                            anything with state_dict() (module, optimizer); read anew at every save. Tables that a
-                            module or a sparse optimizer holds must be in hashtables
+                            anything with state_dict() (module, optimizer); or tensors alone, known by their `name` or
+                            position. Read anew at every save. Tables that they hold must be in hashtables
     filter_func             list[WriteBlock] -> list[WriteBlock], run in the background on the staged copy
     on_busy                 what a call does while a save or load is in flight: "raise", "wait", "skip" or "queue"; with
                             a deadline of its own as BusyPolicy("wait", deadline=60). None: save waits, save_async
@@ -96,7 +96,7 @@ class Saver(Closing):
 
     One training thread uses a Saver; futures may be used from any. Every rank makes the same saves in the same order;
     a save does not wait for the other ranks, its future does. The constructor waits for rank 0, and without a process
-    group for all ranks. Source of the interface: RecIS `Saver`.
+    group for all ranks, unless they save in turn (RankOptions). Source of the interface: RecIS `Saver`.
     """
 
     # Files get mode 0640 and folders 0750 whatever the umask; else the umask takes from these.
@@ -109,7 +109,7 @@ class Saver(Closing):
         parallel: int = 8,
         path: str | os.PathLike[str] = _REQUIRED,
         hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
-        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        tensors: TensorsArgument | None = None,
         filter_func: Callable[[list[WriteBlock]], Sequence[WriteBlock]] = identity,
         *,
         on_busy: OnBusy | BusyPolicy | None = None,

@@ -5,6 +5,8 @@ The compiled core needs Linux. On macOS and Windows its twin runs, and there
     forked children    Windows has none, so nothing is registered for them
     reads and writes   Windows has none at an offset: seek, then read or write, for one thread at a time
     syncs              macOS leaves what is synced in the cache of the drive; F_FULLFSYNC empties that too
+    room on the disk   macOS and Windows do not take it before it is used
+    read pages         they stay in memory there, for whoever wants them read from the disk again
     locks              OFD locks are Linux's; macOS has `flock`, of the same meaning, and Windows locks a byte
 
 Folders by descriptor, which Windows lacks too, are in storage/os_by_path.py.
@@ -52,6 +54,20 @@ def pread(fd: int, bytes: int, offset: int) -> bytes:
     with _seeking:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, bytes)
+
+
+def take_room(fd: int, begin: int, bytes: int) -> None:
+    """Make a file longer, with room on the disk for it; OSError where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, begin, bytes)
+    else:
+        os.ftruncate(fd, begin + bytes)
+
+
+def forget_pages(fd: int) -> None:
+    """Let what was written to a file, and is synced, be read from the disk again."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_into(fd: int, target: memoryview, offset: int) -> int:

@@ -7,13 +7,14 @@ buffered writers is not seen.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
 from pathlib import Path
 
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = mmap.PAGESIZE
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 SAMPLE_SECONDS = 0.02
 RESIDENCY_PROBES = 64
 

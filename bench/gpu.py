@@ -3,18 +3,21 @@
 1. Floors: one big copy to pinned memory, within the device, and back. Every figure has those of its round and size.
 2. A training loop that saves: what the call takes of the host, what the save takes of the device; a few large tensors,
    and 10,000 small ones; straight to the host, and by way of scratch memory.
-3. The same for other ways to save, which write to the disk.
-4. Rows of a table, gathered on the device and to the host.
-5. Cold loads into the device.
+3. Rows of a table, gathered on the device and to the host.
+4. Cold loads into the device.
+5. Other ways to save in the same loop, which write to the disk.
+
+Every other round goes in the reverse order, so that no one has the warmer device. Figures are printed and written after
+each section: a run that is cut off has what it had measured.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -23,13 +26,25 @@ from bench.gpu_copies import measure_floors, measure_gathers, usable_library
 from bench.gpu_device import GIB, BenchDevice
 from bench.gpu_loads import measure_loads
 from bench.gpu_peers import PEERS
-from bench.gpu_report import SCRATCH, STRAIGHT, CaseFloors, GpuFigures, print_figures, targets_of
+from bench.gpu_report import (
+    SCRATCH,
+    STRAIGHT,
+    CaseFloors,
+    GpuFigures,
+    print_floors,
+    print_gathers,
+    print_loads,
+    print_loops,
+    print_peers,
+    targets_of,
+)
 from bench.gpu_saves import OurSaves, SaveCase, Saves, TrainingLoop, make_state, measure
 from bench.report import machine, make_console, write_json
 from bench.rounds import scratch_folder
 from bench.targets import print_targets
 
 SMALL_BYTES = 64 << 10
+T = TypeVar("T")
 
 
 def run_gpu(
@@ -48,32 +63,43 @@ def run_gpu(
     large = 8 << 20 if smoke else int(gib * GIB)
     rounds = 1 if smoke else rounds
     cases = _cases(large, smoke=smoke)
-    written = SaveCase("written", 100, min(large, 2 * GIB) // 100 // 4 * 4)
+    written = SaveCase("written", 100, min(large, GIB) // 100 // 4 * 4)
     source, pinned = bench.empty(2 * large).fill_(1), bench.pinned(large)
     loop = _loop(bench, smoke=smoke)
     library, why_not = usable_library() if bench.is_cuda else (None, "the host stands in for the device")
     if library is None:
         console.print(f"the CUDA library is left out: {why_not}", highlight=False)
     figures = GpuFigures(cases=tuple(cases))
+
+    def end_section(*tables: Callable[[Console, GpuFigures], None]) -> dict[str, Any]:
+        for print_one in tables:
+            print_one(console, figures)
+        return _write(out, console, facts, figures)
+
     with scratch_folder(directory) as folder:
         _add_loops(figures, bench, loop, source, pinned, folder, rounds=rounds)
-        console.print(f"{len(figures.loops)} saves in the loop", highlight=False)
-        _add_peers(figures, bench, loop, written, folder, rounds=min(rounds, 3), console=console)
+        end_section(print_floors, print_loops)
         for index in range(rounds):
             figures.gathers += measure_gathers(
                 bench, library, source, pinned, table_bytes=large // 2, round_index=index
             )
+        end_section(print_gathers)
         figures.loads += measure_loads(bench, written, source, pinned, folder, rounds=min(rounds, 3))
-    print_figures(console, figures)
+        end_section(print_loads)
+        _add_peers(figures, bench, loop, written, folder, rounds=min(rounds, 2), console=console)
+    return end_section(print_peers, lambda console, figures: print_targets(console, targets_of(figures)))
+
+
+def _write(out: Path, console: Console, facts: dict[str, Any], figures: GpuFigures) -> dict[str, Any]:
+    """Write what was measured by now; return what is in the .json."""
     targets = targets_of(figures)
-    print_targets(console, targets)
     content = {
         "facts": facts,
         **asdict(figures),
         "targets": [{"what": one.what, "measured": one.measured, "verdict": one.verdict} for one in targets],
     }
     write_json(Path(f"{out}.json"), content)
-    console.save_text(f"{out}.txt")
+    console.save_text(f"{out}.txt", clear=False)
     return content
 
 
@@ -115,7 +141,7 @@ def _add_loops(
         for case in figures.cases if index >= 0 else ():
             floors = measure_floors(bench, case.bytes, source, pinned)
             figures.floors.append(CaseFloors(case=case.name, round_index=index, floors=floors))
-        for case, way, saves in ways:
+        for case, way, saves in _in_turn(ways, index):
             one = measure(bench, loop, case, states[case.name], way, saves, round_index=index)
             if index >= 0:
                 figures.loops.append(one)
@@ -144,13 +170,12 @@ def _add_peers(
         else:
             peers[name] = saves
     for index in range(rounds):
-        for name in _rotated(list(peers), index):
+        for name in _in_turn(list(peers), index):
             figures.peers.append(measure(bench, loop, case, state, name, peers[name], round_index=index))
     for saves in peers.values():
         saves.close()
 
 
-def _rotated(names: Sequence[str], index: int) -> list[str]:
-    """Each round in another order."""
-    shift = index % max(1, len(names))
-    return [*names[shift:], *names[:shift]]
+def _in_turn(ways: Sequence[T], index: int) -> Sequence[T]:
+    """There and back: each comes as early as late, over two rounds."""
+    return ways if index % 2 == 0 else ways[::-1]

@@ -15,6 +15,7 @@ import torch
 
 GIB = 2**30
 SECONDS_MAX = 30
+BUSY_CYCLES = 2_000_000  # About a millisecond.
 Mark = Any
 
 
@@ -61,8 +62,10 @@ class BenchDevice:
         return float(begin.elapsed_time(end)) / 1e3
 
     def time(self, work: Callable[[], object]) -> float:
-        """Seconds that what `work` queues takes on the device, when it has nothing else to do."""
+        """Seconds that what `work` queues takes on an idle device; how long it takes to queue it does not count."""
         self.synchronize()
+        if self.is_cuda:
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]  # Until all is queued.
         begin = self.mark()
         work()
         return self.seconds(begin, self.mark())

@@ -66,14 +66,6 @@ class GpuFigures:
         return median_of(one.floor_seconds / one.seconds for one in own)
 
 
-def print_figures(console: Console, figures: GpuFigures) -> None:
-    _print_floors(console, figures)
-    _print_loops(console, figures)
-    _print_peers(console, figures)
-    _print_gathers(console, figures)
-    _print_loads(console, figures)
-
-
 def targets_of(figures: GpuFigures) -> list[Target]:
     """The project's targets, each beside what was measured.
 
@@ -102,7 +94,7 @@ def targets_of(figures: GpuFigures) -> list[Target]:
     ]
 
 
-def _print_floors(console: Console, figures: GpuFigures) -> None:
+def print_floors(console: Console, figures: GpuFigures) -> None:
     rows = []
     for case in figures.cases:
         own = [one.floors for one in figures.floors if one.case == case.name]
@@ -113,7 +105,7 @@ def _print_floors(console: Console, figures: GpuFigures) -> None:
     print_table(console, "floors: one big copy, ms", columns, rows)
 
 
-def _print_loops(console: Console, figures: GpuFigures) -> None:
+def print_loops(console: Console, figures: GpuFigures) -> None:
     rows = []
     for case in figures.cases:
         for way in (STRAIGHT, SCRATCH):
@@ -123,7 +115,7 @@ def _print_loops(console: Console, figures: GpuFigures) -> None:
     print_table(console, title, ["save", *LOOP_COLUMNS, "waits / floor", "lost / floor"], rows)
 
 
-def _print_peers(console: Console, figures: GpuFigures) -> None:
+def print_peers(console: Console, figures: GpuFigures) -> None:
     rows = []
     for name in dict.fromkeys(one.way for one in figures.peers):
         own = [one for one in figures.peers if one.way == name]
@@ -133,7 +125,7 @@ def _print_peers(console: Console, figures: GpuFigures) -> None:
     print_table(console, title, ["way", *LOOP_COLUMNS, "done s"], rows)
 
 
-def _print_gathers(console: Console, figures: GpuFigures) -> None:
+def print_gathers(console: Console, figures: GpuFigures) -> None:
     widths = sorted({one.row_bytes for one in figures.gathers})
     columns = [(way, share) for way in GATHER_WAYS for share in sorted({one.share for one in figures.gathers})]
     rows = [
@@ -145,7 +137,7 @@ def _print_gathers(console: Console, figures: GpuFigures) -> None:
     print_table(console, title, ["rows of", *names], rows)
 
 
-def _print_loads(console: Console, figures: GpuFigures) -> None:
+def print_loads(console: Console, figures: GpuFigures) -> None:
     loads = figures.loads
     ratio = median_of(one.seconds / max(one.read_seconds, one.up_seconds) for one in loads)
     row = [

@@ -106,7 +106,7 @@ def installed(folder: Path, python: str, torch: str, wheel: Path) -> str:
 
 def suite_of(folder: Path, program: str, tests: list[str]) -> str:
     """Run tests against what is installed, not the sources: in a folder that has only the tests."""
-    for name in ("tests", "bench", "demo", "docs", "examples"):
+    for name in ("tests", "bench", "csrc", "demo", "docs", "examples"):
         shutil.copytree(REPOSITORY / name, folder / "run" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(REPOSITORY / name, folder / "run")

@@ -1,6 +1,6 @@
 """The demo: train on a real log, get killed in the middle of a save, resume, and end with the same bits all the same.
 
-    python -m demo [--scale 10] [--out .demo]
+    python -m demo [--scale 10] [--out .demo] [--gpu]
 
 1. `log` reads the Python standard library: each source file is a user, each identifier an item.
 2. `train` is a process of its own: item2vec over three hash tables and a small MLP, with a checkpoint every few steps.

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,7 @@ app = typer.Typer(add_completion=False)
 
 STEPS, EVERY_STEPS = 1200, 150
 COLD_ROWS = 100_000
+CACHE_ROWS = 16_384  # A batch has some 4,000 items.
 LOG_WIDTH = 110
 PICTURE_NAME = "timeline.png"
 
@@ -33,11 +35,15 @@ def main(
     steps: Annotated[int, typer.Option(min=10, help="training steps of a run")] = STEPS,
     every: Annotated[int, typer.Option(min=1, help="steps between two saves")] = EVERY_STEPS,
     threads: Annotated[int, typer.Option(min=1, help="threads that torch trains with")] = 1,
+    gpu: Annotated[bool, typer.Option("--gpu", help="train on a GPU, with a cache of each table there")] = False,
     keep: Annotated[bool, typer.Option(help="keep the checkpoints")] = False,
 ) -> None:
     """Train, kill in the middle of a save, resume, compare bit for bit; beside it the same run with torch.save."""
     if steps <= every * (SAVES_BEFORE_KILL + 1):
         raise typer.BadParameter(f"steps is {steps}; the kill needs {SAVES_BEFORE_KILL + 1} saves before the last step")
+    if gpu and not torch.cuda.is_available():
+        typer.echo(f"--gpu needs a GPU: torch {torch.__version__} finds none that it can use", err=True)
+        raise typer.Exit(1)
     begun = time.perf_counter()
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -45,7 +51,14 @@ def main(
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH)
     runs = Path(tempfile.mkdtemp(prefix="runs-", dir=out))
-    shape = RunShape(steps=steps, every_steps=every, cold_rows_count=round(scale * COLD_ROWS), threads=threads)
+    shape = RunShape(
+        steps=steps,
+        every_steps=every,
+        cold_rows_count=round(scale * COLD_ROWS),
+        threads=threads,
+        device="cuda" if gpu else "cpu",
+        cache_rows=CACHE_ROWS if gpu else 0,
+    )
     try:
         tell_story(shape, runs=runs, picture=out / PICTURE_NAME, console=console)
     except (StoryFailedError, ChildFailedError) as error:

@@ -18,29 +18,31 @@ MLP_LR = 1e-3
 MLP_HIDDEN = 64
 # Each center is scored against all negatives; their mean weighs as much as this many.
 NEGATIVES_WEIGHT = 8.0
+COLD_ROWS_AT_ONCE = 4096  # They pass through the cache level, if there is one.
+
+DemoTable = asyncckpt.HashTable | asyncckpt.MultiLevelTable
 
 
 class Recommender:
     """Tables, MLP, both optimizers and the step: all that a checkpoint holds.
 
     cold_rows_count rows are put into both item tables at once, which no batch ever reads: a table in service is mostly
-    cold, and a save has to take it whole all the same.
+    cold, and a save has to take it whole all the same. device: of the MLP and, with cache_rows, of the cache
+    level of each table; the rows themselves are on the host.
     """
 
-    def __init__(self, *, dim: int, seed: int, cold_rows_count: int = 0) -> None:
+    def __init__(
+        self, *, dim: int, seed: int, cold_rows_count: int = 0, device: str = "cpu", cache_rows: int = 0
+    ) -> None:
         torch.manual_seed(seed)
-        self.tables = {
-            name: asyncckpt.HashTable(
-                name,
-                dim,
-                optimizer_slots={"sum": torch.float32},
-                metadata={"last_seen": torch.int64},
-                initializer=asyncckpt.nn.Uniform(0.5 / dim, seed=seed + index),
-            )
+        self._device = device
+        self.tables: dict[str, DemoTable] = {
+            name: _table(name, dim, seed=seed + index, device=device, cache_rows=cache_rows)
             for index, name in enumerate((ITEMS, CONTEXTS, FILES))
         }
         self._embeddings = {name: asyncckpt.nn.HashEmbedding(table) for name, table in self.tables.items()}
         self._mlp = nn.Sequential(nn.Linear(2 * dim, MLP_HIDDEN), nn.ReLU(), nn.Linear(MLP_HIDDEN, dim))
+        self._mlp.to(device)
         self._row_optimizer = asyncckpt.optim.SparseAdagrad(self._embeddings.values(), lr=ROW_LR)
         self._optimizer = torch.optim.Adam(self._mlp.parameters(), lr=MLP_LR)
         # The step is read at every save; what is here is what the checkpoint says.
@@ -71,7 +73,7 @@ class Recommender:
         queries = items + self._mlp(torch.cat([items, files], dim=1))
         contexts = self._embeddings[CONTEXTS](torch.cat([batch.pair_contexts, batch.negatives]))
         near, random = contexts.split([batch.pair_contexts.numel(), batch.negatives.numel()])
-        near_scores = (queries.index_select(0, batch.pair_centers) * near).sum(dim=1)
+        near_scores = (queries.index_select(0, batch.pair_centers.to(self._device)) * near).sum(dim=1)
         random_scores = queries @ random.T
         near_loss = functional.softplus(-near_scores).sum()
         random_loss = functional.softplus(random_scores).mean(dim=1).sum() * NEGATIVES_WEIGHT
@@ -82,11 +84,22 @@ class Recommender:
             bounds = np.iinfo(np.int64)
             ids = np.random.default_rng(seed).integers(bounds.min, bounds.max, size=count, endpoint=True)
             for name in (ITEMS, CONTEXTS):
-                self.tables[name].lookup(torch.from_numpy(ids))
+                for part in torch.from_numpy(ids).split(COLD_ROWS_AT_ONCE):
+                    self.tables[name].lookup(part)
 
 
-def used_columns(table: asyncckpt.HashTable) -> dict[str, torch.Tensor]:
-    """Return column -> its rows in use, `id` included; copies."""
-    rows = table.used_rows()
-    columns = {"id": table.ids(), "embedding": table.embedding[rows]}
-    return columns | {name: table.slot(name)[rows] for name in ("sum", "last_seen")}
+def _table(name: str, dim: int, *, seed: int, device: str, cache_rows: int) -> DemoTable:
+    options: dict[str, Any] = {
+        "optimizer_slots": {"sum": torch.float32},
+        "metadata": {"last_seen": torch.int64},
+        "initializer": asyncckpt.nn.Uniform(0.5 / dim, seed=seed),
+    }
+    if not cache_rows:
+        return asyncckpt.HashTable(name, dim, **options)
+    return asyncckpt.MultiLevelTable(name, dim, cache_rows=cache_rows, device=device, **options)
+
+
+def used_columns(table: DemoTable) -> dict[str, torch.Tensor]:
+    """Return column -> its rows in use, `id` included; copies on the host."""
+    ids = table.ids()
+    return {"id": ids, **table.read(ids)}

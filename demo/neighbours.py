@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from demo.log import Log
@@ -23,11 +24,10 @@ def nearest(rows: torch.Tensor, index: int, *, count: int) -> list[int]:
 
 def neighbour_names(recommender: Recommender, log: Log, queries: Sequence[str], *, count: int) -> dict[str, list[str]]:
     """Return the nearest frequent identifiers of every query that is one itself."""
-    table = recommender.tables[ITEMS]
-    found = table.lookup(torch.from_numpy(log.item_ids[:FREQUENT_NAMES_MAX]), insert=False)
-    known = [index for index, row in enumerate(found.tolist()) if row >= 0]
+    table, ids = recommender.tables[ITEMS], log.item_ids[:FREQUENT_NAMES_MAX]
+    known = np.flatnonzero(np.isin(ids, table.ids().numpy())).tolist()
     places = {log.names[index]: place for place, index in enumerate(known)}
-    rows = table.embedding[found[known]]
+    rows = table.read(torch.from_numpy(ids[known]), only="embedding")["embedding"]
     return {
         query: [log.names[known[place]] for place in nearest(rows, places[query], count=count)]
         for query in queries

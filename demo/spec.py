@@ -14,6 +14,8 @@ class RunSpec:
     """One training run over `log_path` that saves to `directory`, and resumes from there if there is a checkpoint.
 
     cold_rows_count  rows of both item tables that no batch reads
+    device           of the MLP, and of the cache level of the tables
+    cache_rows       rows of each cache level; 0: the tables have none, and are on the host
     threads          of torch; the order of its sums depends on them, so all runs that are compared have the same number
     """
 
@@ -23,6 +25,8 @@ class RunSpec:
     steps: int
     every_steps: int
     cold_rows_count: int
+    device: str = "cpu"
+    cache_rows: int = 0
     dim: int = 64
     batch_size: int = 1024
     window: int = 3

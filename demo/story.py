@@ -42,6 +42,8 @@ class RunShape:
     steps: int
     every_steps: int
     cold_rows_count: int
+    device: str = "cpu"
+    cache_rows: int = 0
     threads: int = 1
     dim: int = 64
     batch_size: int = 1024
@@ -62,6 +64,8 @@ def tell_story(shape: RunShape, *, runs: Path, picture: Path, console: Console) 
     log = read_log(stdlib_folder(), files_max=shape.files_max)
     log.save(runs / "log.npz")
     _print_log(log, console)
+    if shape.cache_rows:
+        console.print(f"tables: rows on the host, and of each a cache of {shape.cache_rows:,} on {shape.device}")
     stage = _Stage(shape, runs)
     with progress_display(console) as progress:
         undisturbed = stage.run("undisturbed", "asyncckpt", progress)
@@ -139,7 +143,7 @@ class _Stage:
     def load(self, name: str) -> Recommender:
         """Load the newest checkpoint into a model of our own."""
         spec = self._spec(name, "asyncckpt")
-        recommender = Recommender(dim=spec.dim, seed=spec.seed)
+        recommender = Recommender(dim=spec.dim, seed=spec.seed, device=spec.device, cache_rows=spec.cache_rows)
         recommender.load(spec.directory)
         return recommender
 
@@ -152,6 +156,8 @@ class _Stage:
             steps=shape.steps,
             every_steps=shape.every_steps,
             cold_rows_count=shape.cold_rows_count,
+            device=shape.device,
+            cache_rows=shape.cache_rows,
             dim=shape.dim,
             batch_size=shape.batch_size,
             threads=shape.threads,

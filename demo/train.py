@@ -6,6 +6,7 @@ and resumed.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -43,9 +44,16 @@ class StepLog:
 def train(spec: RunSpec, tell: Tell) -> None:
     """Train from the newest checkpoint, or from the start, to the last step."""
     torch.set_num_threads(spec.threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # What deterministic products on a GPU ask for.
     torch.use_deterministic_algorithms(True)
     log = Log.load(Path(spec.log_path))
-    recommender = Recommender(dim=spec.dim, seed=spec.seed, cold_rows_count=spec.cold_rows_count)
+    recommender = Recommender(
+        dim=spec.dim,
+        seed=spec.seed,
+        cold_rows_count=spec.cold_rows_count,
+        device=spec.device,
+        cache_rows=spec.cache_rows,
+    )
     sampler = BatchSampler(
         log, seed=spec.seed, size=spec.batch_size, window=spec.window, negatives_count=spec.negatives_count
     )

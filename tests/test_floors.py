@@ -82,6 +82,8 @@ NEIGHBOURS = {
     ("states", "loader"),
     ("strategies", "saver"),  # They save and load by the usual door.
     ("strategies", "loader"),
+    ("formats", "saver"),  # A file of torch.save is saved as any other state.
+    ("formats", "dcp"),  # The command line converts its checkpoints as those of other libraries.
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
 }
 MODEL_MAY_IMPORT = {"torch", "numpy"}

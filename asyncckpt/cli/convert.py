@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,29 +16,56 @@ from asyncckpt.cli import as_json
 from asyncckpt.cli.answers import Commands, add_dry_run, add_json, asked, natural
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, safe, size
+from asyncckpt.errors import UsageError
 
 if TYPE_CHECKING:
+    from asyncckpt.formats.conversion import Converter
     from asyncckpt.native import Progress
 
-FORMATS = ("recis",)
 TICK_S = 0.2
 ENDING_S = 10.0  # A terminal that takes no text holds nothing up.
 NAMES_CHARACTERS_MAX = 200
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SIZE = re.compile(r"([0-9]{1,15})\s*([a-z]*)")
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format is, and which options its import and its export take beside those of all."""
+
+    what: str
+    to_import: tuple[str, ...]
+    to_export: tuple[str, ...]
+
+
+FORMATS = {
+    "dcp": Format("a directory of torch.distributed.checkpoint", ("parallel",), ()),
+    "hf": Format("safetensors files as Hugging Face lays them out", ("parallel",), ("shard_size",)),
+    "recis": Format("a directory of RecIS", ("column", "parallel"), ("column", "parallel", "shards", "optimizer")),
+    "torch": Format("a file of torch.save", ("parallel",), ()),
+}
+_DESCRIBED = "; ".join(f"{name} is {found.what}" for name, found in FORMATS.items())
 
 
 def add_commands(commands: Commands) -> None:
-    more = "As a step of a directory of asyncckpt, which is made when it is missing. SOURCE stays as it is."
+    more = (
+        f"As a step of a directory of asyncckpt, which is made when it is missing. SOURCE stays as it is. {_DESCRIBED}."
+    )
     made = commands.add("import", import_, "make a checkpoint of what another library wrote", more, directory=False)
-    _add_arguments(made, source="the directory of the other library", target="a checkpoint directory")
-    made.add_argument("--step", metavar="STEP", type=natural, help="which step it becomes; default: of SOURCE's name")
-    more = "The newest step, or --step. TARGET must not exist, and is there all at once."
+    _add_arguments(made, source="the directory or file of the other library", target="a checkpoint directory")
+    default = "one more than the newest; recis: of SOURCE's name"
+    made.add_argument("--step", metavar="STEP", type=natural, help=f"which step it becomes; default: {default}")
+    more = f"The newest step, or --step. TARGET must not exist, and is there all at once. {_DESCRIBED}."
     made = commands.add("export", export, "write a checkpoint as another library reads it", more, directory=False)
-    _add_arguments(made, source="a checkpoint directory", target="the directory to make")
+    _add_arguments(made, source="a checkpoint directory", target="the directory or file to make")
     made.add_argument("--step", metavar="STEP", type=natural, help="which step; default: the newest")
     made.add_argument(
-        "--shards", metavar="N", type=_positive, help="in how many shards; default: as many as ranks saved"
+        "--shard-size", metavar="SIZE", type=_size, help="hf: bytes of one file at most, as 500MB or 2GiB (5GB)"
     )
-    made.add_argument("--optimizer", metavar="NAME", help="sparse_adam, sparse_adamw or sparse_adamw_tf")
+    made.add_argument(
+        "--shards", metavar="N", type=_positive, help="recis: in how many shards; default: as many as ranks saved"
+    )
+    made.add_argument("--optimizer", metavar="NAME", help="recis: sparse_adam, sparse_adamw or sparse_adamw_tf")
 
 
 def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
@@ -44,74 +73,95 @@ def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
     parser.add_argument("target", metavar="TARGET", type=Path, help=target)
     parser.add_argument(
-        "--column", metavar="SLOT=COLUMN", type=_pair, action="append", default=[], help="what a slot is called here"
+        "--column", metavar="SLOT=COLUMN", type=_pair, action="append", help="recis: what a slot is called here"
     )
-    parser.add_argument("--parallel", metavar="N", type=_positive, default=8, help="files of a shard, at most (8)")
+    parser.add_argument("--parallel", metavar="N", type=_positive, help="shard files at most, of recis of a shard (8)")
     parser.add_argument("--no-verify", action="store_true", help="do not read it once more in the end")
     add_dry_run(parser)
     add_json(parser)
 
 
 def import_(wanted: Namespace) -> ExitCode:
-    from asyncckpt.formats.recis.convert import import_with, look_into
-
-    columns = dict(wanted.column)
-    if wanted.dry_run:
-        facts = asked(lambda: look_into(wanted.source, wanted.target, wanted.step, columns), json=wanted.json)
-        return _tell(wanted, facts, "would import")
-    with _shown("importing") as progress:
-        facts = asked(
-            lambda: import_with(
-                wanted.source,
-                wanted.target,
-                wanted.step,
-                columns,
-                parallel=wanted.parallel,
-                verify=not wanted.no_verify,
-                progress=progress,
-            ),
-            json=wanted.json,
-        )
-    return _tell(wanted, facts, "imported")
+    options = asked(lambda: _options(wanted, FORMATS[wanted.format].to_import), json=wanted.json)
+    converter = _converter(wanted.format)
+    return _run(wanted, "import", converter.look_into, converter.import_with, options)
 
 
 def export(wanted: Namespace) -> ExitCode:
-    from asyncckpt.formats.recis.convert import export_with, plan_export
+    options = asked(lambda: _options(wanted, FORMATS[wanted.format].to_export), json=wanted.json)
+    converter = _converter(wanted.format)
+    return _run(wanted, "export", converter.plan_export, converter.export_with, options)
 
-    names = {"shards": wanted.shards, "columns": dict(wanted.column), "optimizer": wanted.optimizer}
+
+def _run(
+    wanted: Namespace,
+    what: str,
+    plan: Callable[..., Mapping[str, Any]],
+    convert: Callable[..., Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> ExitCode:
+    places = (wanted.source, wanted.target, wanted.step)
     if wanted.dry_run:
-        facts = asked(lambda: plan_export(wanted.source, wanted.target, wanted.step, **names), json=wanted.json)
-        return _tell(wanted, facts, "would export")
-    with _shown("exporting") as progress:
+        return _tell(wanted, asked(lambda: plan(*places, **options), json=wanted.json), f"would {what}")
+    with _shown(f"{what}ing") as progress:
         facts = asked(
-            lambda: export_with(
-                wanted.source,
-                wanted.target,
-                wanted.step,
-                parallel=wanted.parallel,
-                verify=not wanted.no_verify,
-                progress=progress,
-                **names,
-            ),
-            json=wanted.json,
+            lambda: convert(*places, verify=not wanted.no_verify, progress=progress, **options), json=wanted.json
         )
-    return _tell(wanted, facts, "exported")
+    return _tell(wanted, facts, f"{what}ed")
+
+
+def _converter(name: str) -> Converter:
+    """Return what converts a format. What it needs is imported here: the other commands start without it."""
+    if name == "dcp":
+        from asyncckpt.formats.dcp import convert as dcp
+
+        return dcp
+    if name == "hf":
+        from asyncckpt.formats.hf import convert as hf
+
+        return hf
+    if name == "recis":
+        from asyncckpt.formats.recis import convert as recis
+
+        return recis
+    from asyncckpt.formats.torch_file import convert as torch_file
+
+    return torch_file
+
+
+def _options(wanted: Namespace, taken: Sequence[str]) -> dict[str, Any]:
+    """Return the options that were given. UsageError for one that the format does not take."""
+    every = dict.fromkeys(name for found in FORMATS.values() for name in (*found.to_import, *found.to_export))
+    given = {name: value for name in every if (value := getattr(wanted, name, None)) is not None}
+    for name in given:
+        if name not in taken:
+            raise UsageError(f"{_option(name)} is no option of {wanted.format}", expected=list(map(_option, taken)))
+    if "column" in given:
+        given["columns"] = dict(given.pop("column"))
+    return given
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _tell(wanted: Namespace, facts: Mapping[str, Any], done: str) -> ExitCode:
     if wanted.json:
         as_json.print_answer({"dry_run": wanted.dry_run, **facts})
         return ExitCode.OK
-    tables: Mapping[str, int] = facts["tables"]
-    rows = f"{count_of(len(tables), 'table')} of {count_of(sum(tables.values()), 'row')}"
-    found = [rows, count_of(facts["tensors"], "tensor"), count_of(facts["shards"], "shard"), size(facts["bytes"])]
+    tables: Mapping[str, int] = facts.get("tables", {})
+    found = (
+        [f"{count_of(len(tables), 'table')} of {count_of(sum(tables.values()), 'row')}"] if "tables" in facts else []
+    )
+    found += [count_of(facts["tensors"], "tensor")]
+    found += [count_of(facts["values"], "plain value")] if "values" in facts else []
+    found += [count_of(facts["shards"], "shard")] if "shards" in facts else []
     step = "" if facts["step"] is None else f" step {facts['step']}"
     taken = f" in {facts['seconds']:.1f} s" if "seconds" in facts else ""
-    print(f"{done}{step}: {', '.join(found)}{taken}")
-    if facts["left_out"]:
-        print(
-            f"left out: {count_of(len(facts['left_out']), 'plain value')}: {safe(', '.join(facts['left_out'])[:200])}"
-        )
+    print(f"{done}{step}: {', '.join([*found, size(facts['bytes'])])}{taken}")
+    for noun, names in (("plain value", facts["left_out"]), ("table", facts.get("left_out_tables"))):
+        if names:
+            print(f"left out: {count_of(len(names), noun)}: {safe(', '.join(names)[:NAMES_CHARACTERS_MAX])}")
     return ExitCode.OK
 
 
@@ -151,3 +201,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.lower())
+    if match is None or match[2] not in _UNITS or not int(match[1]):
+        raise ArgumentTypeError(f"{text!r} is no size, as 5GB, 500MiB or 1000000")
+    return int(match[1]) * _UNITS[match[2]]

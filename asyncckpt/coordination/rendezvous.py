@@ -40,6 +40,7 @@ from asyncckpt.format.strict_json import dumps, loads
 from asyncckpt.storage.directory import Directory
 
 ROSTER_BYTES_MAX = 16 << 20
+_HINT = "one process that saves all shards, one after the other, says RankOptions(in_turn=True)"
 
 
 # What this process, as rank 0, has made: several of its Savers may share a directory. Without a lock, for finalizers
@@ -173,7 +174,7 @@ def _missing(missing: list[int], hellos: list[Hello], where: str, *, ranks_count
         "not all ranks are there",
         rank=missing[0],
         cause=f"ranks {shown} of {ranks_count} did not come {where}",
-        hint=f"others came that count {others} ranks: shard_num must be alike" if others else None,
+        hint=f"others came that count {others} ranks: shard_num must be alike" if others else _HINT,
     )
 
 

@@ -1,48 +1,73 @@
 """Convert checkpoints from DCP's own format and back to it, in one process.
 
 import_checkpoint   reads what dcp.FileSystemWriter wrote: chunk by chunk, so memory holds a chunk and two buffers
-export_checkpoint   writes it with dcp.FileSystemWriter: the whole checkpoint is in memory, and the result holds
-                    pickles, as that format does
+export_checkpoint   writes it with dcp.FileSystemWriter, which wants all tensors at once: their memory is a file on the
+                    disk of the target (staging/file_memory.py). The result holds pickles, as that format does
 """
 
 from __future__ import annotations
 
-import io
+import math
 import os
-import weakref
+import time
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint._traverse import get_element, set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from asyncckpt.arguments import check_type
+from asyncckpt.commit.new_entry import NewEntry, check_is_free
 from asyncckpt.commit.proof import Draft
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.dcp.attempt import CoordinatedAttempt, save_lock_held
-from asyncckpt.dcp.dcp_metadata import METADATA_NAME, read_dcp_metadata
-from asyncckpt.dcp.planned_data import from_stream
+from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
+from asyncckpt.dcp.distcp_files import ChunkSource, DcpFiles
 from asyncckpt.dcp.rank_part import ChunkFacts, DcpPath, LocalKeys, plan_chunks
 from asyncckpt.dcp.reader import StorageReader
+from asyncckpt.dcp.stored import check_keys
 from asyncckpt.dcp.writer import check_whole
+from asyncckpt.engine.load.verify import verify as verify_step
 from asyncckpt.engine.save.box_files import BoxPlan, stream_boxes
-from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, warn
+from asyncckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError, warn
 from asyncckpt.format.dtypes import dtype_by_name
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
-from asyncckpt.model.block import BlockSpec
-from asyncckpt.native import U64, Progress
+from asyncckpt.format.weights_only import why_refused
+from asyncckpt.native import Progress
 from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
+from asyncckpt.staging.file_memory import FileMemory
 from asyncckpt.storage.directory import check_path, io_failed
 
 
-@uninterrupted
+@dataclass(frozen=True)
+class Converted:
+    """What was converted, or would be: names of tensors, values and tables, and how many files.
+
+    bytes: of tensors, or of what was written. tables: those that are left out.
+    """
+
+    step: int | None
+    tensors: tuple[str, ...]
+    values: tuple[str, ...]
+    files_count: int
+    bytes: int
+    tables: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 def import_checkpoint(
     dcp_dir: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -50,60 +75,216 @@ def import_checkpoint(
     step: int | None = None,
     durability: Durability = "fsync",
     parallel: int = 8,
+    verify: bool = True,
 ) -> int:
     """Import a checkpoint of dcp.FileSystemWriter as a step of an asyncckpt directory; returns the step.
 
     step: None: one more than the newest. Chunks stay as they are: one of a tensor that was spread is a block. Nothing
-    but plain values and tensors is taken: UnsupportedError naming what is not. Raises NotFoundError, CorruptError,
-    ConflictError, IOFailedError too; there is no manifest then.
+    but plain values and tensors is taken: UnsupportedError naming what is not. verify: read the step once more in the
+    end. Raises NotFoundError, CorruptError, ConflictError, IOFailedError too; there is no manifest then.
     """
-    folder = check_path(dcp_dir)
-    metadata = read_dcp_metadata(folder)
-    check_whole(metadata)
-    with closing(_DcpFiles(folder, metadata)) as files:
-        plan, names, chunks = _plan(metadata, parallel=parallel)
-        values = [encode_value(files.value(name), owner=repr(name)) for name in names]
-        options = SaveOptions(durability=durability, parallel=parallel)
-        with closing(CoordinatedAttempt(check_path(path), step, options)) as begun:
-            sources = [
-                _ChunkSource(files, chunks[box], plan.boxes[box], placed.spec)
-                for box, placed in zip(plan.pieces.tensor.tolist(), plan.image.blocks, strict=True)
-            ]
-            target = ShardTarget(begun.transaction.folder, begun.attempt, options, Progress())
-            with save_lock_held("save", begun.root.path, begun.attempt.step):
-                written, digests = stream_boxes(plan, sources, target)
-            begun.commit(Draft(begun.transaction.head(files=written, values=tuple(values)), plan.body, digests))
-    return begun.attempt.step
+    check_type("verify", verify, bool)
+    options = SaveOptions(durability=durability, parallel=parallel)
+    source, target = check_path(dcp_dir), check_path(path)
+    found = run_import(source, target, check_step(step), options, Progress(), verify=verify)
+    assert found.step is not None
+    return found.step
+
+
+@uninterrupted
+def run_import(
+    source: Path, path: Path, step: int | None, options: SaveOptions, progress: Progress, *, verify: bool
+) -> Converted:
+    """Do the same, with arguments that are checked, and say how far it is."""
+    begun = time.perf_counter()
+    with closing(OpenDcp(source, options)) as found:
+        with closing(CoordinatedAttempt(path, step, options)) as attempt:
+            target = ShardTarget(attempt.transaction.folder, attempt.attempt, options, progress)
+            with save_lock_held("save", attempt.root.path, attempt.attempt.step):
+                written, digests = stream_boxes(found.plan, found.sources(), target)
+            head = attempt.transaction.head(files=written, values=tuple(found.values))
+            attempt.commit(Draft(head, found.plan.body, digests))
+        if verify:
+            with CheckpointRoot.for_reading(path) as root:
+                verify_step(root, attempt.attempt.step, progress=progress)
+        bytes = sum(file.bytes for file in written)
+        seconds = time.perf_counter() - begun
+        return replace(found.facts(), step=attempt.attempt.step, bytes=bytes, seconds=seconds)
+
+
+class OpenDcp:
+    """A checkpoint of DCP, with its files open and everything checked but the chunks; its plain values are read."""
+
+    def __init__(self, folder: Path, options: SaveOptions) -> None:
+        """NotFoundError, CorruptError, UnsupportedError, IOFailedError."""
+        metadata = read_dcp_metadata(folder)
+        self._files = DcpFiles(folder, metadata)
+        try:
+            _check_places(metadata, self._files)
+            _check_whole(metadata)
+            self.plan, self._names, self._chunks = _plan(metadata, parallel=options.parallel)
+            values = [(name, self._files.value(name)) for name in self._names]
+            self.values: list[Json] = [encode_value(value, owner=repr(name)) for name, value in values]
+        except UsageError as error:  # The checkpoint is wrong, and not the call.
+            self.close()
+            raise UnsupportedError(f"the DCP checkpoint cannot be imported: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._files.close()
+
+    def facts(self) -> Converted:
+        tensors = tuple(dict.fromkeys(index.fqn for index in self._chunks))
+        size = sum(box.bytes for box in self.plan.boxes)
+        return Converted(None, tensors, tuple(self._names), len(self._files.names), size)
+
+    def sources(self) -> list[ChunkSource]:
+        """Return the bytes of all blocks."""
+        pairs = zip(self.plan.pieces.tensor.tolist(), self.plan.image.blocks, strict=True)
+        return [ChunkSource(self._files, self._chunks[box], self.plan.boxes[box], placed.spec) for box, placed in pairs]
 
 
 def export_checkpoint(
-    path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None
+    path: str | os.PathLike[str], dcp_dir: str | os.PathLike[str], *, step: int | None = None, verify: bool = True
 ) -> None:
     """Write a checkpoint (default: the newest) as dcp.FileSystemWriter would, in this one process.
 
-    The dense tensors in full, and the plain values; tables are left out, with a RuntimeWarning. Needs memory for all
-    of it. What is written holds pickles: that is the format of the target, and keys of mappings become text there, as
-    in all of DCP; for a file of torch.save, save what asyncckpt.load returns. ConflictError when there is a checkpoint
-    in dcp_dir already.
+    dcp_dir is made, and is there all at once, or not: ConflictError when there is something under this name. verify:
+    read all of it once more before that, and compare. The dense tensors in full, and the plain values; tables are left
+    out, with a RuntimeWarning. Tensors take room on the disk once more, until it has ended, and memory one by one. What
+    is written holds pickles: that is the format of the target, and keys of mappings become text there, as in all of
+    DCP; asyncckpt.formats.torch_file keeps them.
     """
-    folder = check_path(dcp_dir)
-    if (folder / METADATA_NAME).exists():
-        raise ConflictError(f"{str(folder)!r} holds a DCP checkpoint already")
-    reader = StorageReader(path, step=step)
-    metadata = reader.read_metadata()
-    tables = reader.tables()
-    if tables:
-        warn(f"tables {tables} are left out: DCP has none", RuntimeWarning)
-    state: dict[str, Any] = {}
+    check_type("verify", verify, bool)
+    done = run_export(check_path(path), check_path(dcp_dir), check_step(step), Progress(), verify=verify)
+    if done.tables:
+        warn(f"tables {list(done.tables)} are left out: DCP has none", RuntimeWarning)
+
+
+class _OneStep(StorageReader):
+    """Reads its step once: DCP, which asks again, gets the same one, whose files stay open meanwhile."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._read_once().metadata
+
+    def facts(self) -> Converted:
+        """Return what is in it. UnsupportedError for tensors that would be left out."""
+        stored = self._read_once()
+        for part in stored.chain.newest.parts:
+            check_keys(part.tree)
+        for block in stored.chain.newest.blocks:
+            spec = block.placed.spec
+            if spec.table is None:
+                dtype_by_name(spec.dtype, owner=spec.name)
+        items = stored.metadata.state_dict_metadata
+        tensors = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
+        size = sum(item.size.numel() * item.properties.dtype.itemsize for item in tensors.values())
+        return Converted(stored.chain.step, tuple(tensors), tuple(stored.values), 1, size, tuple(self.tables()))
+
+
+def plan_export(path: Path, step: int | None) -> Converted:
+    """Return what an export would write; reads no data."""
+    reader = _OneStep(path, step=step)
+    try:
+        return reader.facts()
+    finally:
+        reader.reset()
+
+
+@uninterrupted
+def run_export(path: Path, folder: Path, step: int | None, progress: Progress, *, verify: bool) -> Converted:
+    """Do the same, with arguments that are checked, and say how far it is. Warns of nothing."""
+    begun = time.perf_counter()
+    check_is_free(folder)
+    reader = _OneStep(path, step=step)
+    planned, metadata = reader.facts(), reader.read_metadata()
+    with NewEntry(folder, kind="dcp", durability="fsync") as entry, FileMemory(entry.scratch_file()) as memory:
+        made = entry.make_folder()
+        state: dict[str, Any] = {}
+        for name, item in metadata.state_dict_metadata.items():
+            value = None
+            if isinstance(item, TensorStorageMetadata):
+                value = memory.empty(item.size, item.properties.dtype)
+            set_element(state, metadata.planner_data[name], value)
+        _convert(state, reader, entry.temporary, step=planned.step)
+        entry.sync()
+        bytes = sum(made.size(name) for name in made.names())
+        progress.advance(bytes)
+        if verify:
+            _compare(entry.temporary, state, metadata, folder, progress)
+        entry.give_name(lambda: folder.is_dir())
+    return replace(planned, bytes=bytes, seconds=time.perf_counter() - begun)
+
+
+def _convert(state: dict[str, Any], reader: StorageReader, folder: Path, *, step: int | None) -> None:
+    """Fill a state from a checkpoint, and write it by torch's own means."""
+    try:
+        # As torch's own converters (format_utils) do it: `load` and `save` of torch 2.4 lack no_dist.
+        _load_state_dict(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+        _save_state_dict(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    except (CheckpointException, Exception) as error:
+        # What fails on the one rank that there is, DCP wraps once more.
+        causes = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause: BaseException = next((found[0] for found in causes if isinstance(found[0], BaseException)), error)
+        if isinstance(cause, CheckpointError):
+            raise cause from error
+        if isinstance(cause, OSError):
+            raise io_failed(f"folder {str(folder)!r} cannot be written", cause) from error
+        reason = why_refused(Exception(f"{type(cause).__name__}: {cause}"))
+        raise UnsupportedError(f"step {step} cannot be written by DCP: {reason}") from error
+
+
+def _compare(folder: Path, state: dict[str, Any], metadata: Metadata, path: Path, progress: Progress) -> None:
+    """Compare what was written with the state, item by item. CorruptError."""
+    with closing(DcpFiles(folder, read_dcp_metadata(folder))) as files:
+        for name, item in metadata.state_dict_metadata.items():
+            written: Any = get_element(state, metadata.planner_data[name])
+            if isinstance(item, TensorStorageMetadata):
+                index = MetadataIndex(name, torch.Size([0] * len(item.size)))
+                found = files.tensor(index, shape=tuple(item.size), dtype=item.properties.dtype)
+                is_same = torch.equal(_raw(found), _raw(written))
+                progress.advance(found.nbytes)
+            else:
+                is_same = _is_same_value(files, name, written)
+            if not is_same:
+                what = f"{name!r} of {str(path)!r} was not read back as it was written"
+                raise CorruptError(what, hint="nothing was published; look at the disk")
+
+
+def _is_same_value(files: DcpFiles, name: str, written: Any) -> bool:
+    try:
+        found = files.value(name)
+    except UnsupportedError:  # Of a type that only a pickle that may run anything brings back: nobody does that here.
+        return True
+    return bool(found == written) or encode_value(found, owner=name) == encode_value(written, owner=name)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _check_places(metadata: Metadata, files: DcpFiles) -> None:
+    """Check that every item has a place that is long enough. CorruptError."""
     for name, item in metadata.state_dict_metadata.items():
-        value = torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
-        set_element(state, metadata.planner_data[name], value)
-    # As torch's own converters (format_utils) do it: `load` and `save` of torch 2.4 lack no_dist.
-    _load_state_dict(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-    _save_state_dict(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        if isinstance(item, TensorStorageMetadata):
+            for chunk in item.chunks:
+                if all(chunk.sizes) or chunk.sizes == item.size:  # Else a rank held nothing of it.
+                    size = math.prod(chunk.sizes) * item.properties.dtype.itemsize
+                    files.check(MetadataIndex(name, chunk.offsets), bytes=size)
+        else:
+            files.check(MetadataIndex(name), bytes=0)
 
 
-def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], list[MetadataIndex]]:
+def _check_whole(metadata: Metadata) -> None:
+    try:
+        check_whole(metadata)
+    except UsageError as error:  # The checkpoint is wrong, and not the call.
+        raise CorruptError(f"the DCP checkpoint is damaged: {error}") from error
+
+
+def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], Sequence[MetadataIndex]]:
     """Return the plan of all chunks, the names of the values in the order of the tree, and the chunk of every box."""
     items = metadata.state_dict_metadata
     tensors = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
@@ -116,92 +297,3 @@ def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], lis
     ]
     plan, stored, value_names = plan_chunks(chunks, keys, paths, rank=0, parallel=parallel)
     return plan, value_names, [MetadataIndex(name, begin) for name, begin, *_ in map(chunks.__getitem__, stored)]
-
-
-class _DcpFiles:
-    """The `.distcp` files of a DCP checkpoint; its metadata says what is where, and is checked."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self._folder = folder
-        self._places: dict[MetadataIndex, Any] = metadata.storage_data if type(metadata.storage_data) is dict else {}
-        self._files: dict[str, io.BufferedReader] = {}
-        self._held: weakref.WeakValueDictionary[MetadataIndex, torch.Tensor] = weakref.WeakValueDictionary()
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def value(self, name: str) -> Any:
-        return from_stream(self._stream(MetadataIndex(name)), name=name)
-
-    def tensor(self, index: MetadataIndex, *, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a chunk, contiguous on the CPU; the one that was read before while it is still held."""
-        held = self._held.get(index)
-        if held is not None:
-            return held
-        stream = self._stream(index)
-        try:
-            found = torch.load(stream, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CorruptError(f"chunk {list(index.offset or ())} of {index.fqn!r} cannot be read: {error}") from error
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape or found.dtype is not dtype:
-            raise CorruptError(
-                f"chunk {list(index.offset or ())} of {index.fqn!r} is not what the metadata says",
-                found=(tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__,
-                expected=(shape, dtype),
-            )
-        self._held[index] = read = found.detach().resolve_conj().resolve_neg().contiguous()
-        return read
-
-    def _stream(self, index: MetadataIndex) -> io.BytesIO:
-        place: Any = self._places.get(index)
-        name = getattr(place, "relative_path", None)
-        if type(name) is not str or Path(name).name != name or name in ("", ".", ".."):
-            raise CorruptError(f"the metadata of the DCP checkpoint has no place for {index.fqn!r}", found=name)
-        if getattr(place, "transform_descriptors", None):
-            raise UnsupportedError(
-                f"{index.fqn!r} was transformed by an extension of DCP", found=place.transform_descriptors
-            )
-        try:
-            if name not in self._files:
-                self._files[name] = (self._folder / name).open("rb")
-            file = self._files[name]
-            size = os.fstat(file.fileno()).st_size
-            if not 0 <= place.offset <= place.offset + place.length <= size:
-                raise CorruptError(
-                    f"file {name!r} of the DCP checkpoint is too short",
-                    found=size,
-                    expected=place.offset + place.length,
-                )
-            file.seek(place.offset)
-            return io.BytesIO(file.read(place.length))
-        except OSError as error:
-            raise io_failed(f"file {name!r} of the DCP checkpoint cannot be read", error) from error
-
-
-class _ChunkSource:
-    """The bytes of a block from a chunk of a DCP checkpoint, which is held from the block's first byte to its last.
-
-    box: the whole chunk. block: the rows of it that are asked for; less than all for a chunk over the limit.
-    """
-
-    def __init__(self, files: _DcpFiles, index: MetadataIndex, box: BlockSpec, block: BlockSpec) -> None:
-        self._files = files
-        self._index = index
-        self._box = box
-        self._block_bytes = block.bytes
-        row_bytes = box.bytes // box.shape[0] if box.shape and box.shape[0] else 0
-        self._begin = (block.row_begin - box.row_begin) * row_bytes
-        self._held: torch.Tensor | None = None
-        self._is_done = False
-
-    def pieces(self, begin: int, end: int) -> U64:
-        if self._held is None:
-            dtype = dtype_by_name(self._box.dtype, owner=self._box.name).dtype
-            self._held = self._files.tensor(self._index, shape=self._box.shape, dtype=dtype)
-        self._is_done = end == self._block_bytes
-        return np.array([[self._held.data_ptr() + self._begin + begin, end - begin]], dtype=np.uint64)
-
-    def release(self) -> None:
-        if self._is_done:
-            self._held = None

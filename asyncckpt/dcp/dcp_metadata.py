@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
-from asyncckpt.storage.directory import io_failed
+from asyncckpt.format.weights_only import why_refused
+from asyncckpt.storage.directory import real_folder
 
 METADATA_NAME = ".metadata"
 METADATA_BYTES_MAX = 4 << 30
@@ -63,19 +69,57 @@ def read_dcp_metadata(folder: Path) -> Metadata:
     """Read the metadata of a FileSystemWriter. Raises NotFoundError, CorruptError, UnsupportedError."""
     path = folder / METADATA_NAME
     try:
-        if path.stat().st_size > METADATA_BYTES_MAX:
-            raise CorruptError(f"{str(path)!r} is too large", found=path.stat().st_size, expected=METADATA_BYTES_MAX)
-        raw = path.read_bytes()
-    except FileNotFoundError as error:
+        with real_folder(path) as (real, name):
+            raw = real.read_file(name, bytes_max=METADATA_BYTES_MAX)
+    except NotFoundError as error:
         raise NotFoundError(f"{str(folder)!r} holds no DCP checkpoint: {METADATA_NAME!r} is not there") from error
-    except OSError as error:
-        raise io_failed(f"{str(path)!r} cannot be read", error) from error
     try:
         found = _RecordsOnly(io.BytesIO(raw)).load()
     except UnsupportedError:
         raise
     except Exception as error:
-        raise CorruptError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise CorruptError(f"{str(path)!r} is damaged: {type(error).__name__}: {why_refused(error)}") from error
+    if not isinstance(found, Metadata):
         raise CorruptError(f"{str(path)!r} is not the metadata of a DCP checkpoint", found=type(found).__name__)
+    try:
+        is_sound = (
+            type(found.state_dict_metadata) is dict
+            and all(_is_sound(name, item) for name, item in found.state_dict_metadata.items())
+            and type(found.storage_data) is dict
+            and _are_paths(found.planner_data)
+        )
+    except AttributeError:  # A record that lacks a member.
+        is_sound = False
+    if not is_sound:
+        raise CorruptError(f"{str(path)!r} is damaged: its records are not what DCP writes")
     return found
+
+
+def _is_sound(name: object, item: object) -> bool:
+    """Return whether a record has the types that it should have: a pickle may put anything anywhere."""
+    if type(name) is not str or not isinstance(item, TensorStorageMetadata):
+        return type(name) is str and isinstance(item, BytesStorageMetadata)
+    return (
+        isinstance(getattr(item.properties, "dtype", None), torch.dtype)
+        and _is_shape(item.size)
+        and type(item.chunks) is list
+        and all(
+            isinstance(chunk, ChunkStorageMetadata)
+            and _is_shape(chunk.offsets)
+            and _is_shape(chunk.sizes)
+            and len(chunk.offsets) == len(chunk.sizes) == len(item.size)
+            for chunk in item.chunks
+        )
+    )
+
+
+def _is_shape(found: object) -> bool:
+    return isinstance(found, tuple) and all(type(size) is int and size >= 0 for size in found)
+
+
+def _are_paths(found: object) -> bool:
+    """Return whether these are the paths that a planner has flattened, below names."""
+    return not isinstance(found, dict) or all(
+        isinstance(path, tuple) and path and type(path[0]) is str and all(type(key) in (str, int) for key in path)
+        for path in found.values()
+    )

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
+from asyncckpt.format.weights_only import why_refused
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -76,7 +77,7 @@ def from_stream(stream: io.BytesIO, *, name: str) -> Any:
     try:
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UnsupportedError(f"value {name!r} is not plain: {error}") from error
+        raise UnsupportedError(f"value {name!r} is not plain: {why_refused(error)}") from error
 
 
 def give_value(planner: LoadPlanner, item: ReadItem, value: Any) -> None:

@@ -8,6 +8,7 @@ this torch does not know.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from asyncckpt.dcp.rank_part import DcpPath
+from asyncckpt.errors import UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name, is_in_torch
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.format.strict_json import Json
@@ -157,6 +159,22 @@ def _flattened(node: Node, values: Iterator[Json], path: DcpPath) -> Iterator[tu
     else:
         for index, child in enumerate(node[1]):
             yield from _flattened(child, values, (*path, index))
+
+
+def check_keys(node: Node, path: DcpPath = ()) -> None:
+    """Raise UnsupportedError where two keys of a mapping would be the same text in DCP."""
+    if len(node) == 1:
+        return
+    if node[0] in MAPPINGS:
+        keys = [str(key_value(key)) for key in node[1]]
+        same = next((key for key, count in Counter(keys).items() if count > 1), None)
+        if same is not None:
+            what = f"two keys of {_dotted(path)!r} would be the same in DCP, whose keys are text"
+            raise UnsupportedError(what, found=same, hint="a file of torch.save keeps them apart")
+    else:
+        keys = [""] * len(_children(node))
+    for key, child in zip(keys, _children(node), strict=True):
+        check_keys(child, (*path, key))
 
 
 def _holds_tensors(node: Node) -> bool:

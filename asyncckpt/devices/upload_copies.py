@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from asyncckpt.devices.batch import Batch
-from asyncckpt.devices.contract import LARGE_BYTES
+from asyncckpt.devices.contract import ENGINE_COPIES_MAX, LARGE_BYTES
 from asyncckpt.devices.slots import runs_of, slots_of
 from asyncckpt.native import I64, U64
 
@@ -23,52 +23,66 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Upload(Protocol):
-    """Copies from host memory to one device."""
+    """Copies from host memory to one device.
+
+    Bytes go up by the copy engine, in long pieces to scratch memory, and kernels spread them on the device: kernels
+    that read the host's memory themselves are slower, and do so only where there is no scratch memory.
+    """
 
     @property
     def scratch_bytes(self) -> int:
         """How much scratch memory of the device the copy takes."""
         ...
 
-    def run(self, batch: Batch, scratch: int) -> None:
-        """Queue the copy on the current side stream. scratch: the address of the memory, aligned to 256."""
+    @property
+    def scratch_bytes_min(self) -> int:
+        """How much of it the copy cannot do without: all or nothing."""
+        ...
+
+    def run(self, batch: Batch, scratch: int | None) -> None:
+        """Queue the copy on the current side stream. scratch: the address of the memory, aligned to 256; None: none."""
         ...
 
 
 class SegmentUpload:
     """Segments (source, target, bytes), uint64 [n, 3], of which no two targets overlap.
 
-    window: (address, bytes) of host memory that may also be read between segments. Kernels copy short segments of it,
-    from registered memory or else from a copy of that in scratch memory; all others are copied one by one.
+    window: (address, bytes) of host memory that may also be read between segments. Short segments of it go up together
+    with their neighbours, all others one by one.
     """
 
-    def __init__(self, segments: U64, batch: Batch, *, window: tuple[int, int]) -> None:
+    scratch_bytes_min = 0
+
+    def __init__(self, segments: U64, *, window: tuple[int, int]) -> None:
         sources, sizes = segments[:, 0].astype(np.int64), segments[:, 2].astype(np.int64)
         begin, size = window
-        is_inside = (sources >= begin) & (sources + sizes <= begin + size)
-        by_kernels = is_inside if size and batch.is_reachable(begin, size) else np.zeros(len(segments), dtype=np.bool_)
-        is_packed = is_inside & ~by_kernels & (sizes < LARGE_BYTES)
-        self._by_kernels = np.ascontiguousarray(segments[by_kernels])
-        self._alone = np.ascontiguousarray(segments[~by_kernels & ~is_packed])
+        is_packed = (sources >= begin) & (sources + sizes <= begin + size) & (sizes < LARGE_BYTES)
+        self._window = window
+        self._alone = np.ascontiguousarray(segments[~is_packed])
         self._packed = segments[is_packed][np.argsort(sources[is_packed], kind="stable")]
         packed = self._packed.view(np.int64)
-        self._runs = runs_of(packed[:, 0], packed[:, 2], gap_bytes_max=GAP_BYTES_MAX)
+        # Not more runs than a stream has room for, so a few long gaps go up with the rest.
+        gap_bytes_max = max(GAP_BYTES_MAX, size // ENGINE_COPIES_MAX)
+        self._runs = runs_of(packed[:, 0], packed[:, 2], gap_bytes_max=gap_bytes_max)
         self._slots, self.scratch_bytes = slots_of(self._runs.ends - self._runs.begins, self._runs.begins)
 
-    def run(self, batch: Batch, scratch: int) -> None:
-        if len(self._by_kernels):
-            batch.kernels.copy(self._by_kernels, batch)
+    def run(self, batch: Batch, scratch: int | None) -> None:
         if len(self._alone):
             batch.kernels.transfer(self._alone, batch, to_host=False)
-        if len(self._packed):
-            begins, ends, of = self._runs
-            slots = self._slots + scratch
-            batch.kernels.transfer(
-                np.stack([begins, slots, ends - begins], axis=1).view(np.uint64), batch, to_host=False
-            )
-            within = self._packed.copy()
-            within.view(np.int64)[:, 0] += (slots - begins)[of]
-            batch.kernels.copy(within, batch)
+        if not len(self._packed):
+            return
+        if scratch is None:
+            if batch.is_reachable(*self._window):
+                batch.kernels.copy(self._packed, batch)
+            else:
+                batch.kernels.transfer(self._packed, batch, to_host=False)
+            return
+        begins, ends, of = self._runs
+        slots = self._slots + scratch
+        batch.kernels.transfer(np.stack([begins, slots, ends - begins], axis=1).view(np.uint64), batch, to_host=False)
+        within = self._packed.copy()
+        within.view(np.int64)[:, 0] += (slots - begins)[of]
+        batch.kernels.copy(within, batch)
 
 
 class TensorUpload:
@@ -79,9 +93,10 @@ class TensorUpload:
 
     def __init__(self, target: torch.Tensor, values: torch.Tensor) -> None:
         self._target, self._values = target, values
-        self.scratch_bytes = _span_bytes(values)
+        self.scratch_bytes = self.scratch_bytes_min = _span_bytes(values)
 
-    def run(self, batch: Batch, scratch: int) -> None:
+    def run(self, batch: Batch, scratch: int | None) -> None:
+        assert scratch is not None
         _bring(self._values.data_ptr(), scratch, self.scratch_bytes, batch)
         memory = batch.runtime.view(scratch, self.scratch_bytes, batch.device).view(self._values.dtype)
         values = memory.as_strided(self._values.shape, self._values.stride(), 0)
@@ -101,11 +116,12 @@ class RowUpload:
         self._target, self._rows, self._values, self._positions = target, rows, values, positions
         self._is_plain = is_plain(target)
         is_read_in_place = self._is_plain and batch.is_reachable(values.data_ptr(), values.nbytes)
-        self.scratch_bytes = 0 if is_read_in_place else values.nbytes
+        self.scratch_bytes = values.nbytes
+        self.scratch_bytes_min = 0 if is_read_in_place else values.nbytes
 
-    def run(self, batch: Batch, scratch: int) -> None:
+    def run(self, batch: Batch, scratch: int | None) -> None:
         source = self._values.data_ptr()
-        if self.scratch_bytes:
+        if scratch is not None:
             _bring(source, scratch, self.scratch_bytes, batch)
             source = scratch
         if self._is_plain:

@@ -172,11 +172,22 @@ def _run(item: _Listed, batch: Batch, window: tuple[int, int]) -> None:
     """Queue all copies on the current side stream. Raises MemoryError."""
     uploads: list[Upload] = [make(batch) for make in item.others]
     if item.segments:
-        uploads.insert(0, SegmentUpload(np.array(item.segments, dtype=np.uint64), batch, window=window))
-    needed = max((upload.scratch_bytes for upload in uploads), default=0)
-    scratch = batch.device_memory(needed) if needed else 0
+        uploads.insert(0, SegmentUpload(np.array(item.segments, dtype=np.uint64), window=window))
+    scratch, scratch_bytes = _scratch_of(uploads, batch)
     for upload in uploads:
-        upload.run(batch, scratch)
+        upload.run(batch, scratch if upload.scratch_bytes <= scratch_bytes else None)
+
+
+def _scratch_of(uploads: list[Upload], batch: Batch) -> tuple[int, int]:
+    """Return scratch memory (address, bytes) for all copies, or at least for those that need some. MemoryError."""
+    wanted = max((upload.scratch_bytes for upload in uploads), default=0)
+    needed = max((upload.scratch_bytes_min for upload in uploads), default=0)
+    if not wanted:
+        return 0, 0
+    try:
+        return batch.device_memory(wanted), wanted
+    except MemoryError:
+        return (batch.device_memory(needed), needed) if needed else (0, 0)
 
 
 def _settle(windows: list[_Window]) -> None:

@@ -79,14 +79,20 @@ class SavedTables:
         one, two = self.all, other.all
         return one.keys() == two.keys() and all(one[name] is two[name] for name in one)
 
-    def check_shard(self, *, rank: int, world_size: int) -> None:
-        """Raise UsageError when a table does not hold just the ids of this rank."""
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are, as tables of one of them say."""
+        return next((table.shard[1] for table in self.tables.values()), 1)
+
+    def check_shard(self, *, rank: int, world_size: int | None) -> None:
+        """Raise UsageError when a table does not hold just the ids of this rank; world_size None: of any number."""
+        count = self.world_size if world_size is None else world_size
         for name, table in self.tables.items():
-            if tuple(table.shard) != (rank, world_size):
+            if tuple(table.shard) != (rank, count):
                 raise UsageError(
                     f"table {name!r} does not belong to this rank",
                     found=f"shard {tuple(table.shard)}",
-                    expected=(rank, world_size),
+                    expected=(rank, "the number of ranks" if world_size is None else world_size),
                     hint="EmbCacheSharded...Collection gives its tables the shard of their rank",
                 )
 

@@ -42,10 +42,18 @@ def which_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return own, world
 
 
+def which_saver(rank: int | None, world_size: int | None) -> tuple[int, int | None]:
+    """Return what `which_rank` does, and None for a world size that nobody has said: the tables will say it."""
+    if rank is None or world_size is not None or rank_in_group() is not None:
+        return which_rank(rank, world_size)
+    check_int("rank", rank, at_least=0, at_most=limits.RANKS_MAX - 2)
+    return rank, None
+
+
 class Peers:
     """The other ranks of one Saver, where torch.distributed connects them. All ranks make the same calls, in order."""
 
-    def __init__(self, rank: int, world_size: int, *, deadline_s: float) -> None:
+    def __init__(self, rank: int, world_size: int | None, *, deadline_s: float) -> None:
         self._rank = rank
         self._world_size = world_size
         self._deadline_s = deadline_s
@@ -93,7 +101,7 @@ class Peers:
             self._ranks = None
 
     def _are_connected(self) -> bool:
-        if self._world_size == 1 or rank_in_group() is None:
+        if self._world_size in (None, 1) or rank_in_group() is None:
             return False
         which_rank(self._rank, self._world_size)
         return True

@@ -28,7 +28,7 @@ from asyncckpt.embcache.find_collections import SavedTables, saved_tables
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport, prepare_ranks_load
 from asyncckpt.embcache.path_rules import STRICT, PathRules, make_folders
 from asyncckpt.embcache.rank_folders import METADATA_KEY, earlier_steps, rank_folders, steps_of
-from asyncckpt.embcache.ranks import Peers, which_rank
+from asyncckpt.embcache.ranks import Peers, which_saver
 from asyncckpt.embcache.recsdk_load import RecsdkLoad, prepare_recsdk_load
 from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.event_loop import check_may_wait_here
@@ -98,7 +98,7 @@ class Saver(Closing):
     """Save and load the multi-level tables of a module, and nothing else of it.
 
     rank                which rank this is; may be left out where torch.distributed is initialised
-    world_size          how many ranks there are; from torch.distributed, else 1 unless given
+    world_size          how many ranks there are; from torch.distributed, else, unless given, as the tables say
     path_rules          what a path must be like; strict by default
     parallel            most shard files of one save and rank
     on_busy             what a call does while a save or load of this process is in flight: "raise", "wait", or, for
@@ -127,7 +127,7 @@ class Saver(Closing):
         filters: Sequence[RowFilter] = (),
         peers_deadline: float = PEERS_DEADLINE_S,
     ) -> None:
-        self._rank, self._world_size = which_rank(rank, world_size)
+        self._rank, self._world_size = which_saver(rank, world_size)
         if not isinstance(path_rules, PathRules):
             raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=ON_BUSY)
@@ -154,7 +154,7 @@ class Saver(Closing):
         return self._rank
 
     @property
-    def world_size(self) -> int:
+    def world_size(self) -> int | None:
         return self._world_size
 
     @uninterrupted
@@ -325,7 +325,7 @@ class Saver(Closing):
             make_folders(target)
         saver = _ExactModesSaver(
             self._rank,
-            self._world_size,
+            self._world_size or saved.world_size,
             path=target,
             hashtables=saved.tables,
             on_busy=self._on_busy,

@@ -21,6 +21,8 @@ class SaveResult:
     missed_ids      in an audit: ids of rows that were changed without a mark, by table, at most 100 of each
     fallback        why the save was blocking, None if it was not
     skipped         whether the save was skipped because another one was in flight; nothing else is meaningful then
+    waits_for       of ranks that save in turn: those whose parts have not come. Until they have, this part is written,
+                    and there is no checkpoint
     """
 
     step: int
@@ -35,6 +37,7 @@ class SaveResult:
     rows_count: int = 0
     rows_copied: int = 0
     missed_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    waits_for: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class LoadReport:
     unexpected    entries of the checkpoint that were not loaded
     fallback_from newer steps that were skipped because they were damaged (fallback=True only)
     rows          rows loaded per table
+    is_empty      whether nothing of what was asked for was loaded; with strict=False, a warning says so, too
     """
 
     step: int
@@ -113,6 +117,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     fallback_from: tuple[int, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
+    is_empty: bool = False
     bytes_read: int = 0
     seconds: float = 0.0
 
@@ -125,6 +130,8 @@ class LoadReport:
             shown.append(f"rows={sum(self.rows.values())} of {len(self.rows)} tables")
         if self.fallback_from:
             shown.append(f"fallback_from={list(self.fallback_from)}")
+        if self.is_empty:
+            shown.append("is_empty=True")
         return f"LoadReport({', '.join(shown)}, bytes_read={self.bytes_read}, seconds={self.seconds:.3f})"
 
 

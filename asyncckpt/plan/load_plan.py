@@ -1,39 +1,33 @@
-"""Match a checkpoint with its targets: RecIS' load information, the filter on it, and every check before a byte is
-read.
+"""Match a checkpoint with its targets: what is loaded from where, and every check before a byte is read.
 
-    {destination: {source: [columns]}}
-
-A destination is a table or a dense leaf of the model, a source one of the checkpoint. Dense destinations have exactly
-one source and no columns. The filter may drop destinations, rename sources, subset columns, and give a table several
-sources.
+What could be loaded, and the filter on it, is in load_info.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from asyncckpt.errors import IncompatibleError, UnsupportedError, UsageError
+from asyncckpt.errors import IncompatibleError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import check_encoding
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import Path, path_name, unique_names
+from asyncckpt.format.tree import Path, path_name
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.table import ID_COLUMN, Column, Table, owns_ids
 from asyncckpt.model.table_shard import Shard, may_share_ids
 from asyncckpt.plan.casts import can_be_cast
 from asyncckpt.plan.contents import Contents, StoredDense
+from asyncckpt.plan.load_info import LoadFilter, Loads, Offer
 from asyncckpt.plan.load_targets import DenseTargets, InPlace, ObjectLeaves, Rebuilt, other_groups, overlap, owner_of
 from asyncckpt.plan.overlapping_targets import Apart, overlaps
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 
-LoadInfo = dict[str, dict[str, list[str]]]
-LoadFilter = Callable[[LoadInfo], Mapping[str, Mapping[str, list[str]]]]
 PROBLEMS_SHOWN_MAX = 20
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod)\.")
 
@@ -76,15 +70,19 @@ class TableLoadPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that is loaded. apart: targets that overlap, see overlapping_targets.py."""
+    """All that is loaded. apart: targets that overlap, see overlapping_targets.py.
+
+    is_empty: nothing of what the targets ask for.
+    """
 
     dense: tuple[DenseLoad, ...]
     tables: tuple[TableLoadPlan, ...]
     objects: tuple[Rebuilt, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    info: LoadInfo
+    info: Loads
     apart: tuple[Apart, ...] = ()
+    is_empty: bool = False
 
     def wanted_blocks(self, chain: Chain) -> Iterator[int]:
         """Return the numbers of the blocks that may have to be read."""
@@ -117,9 +115,8 @@ def make_load_plan(
     """
     if strict:
         _check_readable(contents, chain.step)
-    info, missing = _default_info(contents, targets, tables)
-    known = frozenset(info)  # A filter may change what it gets.
-    answer = info if filter_func is None else _filtered(filter_func, info)
+    offer = Offer.of(contents, targets, tables)
+    answer, missing = offer.settled(offer.filtered(filter_func), strict=strict)
     match = _Match(chain, contents, targets, strict, cast)
     by_name = {item.name: item for item in targets.in_place}
     dense: list[DenseLoad] = []
@@ -127,13 +124,12 @@ def make_load_plan(
     for destination, sources in answer.items():
         if destination in tables:
             planned.append(match.table(destination, tables[destination], sources))
-        elif destination in by_name or destination in known:
+        elif destination in by_name or destination in offer.loads:
             dense += match.dense(destination, by_name.get(destination), sources)
         else:
             match.problems.append(f"destination {destination!r} is neither a table nor a tensor of the model")
     objects = match.objects(dense)
     chosen, apart = _settled(dense, chain, match.problems)
-    missing = [name for name in missing if name not in answer]
     used = {source for sources in answer.values() for source in sources}
     unexpected = sorted((contents.dense.keys() | contents.tables.keys() | contents.unreadable.keys()) - used)
     if strict:
@@ -160,6 +156,8 @@ def make_load_plan(
         unexpected=tuple(unexpected),
         info=answer,
         apart=apart,
+        is_empty=not (chosen or planned or objects or contents.values.keys() & targets.values)
+        and bool(tables or targets.in_place or targets.rebuilt or targets.values),
     )
     match.check_encodings(plan)
     return plan
@@ -208,7 +206,7 @@ class _Match:
                 wanted[owner.path].append(path)
         chosen = []
         for item in self._targets.rebuilt:
-            if not self._contents.has(item.path):
+            if not self._contents.has(item.path) and not _is_renamed(item, dense):
                 continue
             left_out = [path for path in wanted[item.path] if path not in loaded]
             if item.is_module or not left_out:
@@ -238,7 +236,7 @@ class _Match:
                     chosen.append((shard, tuple(columns)))
                 else:
                     passed_over.append(shard)
-            absent = [c.name for c in schema.columns if c.name not in stored.columns]
+            absent = [c.name for c in schema.columns if c.name not in {*stored.columns, *columns}]
             if self._strict and absent:
                 self.problems.append(f"columns {absent} of table {name!r} are missing in the checkpoint")
         return TableLoadPlan(name=name, table=table, sources=tuple(chosen), passed_over=tuple(passed_over))
@@ -275,6 +273,12 @@ class _Match:
                 check_encoding(spec)
 
 
+def _is_renamed(item: Rebuilt, dense: Sequence[DenseLoad]) -> bool:
+    """Return whether a module gets tensors that the checkpoint has under other names."""
+    targets = (load.target for load in dense if load.target is not None)
+    return item.is_module and any(target.path[: len(item.path)] == item.path for target in targets)
+
+
 def _settled(
     dense: Sequence[DenseLoad], chain: Chain, problems: list[str]
 ) -> tuple[tuple[DenseLoad, ...], tuple[Apart, ...]]:
@@ -299,34 +303,6 @@ def _check_readable(contents: Contents, step: int) -> None:
         )
 
 
-def _default_info(contents: Contents, targets: DenseTargets, tables: Mapping[str, Table]) -> tuple[LoadInfo, list[str]]:
-    info: LoadInfo = {}
-    missing = []
-    for name, table in tables.items():
-        stored = contents.tables.get(name)
-        if stored is None:
-            missing.append(name)
-            continue
-        columns = [column.name for column in table.schema().columns]
-        info[name] = {name: [column for column in columns if column in stored.columns]}
-    by_path = {item.path: item.name for item in contents.dense.values()}
-    taken = [leaf.name for leaf in targets.in_place]
-    absent = [leaf for leaf in targets.in_place if leaf.path not in by_path]
-    info |= {leaf.name: {by_path[leaf.path]: []} for leaf in targets.in_place if leaf.path in by_path}
-    # Tied weights are filled under any of their names.
-    filled = {leaf.memory() for leaf in targets.in_place if leaf.path in by_path} - {None} if absent else set()
-    missing += [leaf.name for leaf in absent if leaf.memory() not in filled]
-    for item in targets.rebuilt:
-        if not contents.has(item.path):
-            missing.append(path_name(item.path))
-        elif not item.is_module:
-            found = contents.below(item.path)
-            names = unique_names((stored.name for stored in found), taken={*tables, *taken, *info})
-            info |= {name: {stored.name: []} for name, stored in zip(names, found, strict=True)}
-    missing += [path_name(path) for path in targets.values if path not in contents.values]
-    return info, missing
-
-
 def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) -> list[str]:
     """Return unexpected entries inside modules that are loaded; what the caller did not ask for is only reported.
 
@@ -338,20 +314,6 @@ def _inside(contents: Contents, targets: DenseTargets, unexpected: list[str]) ->
         return owner is not None and owner.is_module and path in contents.sure_paths
 
     return [name for name in unexpected if name in contents.dense and is_inside(contents.dense[name].path)]
-
-
-def _filtered(filter_func: LoadFilter, info: LoadInfo) -> LoadInfo:
-    try:
-        answer = filter_func(info)
-        return {
-            str(destination): {str(source): [str(column) for column in columns] for source, columns in sources.items()}
-            for destination, sources in answer.items()
-        }
-    except Exception as error:
-        raise UsageError(
-            f"load filter raised or returned nonsense: {type(error).__name__}: {error}",
-            expected="{destination: {source: [columns]}}",
-        ) from error
 
 
 def _may_share_ids(stored: Shard, table: Table) -> bool:

@@ -22,6 +22,8 @@ from asyncckpt.model.sharded import Sharded
 from asyncckpt.plan.sharded_leaves import as_sharded
 
 STATE_DEPTH_MAX = 64
+# What Savers and Loaders take as `tensors`.
+TensorsArgument = Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor | Sharded | np.ndarray[Any, Any]]
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _KEY_TYPES = (int, bool, float, type(None))
 # Tensors of these types are all there; others may be spread over ranks.
@@ -50,23 +52,39 @@ class FlatState:
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
-    """Return the `tensors` argument, a mapping or (name, value) pairs, as a mapping; UsageError for anything else."""
+    """Return the `tensors` argument as a mapping; UsageError for what is no TensorsArgument.
+
+    A tensor without a name beside it is named by its own `name`, where it has such a text, else by its position.
+    """
     if tensors is None:
         return {}
     if isinstance(tensors, Mapping):
         return tensors
     if isinstance(tensors, Iterable) and not isinstance(tensors, (str, bytes, torch.Tensor, np.ndarray)):
-        pairs = list(tensors)
-        if all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-            named = dict(pairs)
-            if len(named) != len(pairs):
-                raise UsageError(f"{what} names an entry twice")
+        named: dict[str, Any] = {}
+        for index, item in enumerate(tensors):
+            name, value = _named(item, index)
+            if name is None:
+                break
+            if name in named:
+                raise UsageError(f"{what} names an entry twice", found=name)
+            named[name] = value
+        else:
             return named
     raise UsageError(
-        f"{what} is neither a mapping nor (name, tensor) pairs",
+        f"{what} is neither a mapping nor (name, tensor) pairs nor tensors",
         found=type(tensors).__name__,
         hint="pass {'model': model, 'optim': optimizer, 'epoch': 3}",
     )
+
+
+def _named(item: Any, index: int) -> tuple[str | None, Any]:
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        return item
+    if not isinstance(item, (torch.Tensor, Sharded, np.ndarray)):
+        return None, item
+    name = getattr(item, "name", None)
+    return (name if isinstance(name, str) and name else str(index)), item
 
 
 def flatten(state: Mapping[str, Any]) -> FlatState:

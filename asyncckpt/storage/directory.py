@@ -159,9 +159,9 @@ class Directory:
             self._settle_folder(name)
         return self.child(name)
 
-    def create_file(self, name: str, *, direct: bool = False) -> tuple[int, bool]:
+    def create_file(self, name: str, *, direct: bool = False, readable: bool = False) -> tuple[int, bool]:
         """Create a file that must be new; returns (descriptor, whether O_DIRECT is on)."""
-        flags = at.O_WRONLY | at.O_CREAT | at.O_EXCL | at.O_NOFOLLOW | at.O_CLOEXEC
+        flags = (at.O_RDWR if readable else at.O_WRONLY) | at.O_CREAT | at.O_EXCL | at.O_NOFOLLOW | at.O_CLOEXEC
         with _door(f"file {str(self.path / name)!r} cannot be created"):
             fd = at.open(name, flags, FILE_MODE, dir_fd=self.fd)
             self.settle_file(fd)
@@ -337,6 +337,14 @@ class Directory:
             return _identity(at.stat(path)) == _identity(at.fstat(self.fd))
         except OSError:
             return False
+
+
+@contextlib.contextmanager
+def real_folder(path: Path) -> Iterator[tuple[Directory, str]]:
+    """Give the folder, opened, and the name in it to which a path leads, over links. For files of other libraries."""
+    real = Path(os.path.realpath(path))
+    with Directory.open(real.parent) as folder:
+        yield folder, real.name
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -58,11 +58,11 @@ class MultiLevelTable(TrainedTable):
     capacity        rows of the host level to begin with; it grows
     undo_bytes_max  bound of the memory that one deferred cut takes for old values of rows; training waits beyond it
     pin_host_memory put the host level into pinned memory, from which a CUDA device gathers rows itself; else the host
-                    gathers them. All of `capacity` is then backed by memory at once, each column rounded up to a power
-                    of two bytes, and growing waits for the device: set `capacity` high enough from the beginning
+                    gathers them. All of `capacity` is then backed by memory at once, and growing waits for the device:
+                    set `capacity` high enough from the beginning
 
     The other arguments are those of HashTable. Raises UsageError for wrong arguments, UnsupportedError for a dtype that
-    tables cannot hold or if there is no CUDA for what needs it.
+    tables cannot hold or if there is no CUDA for what needs it, DeviceError for memory that the system does not pin.
     """
 
     def __init__(

@@ -106,9 +106,6 @@ class RowDevice:
     def let_go(self, column: torch.Tensor) -> None:
         """Prepare for freeing a column on which work may still be queued."""
 
-    def stop_reading(self) -> None:
-        """Wait until no queued work reads columns of the host, before one of them is freed."""
-
 
 class CudaRowDevice(RowDevice):
     """Columns on a CUDA device with an index. cuda: torch.cuda, or its replacement in a test."""

@@ -105,6 +105,7 @@ class TestTimestamps(DynamicEmbSuite):
     """Row-wise Adagrad: one element of four is saved."""
 
 
+@pytest.mark.slow  # TestNeverEvicting has this layout.
 class TestCached(DynamicEmbSuite):
     options = {"layout": "cached", "policy": "frequency", "optimizer": Optimizer(7)}  # noqa: RUF012
 
@@ -120,6 +121,7 @@ class TestNeverEvicting(DynamicEmbSuite):
     forgets = False
 
 
+@pytest.mark.slow
 class TestScoreWords(DynamicEmbSuite):
     options = {"policy": "lru_lfu", "layout": "cached"}  # noqa: RUF012
 

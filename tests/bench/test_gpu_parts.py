@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from asyncckpt.native.cuda import load_cuda_library
-from bench.gpu_copies import SHARES, WIDTHS, Gather, measure_gathers
+from bench import gpu
+from bench.gpu_copies import SHARES, WIDTHS, Gather, GatherFigures, measure_gathers
 from bench.gpu_device import BenchDevice, NoDevice
+from bench.gpu_saves import SaveCase, measure
 from bench.host_part import run_host_part
 from tests.cuda_on_cpu import cuda_on_cpu_library
 
@@ -43,6 +48,55 @@ def test_every_width_and_share_is_measured() -> None:
 def test_without_a_device_nothing_is_measured() -> None:
     with pytest.raises(NoDevice):
         BenchDevice("cuda")
+
+
+class Noting:
+    """A loop and a way to save that note in which order they were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def run(self, tensors: Any, save: Callable[[], None]) -> tuple[float, float, float]:
+        self.asked.append("loop")
+        save()
+        return float(len(self.asked)), 0.0, 0.0
+
+    def save(self) -> None:
+        self.asked.append("save")
+
+    def finish(self) -> None:
+        self.asked.append("finish")
+
+
+@pytest.mark.parametrize(
+    ("round_index", "order", "lost"),
+    [(0, ["loop", "loop", "save", "finish"], 2.0), (1, ["loop", "save", "finish", "loop"], -2.0)],
+)
+def test_rounds_go_there_and_back(round_index: int, order: list[str], lost: float) -> None:
+    noting: Any = Noting()
+    case = SaveCase("some", 1, 8)
+    one = measure(BenchDevice("cpu"), noting, case, {}, "ours", noting, round_index=round_index)
+    assert noting.asked == order
+    assert one.lost_seconds == lost
+    assert list(gpu._in_turn("abc", round_index)) == (["a", "b", "c"], ["c", "b", "a"])[round_index]
+
+
+def test_what_was_measured_before_a_cut_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def one_gather(*arguments: Any, **options: Any) -> list[GatherFigures]:
+        return [GatherFigures(512, 0.1, "device", 0, 100, seconds=1.0, floor_seconds=0.5)]
+
+    monkeypatch.setattr(gpu, "_add_loops", lambda *arguments, **options: None)
+    monkeypatch.setattr(gpu, "measure_gathers", one_gather)
+    monkeypatch.setattr(gpu, "measure_loads", cut)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_gpu(directory=tmp_path, out=tmp_path / "gpu", smoke=True, device="cpu")
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [one["row_bytes"] for one in written["gathers"]] == [512]
+    assert {one["verdict"] for one in written["targets"]} == {"not measured", "missed"}
+    assert "gathers of rows" in (tmp_path / "gpu.txt").read_text()
 
 
 @pytest.mark.slow

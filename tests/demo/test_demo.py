@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,13 @@ TINY = RunShape(steps=130, every_steps=20, cold_rows_count=60_000, dim=8, batch_
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_killed_and_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_rows", [0, 2000])
+def test_killed_and_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path, cache_rows: int) -> None:
     text = io.StringIO()
     picture = tmp_path / "timeline.png"
-    tell_story(TINY, runs=tmp_path, picture=picture, console=Console(file=text, width=110))
+    tell_story(
+        replace(TINY, cache_rows=cache_rows), runs=tmp_path, picture=picture, console=Console(file=text, width=110)
+    )
     assert "SIGKILL hit the save of step" in text.getvalue()
     assert "bit for bit the same" in text.getvalue()
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -64,6 +68,23 @@ def test_failure_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert result.exit_code == 1
     assert "left and right differ" in result.output
     assert len(list(tmp_path.glob("runs-*"))) == 1  # Kept to be looked at.
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_a_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command.app, ["--gpu", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.output == f"--gpu needs a GPU: torch {torch.__version__} finds none that it can use\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_gets_the_mlp_and_a_cache_of_each_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shapes: list[RunShape] = []
+    monkeypatch.setattr(command, "tell_story", lambda shape, **_: shapes.append(shape))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for arguments in ([], ["--gpu"]):
+        CliRunner().invoke(command.app, ["--out", str(tmp_path), *arguments], catch_exceptions=False)
+    assert [(shape.device, shape.cache_rows) for shape in shapes] == [("cpu", 0), ("cuda", command.CACHE_ROWS)]
 
 
 def test_training_process_that_fails_is_an_error_with_its_last_lines(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+import asyncckpt
 from demo.batches import BatchSampler
+from demo.digests import differences, digests
 from demo.events import Resumed, RunEnded, SaveBegun, SaveEnded, SaveSkipped, StepsDone, decode_event, encode_event
 from demo.history import History
 from demo.log import Log, read_log
-from demo.model import ITEMS, Recommender
+from demo.model import CONTEXTS, ITEMS, Recommender
 from demo.neighbours import nearest, neighbour_names
 from demo.report import ReportedRun, figures_table
 
@@ -62,6 +64,26 @@ def test_training_lowers_the_loss(log: Log) -> None:
     recommender, batches = Recommender(dim=8, seed=1), sampler(log)
     losses = [recommender.train(batches.batch(step), step) for step in range(1, 61)]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_a_cache_level_changes_no_bit_and_comes_back(log: Log, tmp_path: Path) -> None:
+    """As with --gpu, but for the device: rows are evicted all the time, and a checkpoint in the middle goes on."""
+    batches = BatchSampler(log, seed=5, size=16, window=WINDOW, negatives_count=8)
+    plain, cached, resumed = (Recommender(dim=8, seed=1, cache_rows=rows) for rows in (0, 100, 100))
+    for step in range(1, 17):
+        plain.train(batches.batch(step), step)
+        cached.train(batches.batch(step), step)
+        if step == 8:
+            with asyncckpt.Saver(path=tmp_path / "run", hashtables=cached.tables, tensors=cached.state) as saver:
+                saver.save_async(step)
+    resumed.load(str(tmp_path / "run"))
+    for step in range(9, 17):
+        resumed.train(batches.batch(step), step)
+    assert differences(digests(cached), digests(plain)) == []
+    assert differences(digests(resumed), digests(plain)) == []
+    statistics = cached.tables[CONTEXTS].statistics().cache
+    assert statistics is not None
+    assert statistics.evictions_count > 0
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)

@@ -32,6 +32,7 @@ PAGES = [
     "docs/command-line.md",
     "docs/tables.md",
     "docs/embcache.md",
+    "docs/conversion.md",
     "docs/recis.md",
     "docs/dcp.md",
     "docs/filters.md",

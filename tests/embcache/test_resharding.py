@@ -35,7 +35,7 @@ def load(path: Path, world_size: int, *, step: int | None = None) -> Image:
     found = nets(world_size, steps=range(20, 23))
     for net in found:
         rank, _ = net.shard
-        with Saver(rank=rank, world_size=world_size) as saver:
+        with Saver(rank=rank) as saver:  # The tables say how many ranks there are.
             report = saver.load(net, path, step=step)
         own = image(net)
         assert report.rows == {name: len(rows) for name, rows in own.items()}

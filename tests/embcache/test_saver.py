@@ -18,7 +18,7 @@ from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver
 from asyncckpt.embcache.load_ranks import RanksLoad, SparseLoadReport
 from asyncckpt.embcache.saver import OPEN_FOLDERS_MAX, _ExactModesSaver
 from asyncckpt.engine.process.save_lock import save_lock
-from tests.embcache.models import Net, config, image
+from tests.embcache.models import Net, config, image, union
 
 UsageError, CorruptError = asyncckpt.UsageError, asyncckpt.CorruptError
 IncompatibleError, NotFoundError = asyncckpt.IncompatibleError, asyncckpt.NotFoundError
@@ -304,7 +304,7 @@ class held_background:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"rank": None}, {"rank": True}, {"rank": -1}, {"rank": 1}, {"rank": "0"},
+@pytest.mark.parametrize("options", [{"rank": None}, {"rank": True}, {"rank": -1}, {"rank": 10**6}, {"rank": "0"},
                                      {"rank": 0.0}, {"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 0},
                                      {"rank": 0, "world_size": True}, {"rank": 0, "world_size": 10**6}])  # fmt: skip
 def test_rank_must_be_one(options: dict[str, Any]) -> None:
@@ -328,11 +328,25 @@ def test_module_without_tables_is_refused_and_nothing_made(path: Path) -> None:
 
 
 def test_tables_must_belong_to_the_rank(path: Path) -> None:
-    net = Net(shard=(0, 2))
-    with Saver(rank=0) as saver, pytest.raises(UsageError, match="table 'user' does not belong to this rank"):
-        saver.save(net, path)
-    with Saver(rank=1, world_size=2) as saver, pytest.raises(UsageError, match="does not belong to this rank"):
-        saver.save(net, path, step=1)
+    sharded, whole = Net(shard=(0, 2)), Net()
+    for net, options in (
+        (sharded, {"rank": 1}),
+        (sharded, {"rank": 0, "world_size": 1}),
+        (sharded, {"rank": 1, "world_size": 2}),
+        (whole, {"rank": 3}),
+    ):
+        with Saver(**options) as saver, pytest.raises(UsageError, match="table 'user' does not belong to this rank"):
+            saver.save(net, path)
+
+
+def test_the_tables_say_how_many_ranks_there_are(path: Path) -> None:
+    with Saver(rank=0) as saver:
+        saver.save(Net().trained(range(8)), path)
+    nets = [Net(shard=(rank, 4)) for rank in range(4)]
+    for rank, net in enumerate(nets):
+        with Saver(rank=rank) as saver:
+            saver.load(net, path)
+    assert union(map(image, nets)) == loaded(path)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import json
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -417,9 +417,7 @@ def test_the_end_of_an_update_waits_for_its_use_up_to_a_deadline(
             patched.setattr(asyncckpt.follower, "SAVE_DEADLINE_S", 0.01)
             with pytest.raises(asyncckpt.DeadlineError, match=r"Update: step 0, full> was still read after 0\.01 s"):
                 update.done()
-        main = threading.main_thread().ident
-        assert main is not None
-        threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT)).start()
+        threading.Timer(0.05, _thread.interrupt_main).start()
         with pytest.raises(KeyboardInterrupt):
             update.done()
     finally:

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from asyncckpt.commit.discover import KnownHeads
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import ConflictError, CorruptError, NotFoundError
-from asyncckpt.formats import recis
+from asyncckpt.formats import hf, recis, torch_file
 from tests.chains.model import layer_of, new_table
 from tests.chains.written import Written, write
 from tests.pairs.gate import READS, before_each_operation
@@ -73,6 +74,18 @@ def export(path: Path) -> None:
     recis.export_checkpoint(path, target, columns={"adagrad_sum": "sum"}, durability="none")
 
 
+def export_to(name: str, convert: Callable[[Path, Path], object]) -> Reader:
+    def export(path: Path) -> None:
+        target = path.parent / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.unlink(missing_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # Of the table that is left out.
+            convert(path, target)
+
+    return export
+
+
 # By what each calls. Those of named steps may say that there is no such step; all others find what is left.
 OF_ALL: dict[str, Reader] = {
     "list_steps": checkpoints.list_steps,
@@ -90,6 +103,9 @@ OF_ALL: dict[str, Reader] = {
     "Loader": load,
     "dcp": load_by_dcp,
     "export": export,
+    "export torch": export_to("torch", lambda path, to: torch_file.export_checkpoint(path, to, durability="none")),
+    "export dcp": export_to("dcp", asyncckpt.dcp.export_checkpoint),
+    "export hf": export_to("hf", lambda path, to: hf.export_checkpoint(path, to, durability="none")),
 }
 OF_NAMED: dict[str, Reader] = {
     "describe": lambda path: checkpoints.describe(path, NAMED),

@@ -9,6 +9,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.formats import recis
+from asyncckpt.plan.load_info import LoadInfo
 from tests.recis.handmade import Handmade, dense_values, user_rows
 
 SLOTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -96,20 +97,29 @@ def test_a_filter_renames_and_drops(tmp_path: Path) -> None:
     rows, dense = user_rows(50), dense_values()
     folder = Handmade.of({"old": rows}, dense).write(tmp_path / "a")
     table, weight = make_table(), torch.zeros(5, 3)
-    seen = []
+    seen, sources = [], []
 
-    def choose(info: dict[str, dict[str, list[str]]]) -> dict[str, dict[str, list[str]]]:
+    def choose(info: LoadInfo) -> dict[str, dict[str, list[str]]]:
         seen.append(dict(info))
+        sources.append(set(info.sources))
         return {**info, "user": {"old": ["id", "embedding"]}, "w": {"dense.weight": []}}
 
     targets = {"w": weight, "not there": torch.zeros(2)}
     report = recis.Loader(folder, {"user": table}, targets, filter_func=choose, strict=False).load()
     columns = ["id", "embedding", "exp_avg", "exp_avg_sq", "last_seen"]
     assert seen == [{"user": {"user": columns}, "w": {"w": []}, "not there": {"not there": []}}]
+    assert sources == [{"old", *dense}]
     assert report.missing == ("not there",)
     assert torch.equal(weight, dense["dense.weight"])
     assert torch.equal(table.read(rows["id"])["embedding"], rows["embedding"])
     assert set(report.unexpected) == dense.keys() - {"dense.weight"}
+
+
+def test_a_load_of_nothing_warns(tmp_path: Path) -> None:
+    folder = Handmade.of({"old": user_rows(50)}, {}).write(tmp_path / "a")
+    loader = recis.Loader(folder, {"user": make_table()}, strict=False)
+    with pytest.warns(RuntimeWarning, match="nothing was loaded.*lacks 'user'; it has 'old'"):
+        assert loader.load().is_empty
 
 
 def test_nested_targets_are_found_by_their_names(tmp_path: Path) -> None:

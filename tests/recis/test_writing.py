@@ -213,7 +213,7 @@ def test_what_is_not_read_back_as_written_is_not_published(tmp_path: Path, monke
                 raw[-1] ^= 1
                 path.write_bytes(raw)
 
-    monkeypatch.setattr("asyncckpt.formats.recis.write_directory.RecisWriter._sync", damage)
+    monkeypatch.setattr("asyncckpt.commit.new_entry.NewEntry._sync", damage)
     with pytest.raises(CorruptError, match="not read back as it was written"):
         recis.save(tmp_path / "ckpt", tensors={"x": torch.ones(100)})
     assert list(tmp_path.iterdir()) == []

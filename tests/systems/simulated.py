@@ -22,8 +22,9 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 LINUX_ALONE = {
@@ -138,7 +139,8 @@ def _sync_fully() -> None:
 def _work_by_paths() -> None:
     for known in (os.supports_dir_fd, os.supports_effective_ids, os.supports_fd):
         known.clear()
-    shutil._use_fd_functions = False  # type: ignore[attr-defined]
+    shutil._use_fd_functions = shutil._USE_CP_SENDFILE = False  # type: ignore[attr-defined]
+    shutil.disk_usage = partial(_disk_usage, os.statvfs)  # type: ignore[assignment]
     for name in ("stat", "mkdir", "rmdir", "link", "chmod", "access", "utime", "readlink", "symlink"):
         setattr(os, name, _without_descriptors(getattr(os, name)))
     os.listdir = _without_descriptors(os.listdir)
@@ -190,6 +192,12 @@ def _open_places(
         if target == place or target.startswith(place + os.sep):
             found.append(target)
     return found
+
+
+def _disk_usage(statvfs: Callable[[Any], Any], path: Any) -> SimpleNamespace:
+    """What `shutil` says of a disk."""
+    found = statvfs(path)
+    return SimpleNamespace(free=found.f_bavail * found.f_frsize)
 
 
 def _refuse_open_files() -> None:

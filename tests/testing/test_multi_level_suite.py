@@ -17,7 +17,8 @@ from tests.testing.one_test import FAILURES, run_one
 from tests.testing.test_hash_table_suite import ids_of, random_values
 
 # Cache rows from one to all, and host rows to begin with: where there are few, training waits for open cuts to grow.
-LEVELS = [(1, 256, "lru"), (7, 16, "lru"), (7, 256, "lfu"), (64, 256, "lfu")]
+SLOW = [pytest.param(*level, marks=pytest.mark.slow) for level in [(7, 256, "lfu"), (64, 256, "lfu")]]
+LEVELS = [(1, 256, "lfu"), (7, 16, "lru"), *SLOW]
 
 
 class MultiLevelSuite(TableSuite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import asyncckpt
 from asyncckpt.trainer_state import DataPosition, ResumableSampler, SeededSamples
 
 pytestmark = pytest.mark.any_core
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="workers of data are forked here")
 
 
 class Augmented(Dataset[Any]):
@@ -41,7 +43,7 @@ def indices(batches: Any) -> list[list[int]]:
     return [batch[0].tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=needs_fork)])
 @pytest.mark.parametrize("taken", [0, 1, 5, 8])
 def test_the_next_batch_is_the_next_one(workers: int, taken: int) -> None:
     # With workers the sampler is four batches ahead of the loop.
@@ -58,6 +60,7 @@ def test_the_next_batch_is_the_next_one(workers: int, taken: int) -> None:
     assert [shown(batch) for batch in resumed] + [shown(batch) for batch in resumed] == whole[taken:]
 
 
+@needs_fork
 def test_seeded_samples_are_the_same_for_any_workers() -> None:
     batches = [[shown(batch) for batch in position(workers=workers, seeded=True)] for workers in (0, 2)]
     assert batches[0] == batches[1]

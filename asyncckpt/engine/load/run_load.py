@@ -26,7 +26,7 @@ from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
 from asyncckpt.engine.process.log import log_exception
-from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError
+from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, SaveCancelledError, warn
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.tree import Path as LeafPath
@@ -34,11 +34,14 @@ from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
-from asyncckpt.plan.load_plan import LoadFilter, LoadPlan, make_load_plan
+from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, Rebuilt, dense_targets, owner_of
 from asyncckpt.plan.overlapping_targets import put_in_place
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.snapshot.restore import OpenLoads, restore
+
+NAMES_SHOWN_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ def load_open(
     if is_verified:
         mark_verified(root, chain.step)
     report = with_scalars(opened.report, opened.targets)
+    warn_if_empty(report, strict=request.strict)
     tree = None if opened.whole is None else opened.whole.tree()
     return replace(report, tree=tree, rows=rows, bytes_read=bytes_read)
 
@@ -180,7 +184,20 @@ def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTarget
         loaded=plan.info,
         missing=plan.missing,
         unexpected=plan.unexpected,
+        is_empty=plan.is_empty,
     )
+
+
+def warn_if_empty(report: LoadReport, *, strict: bool) -> None:
+    """Warn of a load that let everything pass, and so loaded nothing. With strict, what is missing is an error."""
+    if strict or not report.is_empty:
+        return
+    text = f"asyncckpt: nothing was loaded from step {report.step} of {str(report.path)!r}"
+    for what, names in (("it lacks", report.missing), ("it has", report.unexpected)):
+        if names:
+            more = f" and {len(names) - NAMES_SHOWN_MAX} more" if len(names) > NAMES_SHOWN_MAX else ""
+            text += f"; {what} {', '.join(map(repr, names[:NAMES_SHOWN_MAX]))}{more}"
+    warn(f"{text} (strict=False; a load filter can give a destination a source of another name)", RuntimeWarning)
 
 
 def with_scalars(report: LoadReport, targets: DenseTargets) -> LoadReport:

@@ -5,7 +5,7 @@ So the state comes back as it was saved, through the same load as into any other
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,14 @@ from asyncckpt.plan.stored_tables import StoredTable
 
 @dataclass(frozen=True)
 class WholeRequest:
-    """device: where tensors are made; arrays stay on the host. tables: names of those to load, True: all of them."""
+    """device: where tensors are made; arrays stay on the host. tables: names of those to load, True: all of them.
+
+    empty: makes those on the host, of a shape and dtype; None: torch does.
+    """
 
     device: torch.device | str = "cpu"
     tables: Collection[str] | bool = False
+    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None
 
 
 class WholeState:
@@ -51,7 +55,7 @@ class WholeState:
         for path, device in devices.items():
             key = stored[path].blocks, device
             if key not in of_blocks:
-                of_blocks[key] = _made(stored[path], device)
+                of_blocks[key] = _made(stored[path], device, wanted)
             self._made[path] = of_blocks[key]
         self._kinds, self._shared = kinds, contents.shared
         top = [] if self._node[0] not in MAPPINGS else self._node[1]
@@ -138,8 +142,10 @@ def _without_dropped(node: Node, stored: Mapping[Path, StoredDense], path: Path)
     return (node[0], tuple(children))
 
 
-def _made(stored: StoredDense, device: torch.device) -> torch.Tensor:
+def _made(stored: StoredDense, device: torch.device, wanted: WholeRequest) -> torch.Tensor:
     dtype = dtype_by_name(stored.dtype, owner=stored.name).dtype
+    if wanted.empty is not None and device.type == "cpu":
+        return wanted.empty(stored.shape, dtype)
     return torch.empty(stored.shape, dtype=dtype, device=device)
 
 

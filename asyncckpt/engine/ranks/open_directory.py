@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from asyncckpt.arguments import check_int
 from asyncckpt.commit.removal import complete_decided
@@ -34,6 +34,13 @@ SILENCE_S_MAX = 30.0
 POLL_S = 0.05
 # The call under which ranks talk before their first save.
 OPENING = 0
+
+
+class _Place(NamedTuple):
+    """Which rank this is, for those that have no channel."""
+
+    rank: int
+    ranks_count: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,12 @@ def announce_refused(error: BaseException, *, index: int, count: int, options: R
     They open it with this rank, or save with it, so they would wait for it; and the meetings of a group are numbered.
     """
     process_group, wait_s = options.process_group, min(SILENCE_S_MAX, float(options.peer_deadline))
-    if count == 1 or isinstance(process_group, Ranks) or _meets_over_files(process_group, index, count):
+    if (
+        options.in_turn
+        or count == 1
+        or isinstance(process_group, Ranks)
+        or _meets_over_files(process_group, index, count)
+    ):
         return
     with suppress(CheckpointError):
         channel = open_store_channel(process_group, deadline_s=wait_s)
@@ -127,8 +139,11 @@ def _ranks_over(channel: Channel, peer_deadline_s: float) -> Ranks:
 def open_directory(path: Path, *, index: int, count: int, options: RankOptions, exact_modes: bool) -> Opened:
     """Open it as rank `index` of `count`. Ranks wait for each other at most the peer_deadline: PeerError."""
     if count == 1:
-        return _open_alone(path, exact_modes=exact_modes)
+        return open_alone(path, exact_modes=exact_modes)
     process_group, peer_deadline_s = options.process_group, float(options.peer_deadline)
+    if options.in_turn:
+        ranks = replace(_ranks_over(cast(Channel, _Place(index, count)), peer_deadline_s), in_turn=True)
+        return replace(open_alone(path, exact_modes=exact_modes), ranks=ranks)
     if _meets_over_files(process_group, index, count):
         return _join_over_files(path, index, count, peer_deadline_s, exact_modes)
     if isinstance(process_group, Ranks):
@@ -149,7 +164,8 @@ def _leave_cause(channel: StoreChannel, error: BaseException) -> None:
     channel.leave_cause(f"it cannot open the checkpoint directory: {cause_of(error)}")
 
 
-def _open_alone(path: Path, *, exact_modes: bool) -> Opened:
+def open_alone(path: Path, *, exact_modes: bool) -> Opened:
+    """Open and lock it, for one rank or for all; complete what a crash has left half removed."""
     root = CheckpointRoot.for_writing(path, exact_modes=exact_modes)
     opened = Opened(root=root)
     try:
@@ -168,7 +184,7 @@ def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exa
     """call: under which rank 0 says that it has opened the directory."""
     if ranks.is_coordinator:
         try:
-            opened = _open_alone(path, exact_modes=exact_modes)
+            opened = open_alone(path, exact_modes=exact_modes)
         except BaseException as error:
             announce_open(ranks, error, call=call)
             raise
@@ -197,7 +213,7 @@ def _join_over_store(path: Path, ranks: Ranks, call: int, deadline_s: float, exa
 def _join_over_files(path: Path, index: int, count: int, deadline_s: float, exact_modes: bool) -> Opened:
     until = time.monotonic() + deadline_s
     if index == 0:
-        opened = _open_alone(path, exact_modes=exact_modes)
+        opened = open_alone(path, exact_modes=exact_modes)
     else:
         opened = Opened(_await_root(path, until, deadline_s=deadline_s, exact_modes=exact_modes))
     try:

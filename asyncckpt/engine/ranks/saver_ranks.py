@@ -22,7 +22,8 @@ class Ranks:
     """What Savers of several ranks need beside their targets. All ranks make the same calls in the same order.
 
     decisions: of rank 0. announcing: done when the others have heard of a call in which this rank does not save.
-    call: the number of the next one, alike on all ranks.
+    call: the number of the next one, alike on all ranks. in_turn: they save one after the other, and say nothing to
+    each other (in_turn.py): then the channel only says which rank this is.
     """
 
     channel: Channel
@@ -32,6 +33,7 @@ class Ranks:
     announcing: list[threading.Event] = field(default_factory=list)
     call: int = 1
     pid: int = field(default_factory=os.getpid)
+    in_turn: bool = False
 
     @property
     def rank(self) -> int:
@@ -72,7 +74,7 @@ def _announce(ranks: Ranks, call: int, message: Skipped | Failed) -> None:
 
     A forked child, which ends in the middle of a call of its parent's, has nothing to announce.
     """
-    if ranks.pid != os.getpid():
+    if ranks.in_turn or ranks.pid != os.getpid():
         return
     sent = threading.Event()
     ranks.announcing[:] = [*(item for item in ranks.announcing if not item.is_set()), sent]

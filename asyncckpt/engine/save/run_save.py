@@ -25,9 +25,11 @@ from asyncckpt.engine.process.future import FutureState, as_checkpoint_error
 from asyncckpt.engine.process.held_directory import start_retention
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.engine.process.save_lock import save_lock
+from asyncckpt.engine.ranks.in_turn import save_in_turn
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
 from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget
+from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError
 from asyncckpt.model.result import SaveResult
@@ -96,7 +98,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         job.future.mark_staged()
     share = job.cut.share
     await _let_retention_catch_up(job)
-    committed = await (_save_alone(job) if share is None else save_with_ranks(job, share))
+    committed = await (_save_alone(job) if share is None else _save_of_ranks(job, share))
     if isinstance(committed, Outcome):
         return committed
     seconds = time.perf_counter() - job.begun
@@ -117,7 +119,12 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         rows_copied=sum(facts.rows_count for facts in job.plan.tables)
         + sum(table.copied_count for table in job.captured),
         missed_ids=written.missed,
+        waits_for=committed.waits_for,
     )
+
+
+async def _save_of_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
+    return await (save_in_turn(job, share) if share.ranks.in_turn else save_with_ranks(job, share))
 
 
 async def _save_alone(job: SaveJob) -> Committed:

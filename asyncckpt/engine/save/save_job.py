@@ -172,13 +172,14 @@ class Committed:
     """A save that has committed, as this rank knows it.
 
     parent: this checkpoint, as the parent of a later one; None when that is not known here. manifest_bytes: on the rank
-    that published it, else 0.
+    that published it, else 0. waits_for: it has not committed yet, for the parts of these ranks are missing.
     """
 
     written: Written
     parent: ParentFacts | None
     parents: tuple[ParentFacts, ...]
     manifest_bytes: int = 0
+    waits_for: tuple[int, ...] = ()
 
     @property
     def bytes_written(self) -> int:

@@ -16,6 +16,7 @@ from asyncckpt.engine.process.background import Job, background, check_may_wait
 from asyncckpt.engine.process.event_loop import check_may_block_here, check_may_wait_for, check_may_wait_here
 from asyncckpt.engine.process.future import SaveFuture, as_checkpoint_error
 from asyncckpt.engine.process.save_lock import Ticket, save_lock
+from asyncckpt.engine.ranks.in_turn import claim_in_turn
 from asyncckpt.engine.ranks.saver_ranks import announce_skipped
 from asyncckpt.engine.save.delta_chain import ChainLink, Choice, choose_kind
 from asyncckpt.engine.save.device_stage import host_copies, launch
@@ -28,6 +29,7 @@ from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.row_places import ArenaContents, TableContents
+from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
 from asyncckpt.signals import wait_until_done
 from asyncckpt.snapshot.capture import capture
@@ -44,10 +46,12 @@ def start_save(
     busy: BusyPolicy,
     staged: bool,
     call: int | None = None,
+    progress: Progress | None = None,
 ) -> SaveFuture:
     """Begin a save. With `staged` the call returns when the state is captured, else when the save has ended.
 
-    call: its number, when several ranks save. They have to learn of it when it fails here.
+    call: its number, when several ranks save. They have to learn of it when it fails here. progress: counts what is
+    written, for whoever cannot ask the future before it is returned.
     """
     begun = time.perf_counter()
     target.commits.check_not_in_doubt()
@@ -74,11 +78,14 @@ def start_save(
     work: Job | None = None
     pid = os.getpid()
     try:
-        claim = claims.save(target.root, step)
+        ranks, root = target.ranks, target.root
+        claim = claim_in_turn(ranks, root, step) if ranks is not None and ranks.in_turn else claims.save(root, step)
         ticket.step = step = claim.step
         job = saving = _begin(
             target, ticket, claim, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
         )
+        if progress is not None:
+            job.future.native_progress = progress
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
         job.stall_seconds = time.perf_counter() - begun
         if pid != os.getpid():

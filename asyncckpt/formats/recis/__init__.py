@@ -13,5 +13,14 @@ from asyncckpt.formats.recis.export_checkpoint import ExportReport, export_check
 from asyncckpt.formats.recis.import_checkpoint import import_checkpoint
 from asyncckpt.formats.recis.loader import Loader
 from asyncckpt.formats.recis.save import save
+from asyncckpt.formats.recis.split_state import split_sparse_dense_state_dict
 
-__all__ = ["CheckpointReader", "ExportReport", "Loader", "export_checkpoint", "import_checkpoint", "save"]
+__all__ = [
+    "CheckpointReader",
+    "ExportReport",
+    "Loader",
+    "export_checkpoint",
+    "import_checkpoint",
+    "save",
+    "split_sparse_dense_state_dict",
+]

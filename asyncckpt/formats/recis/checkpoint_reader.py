@@ -9,8 +9,8 @@ import torch
 
 from asyncckpt.arguments import check_type
 from asyncckpt.errors import NotFoundError
+from asyncckpt.formats.data_files import read_arrays
 from asyncckpt.formats.recis.directory import RecisDirectory, StoredArray
-from asyncckpt.formats.recis.read_arrays import read_arrays
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 

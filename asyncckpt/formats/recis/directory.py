@@ -6,7 +6,7 @@
 4. Tables: all slices of one save, none twice and no two with the same ids; the same slots, dtypes and row shapes in
    each; ids are int64, and every slot has as many rows as its ids.
 
-RecIS keeps no digests, so flipped bytes within the data go unseen. What is beside these files (`model.pt`, `extra.pt`,
+What is beside these files (`model.pt`, `extra.pt`,
 `io_state_*`) holds pickles and is never opened.
 """
 
@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.dtypes import StoredDtype, known_dtype
-from asyncckpt.format.header import HeaderEntry, decode_header, header_length
-from asyncckpt.format.strict_json import Fields, loads, looks_like
+from asyncckpt.format.strict_json import Fields, loads
+from asyncckpt.formats.data_files import DataFiles, FileArray, array_of
 from asyncckpt.formats.recis.names import (
     INDEX_FILE,
     TENSOR_KEYS_FILE,
@@ -36,10 +33,9 @@ from asyncckpt.formats.recis.names import (
 )
 from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.model.table_shard import Shard, described, may_share_ids
-from asyncckpt.storage.directory import Directory, io_failed, set_direct
+from asyncckpt.storage.directory import Directory
 
 INDEX_BYTES_MAX = 1 << 30
-_PREFIX_BYTES = 512
 # What RecIS can store, by its code.
 _DTYPES = {
     "BOOL": "bool",
@@ -58,16 +54,10 @@ DTYPES = frozenset(_DTYPES.values())
 
 
 @dataclass(frozen=True)
-class StoredArray:
-    """One array: which block it is, its stored name, and where it is. `offset` counts from the start of the file."""
+class StoredArray(FileArray):
+    """One array, and which block it is."""
 
     block: BlockName
-    key: str
-    file: int
-    dtype: StoredDtype
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -80,22 +70,6 @@ class StoredPart:
     @property
     def rows_count(self) -> int:
         return self.arrays[ID_COLUMN].shape[0]
-
-
-@dataclass
-class DataFiles:
-    """The open data files, by their numbers."""
-
-    names: list[str]
-    fds: list[int]
-    sizes: list[int]
-    direct: list[bool]
-
-    def close(self) -> None:
-        fds, self.fds = self.fds, []
-        for fd in fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -120,7 +94,7 @@ class RecisDirectory:
             _check_is_one(folder)
             names, places = _read_index(folder)
             blocks = _block_names(folder, places)
-            files = DataFiles(names, [], [], [])
+            files = DataFiles(names)
             opened.callback(files.close)
             arrays = list(_read_headers(folder, files, places, blocks))
             tables, dense = _sorted_out(arrays, str(path))
@@ -242,58 +216,14 @@ def _read_headers(
         expected[number].add(key)
     for number, name in enumerate(files.names):
         owner = f"file {str(folder.path / name)!r}"
-        entries = _read_header(folder, files, name, owner)
+        entries = files.open_next(folder, name, owner=owner)
         if entries.keys() != expected[number]:
             differing = sorted(entries.keys() ^ expected[number])
             what = f"{owner} and {INDEX_FILE!r} are not of one save: they disagree on arrays"
             raise CorruptError(what, found=differing[:5])
         for key, entry in entries.items():
-            yield _array(blocks[key], key, number, entry, owner)
-
-
-def _read_header(folder: Directory, files: DataFiles, name: str, owner: str) -> Mapping[str, HeaderEntry]:
-    try:
-        fd = folder.open_file(name)
-    except NotFoundError as error:
-        raise CorruptError(f"{owner} is missing") from error
-    files.fds.append(fd)
-    try:
-        size = os.fstat(fd).st_size
-        prefix = _read_begin(fd, _PREFIX_BYTES)
-        length = header_length(prefix, file_bytes=size, owner=owner)
-        raw = _read_begin(fd, length)
-    except OSError as error:
-        raise io_failed(f"{owner} cannot be read", error) from error
-    if len(raw) < length:
-        raise CorruptError(f"{owner} ended while it was read")
-    if raw[8:9] != b"{":
-        raise CorruptError(f"{owner} is no safetensors file", hint=looks_like(prefix))
-    files.sizes.append(size)
-    files.direct.append(set_direct(fd))
-    return decode_header(raw, file_bytes=size, owner=owner).entries
-
-
-def _read_begin(fd: int, bytes: int) -> bytes:
-    raw = b""
-    while len(raw) < bytes and (part := system.pread(fd, bytes - len(raw), len(raw))):
-        raw += part
-    return raw
-
-
-def _array(block: BlockName, key: str, file: int, entry: HeaderEntry, owner: str) -> StoredArray:
-    name = _DTYPES.get(entry.dtype)
-    dtype = None if name is None else known_dtype(name)
-    if dtype is None:
-        raise UnsupportedError(f"{owner}: array {key!r} has a dtype that RecIS does not have", found=entry.dtype)
-    limits.check_array(key, entry.shape, dtype)
-    expected = dtype.itemsize
-    for size in entry.shape:
-        expected *= size
-    if entry.bytes != expected:
-        raise CorruptError(
-            f"{owner}: array {key!r} has data_offsets that do not fit", found=entry.bytes, expected=expected
-        )
-    return StoredArray(block, key, file, dtype, entry.shape, entry.offset, entry.bytes)
+            array = array_of(key, number, entry, _DTYPES, owner=owner, library="RecIS")
+            yield StoredArray(**vars(array), block=blocks[key])
 
 
 def _sorted_out(

@@ -11,35 +11,33 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
+from asyncckpt.commit.new_entry import check_is_free
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.encodings import decode
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
 from asyncckpt.formats.recis.names import slice_of
 from asyncckpt.formats.recis.out_names import check_names, out_spec, slots_of
 from asyncckpt.formats.recis.stored import Columns
-from asyncckpt.formats.recis.write_directory import OutBlock, RecisWriter, check_is_free
-from asyncckpt.model.block import BlockSpec
+from asyncckpt.formats.recis.write_directory import OutBlock, RecisWriter
+from asyncckpt.formats.stored_tensors import JoinedSources, tensor_source, tensor_spec
 from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.source import ByteSource
-from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.model.table_shard import Shard, buckets_of, may_share_ids
-from asyncckpt.native import I64, U64, Progress
+from asyncckpt.native import I64, Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
-from asyncckpt.plan.contents import Contents, StoredDense, contents_of
+from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.image import array_spec
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
@@ -92,7 +90,7 @@ class ExportPlan:
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
         for name, dense in contents.dense.items():
-            out_spec(_dense_spec(dense), name, None)
+            out_spec(tensor_spec(dense), name, None)
         slots: dict[str, dict[str, str]] = {}
         for name, table in contents.tables.items():
             specs = {column: chain.blocks[blocks[0]].placed.spec for column, blocks in table.columns.items()}
@@ -209,8 +207,8 @@ def _blocks(plan: ExportPlan, tables: Sequence[_ExportedTable], reader: ChainRea
         yield from table.blocks(shard, plan.slots[table.name])
     if number == 0:
         for name, dense in plan.contents.dense.items():
-            spec = out_spec(_dense_spec(dense), name, None)
-            yield OutBlock(name, None, None, spec, _dense_source(dense, reader))
+            spec = out_spec(tensor_spec(dense), name, None)
+            yield OutBlock(name, None, None, spec, tensor_source(dense, reader))
 
 
 class _ExportedTable:
@@ -243,7 +241,7 @@ class _ExportedTable:
                     if taken:
                         parts.append((taken * row_bytes, plain_source(self._reader, copy.number, copy.rows)))
             slot = slots[column]
-            yield OutBlock(self.name, slot, wanted, out_spec(spec, self.name, slot), _Joined(parts))
+            yield OutBlock(self.name, slot, wanted, out_spec(spec, self.name, slot), JoinedSources(parts))
 
     def _within(self, shard: StoredShard, rows: Sequence[I64 | None], wanted: Shard) -> list[I64 | None] | None:
         """Return the positions of the rows of every layer that are in a slice; None: there are none."""
@@ -273,79 +271,3 @@ def _is_within(shard: Shard, wanted: Shard) -> bool:
 def _rows_count(shard: StoredShard, rows: Sequence[I64 | None]) -> int:
     pairs = zip(shard.layers, rows, strict=True)
     return sum(layer.rows_count if own is None else len(own) for layer, own in pairs)
-
-
-def _dense_spec(dense: StoredDense) -> BlockSpec:
-    return array_spec(dense.name, dtype_by_name(dense.dtype, owner=dense.name).dtype, dense.shape, Role.DENSE)
-
-
-def _dense_source(dense: StoredDense, reader: ChainReader) -> ByteSource:
-    """Return the bytes of a tensor: its blocks one behind the other, or all of it put together from boxes."""
-    ordered = sorted(dense.blocks, key=lambda number: reader.block(number).placed.spec.row_begin)
-    end = 0
-    for number in ordered:
-        spec = reader.block(number).placed.spec
-        if spec.is_box or (spec.is_part and spec.row_begin != end):
-            return _Assembled(dense, reader)
-        end += spec.shape[0] if spec.shape else 0
-    itemsize = dtype_by_name(dense.dtype, owner=dense.name).itemsize
-    parts = []
-    for number in ordered:
-        spec = reader.block(number).placed.spec
-        size = int(np.prod(spec.shape, dtype=np.int64)) * itemsize
-        if size:
-            parts.append((size, plain_source(reader, number, None)))
-    return _Joined(parts)
-
-
-class _Joined:
-    """The bytes of several sources, (bytes, source), one behind the other."""
-
-    def __init__(self, parts: Sequence[tuple[int, ByteSource]]) -> None:
-        self._parts = parts
-        self._ends = np.cumsum([size for size, _ in parts], dtype=np.int64)
-        self._used: list[ByteSource] = []
-
-    def pieces(self, begin: int, end: int) -> U64:
-        found = [np.empty((0, 2), dtype=np.uint64)]
-        first = int(np.searchsorted(self._ends, begin, side="right"))
-        for (size, source), last in zip(self._parts[first:], self._ends[first:].tolist(), strict=True):
-            at = last - size
-            if at >= end:
-                break
-            found.append(source.pieces(max(0, begin - at), min(size, end - at)))
-            self._used.append(source)
-        return np.concatenate(found)
-
-    def release(self) -> None:
-        used, self._used = self._used, []
-        for source in used:
-            source.release()
-
-
-class _Assembled:
-    """The bytes of a tensor that is stored in boxes: all of it in memory, from the first byte to the last."""
-
-    def __init__(self, dense: StoredDense, reader: ChainReader) -> None:
-        self._dense, self._reader = dense, reader
-        self._bytes = 0
-
-    @cached_property
-    def _whole(self) -> torch.Tensor:
-        whole = torch.empty(self._dense.shape, dtype=dtype_by_name(self._dense.dtype, owner=self._dense.name).dtype)
-        for number in self._dense.blocks:
-            spec = self._reader.block(number).placed.spec
-            raw = np.empty(spec.bytes, dtype=np.uint8)
-            self._reader.add(number, raw.ctypes.data, begin=0, bytes=spec.bytes)
-            self._reader.run()
-            box = tuple(slice(begin, begin + size) for begin, size in zip(spec.begin, spec.shape, strict=True))
-            whole[box] = decode(raw, spec)
-        return whole
-
-    def pieces(self, begin: int, end: int) -> U64:
-        self._bytes = end
-        return np.array([[self._whole.data_ptr() + begin, end - begin]], dtype=np.uint64)
-
-    def release(self) -> None:
-        if self._bytes == self._whole.nbytes:
-            del self._whole

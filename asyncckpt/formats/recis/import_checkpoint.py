@@ -9,33 +9,22 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.commit.claims import claims
-from asyncckpt.commit.proof import Draft
-from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.compact.copy_blocks import BlockCopy, CopiedBlocks, copy_blocks
-from asyncckpt.engine.load.verify import verify as verify_step
-from asyncckpt.engine.process.background import background
-from asyncckpt.engine.process.future import as_checkpoint_error
-from asyncckpt.engine.process.held_directory import held_directory
-from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
+from asyncckpt.formats.commit_import import commit_import, verify_import
+from asyncckpt.formats.data_files import READ_THREADS
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, BusyPolicy, Durability, SaveOptions
-from asyncckpt.shard.target import ShardTarget
+from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
-READ_THREADS = 4
 _STEP_FOLDER = re.compile(r"ckpt_([0-9]{1,12})")
 
 
@@ -91,20 +80,10 @@ def run_import(
         reader = RecisReader(directory, chain, threads=READ_THREADS, progress=Progress())
         with reader:
             reader.check_ids()
-            with save_lock.held("save", path, step, busy=BusyPolicy("wait")):
-                step, files_bytes = _copy(path, step, chain, reader, options, progress)
+            result = commit_import(path, step, chain, reader, options, progress)
     if verify:
-        with CheckpointRoot.for_reading(path) as root:
-            verify_step(root, step)
-    return SaveResult(
-        step=step,
-        kind="full",
-        path=path,
-        seconds=time.perf_counter() - begun,
-        bytes_logical=sum(block.placed.spec.bytes for block in chain.blocks),
-        bytes_written=files_bytes,
-        rows_count=sum(facts.rows_count for facts in chain.newest.tables),
-    )
+        verify_import(path, result.step, progress)
+    return replace(result, seconds=time.perf_counter() - begun)
 
 
 def wanted_step(source: Path, step: int | None) -> int | None:
@@ -117,45 +96,3 @@ def import_chain(directory: RecisDirectory, columns: Columns | None) -> Chain:
     """Return the checkpoint as it is going to be imported."""
     checked = check_columns(columns, directory.slots)
     return as_chain(directory, StoredAs(step=step_of(directory), schemas={}, columns=checked, paths={}))
-
-
-def _copy(
-    path: Path, step: int | None, chain: Chain, reader: RecisReader, options: SaveOptions, progress: Progress
-) -> tuple[int, int]:
-    """Copy and commit; return the step, and the bytes of all files."""
-    with (
-        CheckpointRoot.for_writing(path) as root,
-        held_directory(root, options.durability) as commits,
-        claims.save(root, step) as claim,
-        Transaction.begin(commits, claim) as transaction,
-    ):
-        target = ShardTarget(transaction.folder, transaction.attempt, options, progress)
-        try:
-            draft = _write(chain, reader, transaction, target)
-            published = background.run(lambda: transaction.commit(draft), "an import")
-        except (OSError, MemoryError) as error:
-            raise as_checkpoint_error(error, claim.step) from error
-        return claim.step, published.manifest_bytes + sum(file.bytes for file in draft.head.files)
-
-
-def _write(chain: Chain, reader: RecisReader, transaction: Transaction, target: ShardTarget) -> Draft:
-    parts = chain.newest.parts
-    written: list[CopiedBlocks] = []
-    first = 0
-    for part in parts:
-        numbers = range(first, first + len(part.blocks))
-        copies = [BlockCopy(number, None, reader.block(number).placed.spec) for number in numbers]
-        written.append(copy_blocks(copies, reader, target, rank=part.rank))
-        first += len(part.blocks)
-    bodies = [render_body(part.tables, part.tree, own.blocks) for part, own in zip(parts, written, strict=True)]
-    files = tuple(file for own in written for file in own.files)
-    return Draft(
-        head=transaction.head(ranks_count=len(parts), files=files, values=()),
-        body=bodies[0],
-        digests=written[0].digests,
-        others=_others(written, bodies),
-    )
-
-
-def _others(written: Sequence[CopiedBlocks], bodies: Sequence[BodyTemplate]) -> list[PartText]:
-    return [encode_part(own.files, (), body, own.digests) for own, body in zip(written[1:], bodies[1:], strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from asyncckpt.adapters import tables_of
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.arguments import check_int, check_type
-from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, with_scalars
+from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, warn_if_empty, with_scalars
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.formats.recis.directory import RecisDirectory
@@ -27,11 +27,12 @@ from asyncckpt.model.result import LoadReport
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy
-from asyncckpt.plan.contents import Contents, contents_of
-from asyncckpt.plan.load_plan import LoadFilter, LoadInfo, LoadPlan, make_load_plan
+from asyncckpt.plan.contents import contents_of
+from asyncckpt.plan.load_info import LoadFilter
+from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, dense_targets
 from asyncckpt.plan.named_tables import named_tables
-from asyncckpt.plan.state import named_state
+from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 
@@ -46,8 +47,6 @@ class Loader:
     columns     slot of RecIS -> column of the table, where the default does not fit: a slot fills the column of its own
                 name, else `sparse_adam_exp_avg` fills `exp_avg` (likewise of the other optimizers), and `step_filter`
                 fills `last_seen`
-    filter_func gets the entries of the model, as RecIS' does, also those that the checkpoint lacks under that name: it
-                may give them another source
     strict, cast, merge  as of asyncckpt.Loader. A table is emptied first, unless merge=True adds rows, as RecIS does
     """
 
@@ -55,7 +54,7 @@ class Loader:
         self,
         checkpoint_path: str | os.PathLike[str],
         hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
-        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        tensors: TensorsArgument | None = None,
         parallel: int = 16,
         filter_func: LoadFilter | None = None,
         *,
@@ -103,7 +102,7 @@ class Loader:
             contents,
             targets,
             self._tables,
-            filter_func=self._filter(contents, targets),
+            filter_func=self._filter_func,
             strict=self._strict,
             cast=self._cast,
             left_out=tables_left_out(self._state, self._tables.values()),
@@ -116,27 +115,8 @@ class Loader:
             rebuilt, rows = fill(plan, reader, clear=not self._merge)
             read = reader.bytes_read - before
         give_state_dicts(plan, contents, rebuilt)
+        warn_if_empty(report, strict=self._strict)
         return replace(with_scalars(report, targets), rows=rows, bytes_read=read)
-
-    def _filter(self, contents: Contents, targets: DenseTargets) -> LoadFilter | None:
-        """Return the filter with what RecIS shows it: everything of the model. What it leaves under a name that the
-        checkpoint does not have is missing."""
-        chosen = self._filter_func
-        if chosen is None:
-            return None
-        tables = {name: [c.name for c in table.schema().columns] for name, table in self._tables.items()}
-        wanted = {name: {name: columns} for name, columns in tables.items()}
-        wanted |= {leaf.name: {leaf.name: []} for leaf in targets.in_place}
-        known = contents.tables.keys() | contents.dense.keys()
-
-        def filtered(info: LoadInfo) -> Mapping[str, Mapping[str, list[str]]]:
-            answer = chosen({**wanted, **info})
-            if not isinstance(answer, Mapping):
-                return answer
-            left = [name for name, item in wanted.items() if name not in known and answer.get(name) == item]
-            return {name: item for name, item in answer.items() if name not in left}
-
-        return filtered
 
 
 def _paths(targets: DenseTargets) -> dict[str, tuple[Any, ...]]:

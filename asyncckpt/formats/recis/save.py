@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ from asyncckpt.plan.image import array_spec
 from asyncckpt.plan.leaf_checks import check_leaf
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import CutTable
-from asyncckpt.plan.state import named_state
+from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.block_data import ColumnData, TensorData
 from asyncckpt.snapshot.overlay import Overlay
@@ -41,7 +40,7 @@ from asyncckpt.storage.directory import check_path
 def save(
     path: str | os.PathLike[str],
     hashtables: Mapping[str, Table] | torch.nn.Module | None = None,
-    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+    tensors: TensorsArgument | None = None,
     *,
     columns: Columns | None = None,
     optimizer: str | None = None,

@@ -1,33 +1,28 @@
-"""A directory of RecIS in the form of a checkpoint of ours: one manifest that nobody has written, over its files.
+"""A directory of RecIS in the form of a checkpoint of ours (formats/foreign_chain.py), which loads into any sharding.
 
-So what loads and copies checkpoints loads and copies RecIS' files as well, with the same checks, into any sharding.
 Every shard of RecIS is the part of a rank, a slot is a column, and dense tensors are in the part of the first rank.
-There are no digests: blocks count as sound when they were read.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
-from asyncckpt.format import limits
-from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest, ManifestHead, RankPart
+from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
 from asyncckpt.format.tree import TENSOR, Node, Path
-from asyncckpt.formats.recis.directory import DataFiles, RecisDirectory, StoredArray, StoredPart
+from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, dense_blocks, placed_blocks
+from asyncckpt.formats.recis.directory import RecisDirectory, StoredArray, StoredPart
 from asyncckpt.formats.recis.names import EMBEDDING_SLOT, STEP_FILTER_SLOT, default_columns
-from asyncckpt.model.block import BlockSpec, PlacedBlock, TableFacts
+from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.owned_ids import owned_mask
 from asyncckpt.model.table import ID_COLUMN, Role, TableSchema
 from asyncckpt.model.table_shard import described, slice_info
 from asyncckpt.native import Progress
-from asyncckpt.plan.image import split_rows
-from asyncckpt.shard.reader import ChainReader, FilesOfManifest
-from asyncckpt.storage.directory import Directory
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
 
 Columns = Mapping[str, str]
@@ -84,41 +79,19 @@ def as_chain(directory: RecisDirectory, wanted: StoredAs) -> Chain:
     for rank, tables in enumerate(parts):
         blocks = [block for name, part in tables for block in _table_blocks(name, part, columns[name], wanted)]
         if rank == 0:
-            blocks += [block for name, array in directory.dense.items() for block in _dense_blocks(name, array, leaves)]
+            blocks += [
+                block for name, array in directory.dense.items() for block in dense_blocks(name, array, leaves[name])
+            ]
         facts = tuple(TableFacts(name=name, rows_count=part.rows_count, shard=part.shard) for name, part in tables)
         listed.append(RankPart(rank=rank, tables=facts, tree=tree, values=(), blocks=tuple(blocks)))
-    limits.check_step(wanted.step)
-    head = ManifestHead(
-        step=wanted.step,
-        kind="full",
-        parents=(),
-        attempt="0" * 32,
-        created="",
-        writer="RecIS",
-        ranks_count=len(listed),
-        files=tuple(
-            FileFacts(path=name, rank=0, header_bytes=0, header_digest=b"", bytes=size)
-            for name, size in zip(directory.files.names, directory.files.sizes, strict=True)
-        ),
-        values=(),
-        metadata={},
-    )
-    return Chain(manifests=(Manifest(head=head, digest="", parts=tuple(listed)),))
+    return chain_of(listed, directory.files, step=wanted.step, writer="RecIS")
 
 
-class RecisReader(ChainReader):
-    """Reads blocks of RecIS' files, which the directory keeps open. What was read counts as sound."""
+class RecisReader(ForeignReader):
+    """Reads blocks of RecIS' files, which the directory keeps open."""
 
     def __init__(self, directory: RecisDirectory, chain: Chain, *, threads: int, progress: Progress) -> None:
-        self._data_files = directory.files
-        super().__init__(directory.folder, chain, threads=threads, verify=False, progress=progress)
-
-    def _open(self, data: Directory, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
-        return _Borrowed(self._data_files)
-
-    def check(self, number: int, digest: bytes) -> None:
-        """Take note that a block was read: there is nothing to compare it with."""
-        self.pass_over(number)
+        super().__init__(directory.files, directory.folder, chain, threads=threads, progress=progress)
 
     def check_ids(self, wanted: Collection[tuple[int, str]] | None = None) -> None:
         """Read the ids of slices, by (rank, table), or of all; CorruptError unless each holds its own ids, each once.
@@ -148,24 +121,6 @@ class RecisReader(ChainReader):
         twice = ids[1:][ids[1:] == ids[:-1]]
         if len(twice):
             raise CorruptError(f"{owner} holds the same id twice", found=int(twice[0]))
-
-
-@dataclass(frozen=True)
-class _Borrowed:
-    """Open files that their directory closes."""
-
-    files: DataFiles
-
-    @property
-    def fds(self) -> Sequence[int]:
-        return self.files.fds
-
-    @property
-    def direct(self) -> Sequence[bool]:
-        return self.files.direct
-
-    def close(self) -> None:
-        """The directory does."""
 
 
 def _columns(table: str, part: StoredPart, wanted: StoredAs) -> dict[str, str]:
@@ -200,30 +155,7 @@ def _table_blocks(name: str, part: StoredPart, columns: Columns, wanted: StoredA
             column=column,
             slice_info=slice_info(part.shard),
         )
-        yield from _placed(spec, array)
-
-
-def _dense_blocks(name: str, array: StoredArray, leaves: Mapping[str, int]) -> Iterator[BlockFacts]:
-    spec = BlockSpec(
-        name=name,
-        role=Role.DENSE,
-        dtype=array.dtype.name,
-        stored_dtype=array.dtype.stored,
-        stored_itemsize=array.dtype.itemsize,
-        shape=array.shape,
-        stored_shape=array.shape,
-        leaf=leaves[name],
-    )
-    yield from _placed(spec, array)
-
-
-def _placed(spec: BlockSpec, array: StoredArray) -> Iterator[BlockFacts]:
-    """Return the blocks of an array, at their places: several of one that is too large for one."""
-    offset = array.offset
-    for piece in split_rows(spec):
-        placed = PlacedBlock(spec=piece, key=f"{array.key}#{offset}", file_index=array.file, offset=offset)
-        yield BlockFacts(placed=placed, digest=b"", filtered=False)
-        offset += piece.bytes
+        yield from placed_blocks(spec, array)
 
 
 def _role(slot: str, column: str) -> Role:

@@ -84,6 +84,7 @@ def test_without_arguments_it_says_how_it_is_used() -> None:
     assert "usage: asyncckpt" in done.stdout
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="there is no SIGPIPE on Windows")
 def test_a_reader_that_has_had_enough_ends_it_quietly(directory: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.cli import convert
 from asyncckpt.cli.findings import ExitCode
+from tests.formats.states import same
 from tests.program import invoke
 from tests.recis.handmade import Handmade, dense_values, user_rows
 
@@ -36,6 +38,63 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     assert json.loads(invoke("export", "recis", run, out, *more, "--json").stdout)["tables"] == {"user": 300}
     assert invoke("import", "recis", out, run, "--step", 41, "--no-verify").exit_code == ExitCode.OK
     assert [line.split()[0] for line in invoke("ls", run).stdout.splitlines()[1:]] == ["40", "41"]
+
+
+STATE: dict[str, Any] = {"model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3)}, "epoch": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said", "back"),
+    [
+        ("torch", "state.pt", "2 tensors, 1 plain value, ", STATE),
+        ("dcp", "dcp", "2 tensors, 1 plain value, 1 shard, ", STATE),
+        ("hf", "hf", "2 tensors, 1 shard, ", {f"model.{name}": tensor for name, tensor in STATE["model"].items()}),
+    ],
+)
+def test_other_formats_there_and_back(kind: str, name: str, said: str, back: dict[str, Any], tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2)
+    asyncckpt.save(tmp_path / "run", STATE, step=4, hashtables={"user": table})
+    out, again = tmp_path / name, tmp_path / "again"
+    facts = json.loads(invoke("export", kind, tmp_path / "run", out, "--dry-run", "--json").stdout)
+    assert (facts["dry_run"], facts["step"], facts["tensors"], facts["bytes"]) == (True, 4, 2, 36)
+    assert facts["left_out_tables"] == ["user"]
+    assert not out.exists()
+    done = invoke("export", kind, tmp_path / "run", out)
+    assert done.stdout.startswith(f"exported step 4: {said}")
+    assert done.stdout.splitlines()[-1] == "left out: 1 table: user"
+    assert done.stderr == ""
+    assert invoke("export", kind, tmp_path / "run", out).exit_code == ExitCode.HELD
+    assert invoke("import", kind, out, again, "--dry-run").stdout.startswith(f"would import: {said}")
+    assert not again.exists()
+    assert invoke("import", kind, out, again, "--step", 9).stdout.startswith(f"imported step 9: {said}")
+    assert invoke("import", kind, out, again, "--step", 9, "--dry-run").exit_code == ExitCode.HELD
+    facts = json.loads(invoke("import", kind, out, again, "--json", "--no-verify", "--parallel", 2).stdout)
+    assert (facts["dry_run"], facts["step"], facts["tensors"]) == (False, 10, 2)
+    for step in (9, 10):
+        assert same(dict(sorted(asyncckpt.load(again, step).items())), dict(sorted(back.items())))
+
+
+def test_shards_have_a_size(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "run", STATE)
+    done = invoke("export", "hf", tmp_path / "run", tmp_path / "out", "--shard-size", "30B")
+    assert "2 shards" in done.stdout
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    for wrong in ("0", "5TB", "many", "-1"):
+        assert invoke("export", "hf", tmp_path / "run", tmp_path / "new", f"--shard-size={wrong}").exit_code == 2
+    for text, size in (("7", 7), ("2kB", 2000), ("5GB", 5 * 10**9), ("1 GiB", 1 << 30)):
+        assert convert._size(text) == size
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "hf", "recis"])
+def test_options_of_other_formats_are_refused(kind: str, tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "run", STATE)
+    options = {"column": "a=b", "parallel": 2, "shards": 2, "optimizer": "sparse_adam", "shard_size": "1GB"}
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        done = invoke("export", kind, tmp_path / "run", tmp_path / "out", option, value, "--dry-run")
+        refused = name not in convert.FORMATS[kind].to_export
+        assert (done.exit_code == ExitCode.USAGE and f"{option} is no option of {kind}" in done.stderr) == refused
+    assert invoke("import", kind, tmp_path / "run", tmp_path / "new", "--shards", 2).exit_code == ExitCode.USAGE
 
 
 def test_columns_are_named(source: Path, tmp_path: Path) -> None:

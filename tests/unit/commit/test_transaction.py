@@ -28,7 +28,7 @@ PACKAGE = Path(asyncckpt.__file__).parent
 # Which names may be called where, besides the file that defines them.
 CALLERS = {
     "encode_manifest": {"commit/proof.py"},
-    # The files of coordination, of the trial of a disk, and directories in RecIS' form are no manifests.
+    # The files of coordination, of the trial of a disk, and what is exported are no manifests.
     "publish": {
         "commit/transaction.py",
         "coordination/session_files.py",
@@ -36,7 +36,7 @@ CALLERS = {
         "storage/disk_probe.py",
         "formats/recis/export_checkpoint.py",
         "formats/recis/save.py",
-        "formats/recis/write_directory.py",
+        "commit/new_entry.py",
     },
 }
 

@@ -216,7 +216,7 @@ def test_a_thread_comes_behind_the_streams_of_the_caller(seed: int) -> None:
 def test_a_window_is_used_again_when_it_has_arrived() -> None:
     """With a device that does as little as it may: a window that came back too early would be seen."""
     runtime = SimulatedRuntime(seed=1)
-    runtime.schedule.mood = "lazy"
+    runtime.schedule.pace = 0.0
     with runtime.installed():
         targets = [runtime.new_tensor((40,), torch.int64) for _ in range(7)]
         with Uploads(runtime) as uploads:
@@ -231,7 +231,7 @@ def test_a_window_is_used_again_when_it_has_arrived() -> None:
 
 def test_a_target_that_nobody_else_holds_stays_until_it_is_filled() -> None:
     runtime = SimulatedRuntime(seed=1)
-    runtime.schedule.mood = "lazy"
+    runtime.schedule.pace = 0.0
     with runtime.installed():
         with Uploads(runtime) as uploads:
             upload(uploads, runtime.new_tensor((40,), torch.int64), numbers(40))
@@ -244,7 +244,7 @@ def test_a_target_that_nobody_else_holds_stays_until_it_is_filled() -> None:
 @pytest.mark.parametrize("kernels", ["plain", "torch"])
 def test_many_small_targets_take_a_few_operations(kernels: Any) -> None:
     runtime = SimulatedRuntime(seed=3, kernels=kernels)
-    runtime.schedule.mood = "eager"
+    runtime.schedule.pace = 1e9
     with runtime.installed():
         targets = [runtime.new_tensor((4,), torch.int64) for _ in range(200)]
         with Uploads(runtime) as uploads:
@@ -333,13 +333,78 @@ def test_without_pinned_memory(kernels: Any, monkeypatch: pytest.MonkeyPatch, ca
     assert "no more memory can be pinned" in caplog.text
 
 
-def test_a_full_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = SimulatedRuntime(seed=5, kernels="torch")
+def touching_host(runtime: SimulatedRuntime, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels that touch memory of the host from now on."""
+    found: list[str] = []
+    check = runtime.check_reachable
+
+    def noting(spans: Any, device: int, what: str) -> None:
+        if not runtime.is_on_device(spans, device).all():
+            found.append(what)
+        check(spans, device, what)
+
+    monkeypatch.setattr(runtime, "check_reachable", noting)
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["plain", "library"])
+def test_windows_go_up_by_the_copy_engine(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels spread what is on the device already."""
+    runtime = SimulatedRuntime(2, seed=8, kernels=kernels)
+    found = touching_host(runtime, monkeypatch)
     with runtime.installed():
-        target = runtime.new_tensor((30,), torch.int64)
+        world = World(runtime, random.Random(8), Uploads(runtime))
+        with world.uploads:
+            for _ in range(5):
+                world.fill_one_window(3000)
+        world.check()
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("kernels", "puts", "touching"),
+    [
+        ("plain", ["put_bytes", "put_rows"], True),
+        ("library", ["put_bytes", "put_rows"], True),
+        ("torch", ["put_bytes"], False),
+    ],
+)
+def test_a_full_device_is_filled_without_scratch_memory(
+    kernels: Any, puts: list[str], touching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernels that read the window, or piece by piece."""
+    runtime = SimulatedRuntime(seed=9, kernels=kernels)
+    found = touching_host(runtime, monkeypatch)
+    with runtime.installed():
+        targets = [runtime.new_tensor((6, 3), torch.int64, values=numbers(18).view(6, 3)) for _ in range(4)]
+        values, rows = numbers(18, first=500).view(6, 3), np.arange(5, -1, -1)
         runtime.is_out_of_memory = True
-        with pytest.raises(DeviceError, match="device 0 has no memory"), Uploads(runtime) as uploads:
-            upload(uploads, target, numbers(30))
+        with Uploads(runtime) as uploads:
+            window = uploads.window(4 * 160)
+            for number, target in enumerate(targets):
+                place = window[160 * number : 160 * number + values.nbytes]
+                place[:] = np.frombuffer(raw_of(values), dtype=np.uint8)
+                if puts[number % len(puts)] == "put_bytes":
+                    uploads.put_bytes(target, 0, place)
+                else:
+                    uploads.put_rows(target, rows, torch.from_numpy(place).view(torch.int64).view(6, 3), None)
+            uploads.launch()
+        runtime.is_out_of_memory = False
+        for number, target in enumerate(targets):
+            expected = values if puts[number % len(puts)] == "put_bytes" else values.flip(0)
+            assert runtime.read(target).tolist() == expected.tolist()
+    assert bool(found) == touching
+
+
+def test_what_needs_memory_of_a_full_device_is_told() -> None:
+    runtime = SimulatedRuntime(seed=5)
+    with runtime.installed():
+        target = runtime.new_tensor((30, 2), torch.int64)
+        runtime.is_out_of_memory = True
+        uploads = Uploads(runtime)
+        uploads.put(target.t(), numbers(60).view(2, 30))
+        with pytest.raises(DeviceError, match="device 0 has no memory"):
+            uploads.launch()
 
 
 def test_no_load_in_the_capture_of_a_graph() -> None:

@@ -123,7 +123,7 @@ def test_load_async_follows_the_streams_of_its_caller(tmp_path: Path, seed: int)
     with asyncckpt.Saver(path=tmp_path, hashtables={"rows": table_of(columns)}, tensors=state) as saver:
         saver.save(1)
     runtime = SimulatedRuntime(2, seed=seed)
-    runtime.schedule.mood = ("lazy", "mixed")[seed % 2]
+    runtime.schedule.pace = (0.0, 0.4)[seed % 2]
     with runtime.installed():
         targets, own = dense_targets(runtime, state), columns_on(runtime)
         streams = [runtime.new_stream(device) for device in range(2)]
@@ -275,7 +275,7 @@ def test_a_device_that_is_lost(tmp_path: Path, at: int, in_background: bool) -> 
 def test_tables_are_told_when_everything_is_in_place(tmp_path: Path) -> None:
     saved_for_failures(tmp_path)
     runtime = SimulatedRuntime(seed=12)
-    runtime.schedule.mood = "lazy"
+    runtime.schedule.pace = 0.0
     with runtime.installed():
         own = columns_on(runtime)
         left: list[int] = []

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from asyncckpt.native import I64
 from asyncckpt.tables import hash_table, multi_level
+from asyncckpt.tables.pinned_host import PinnedHost
 from asyncckpt.tables.row_device import Landing, RowDevice, Values
 from tests.simulated_device import SimulatedRuntime
 from tests.simulated_device.torch_queue import alias
@@ -55,9 +57,13 @@ class SimulatedRows(RowDevice):
             return super().take_rows(sources, source_rows, targets, target_rows)
         index, places = torch.from_numpy(source_rows.copy()), torch.from_numpy(target_rows.copy())
         for name, source in sources.items():
-            work = partial(_copy_rows, alias(source), index, alias(targets[name]), places)
+            work = partial(self._copy_rows, alias(source), index, alias(targets[name]), places)
             self.runtime.queue(self.stream, work, name="rows of the host")
         return 0
+
+    def _copy_rows(self, source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor, places: torch.Tensor) -> None:
+        self.runtime.check_reachable(np.array([[source.data_ptr(), source.nbytes]]), self.number, "a gather of rows")
+        target.index_copy_(0, places, source.index_select(0, rows))
 
     def begin_to_host(self, values: Values) -> Landing:
         landed = {name: pinned(self.runtime, value.shape, value.dtype) for name, value in values.items()}
@@ -68,22 +74,16 @@ class SimulatedRows(RowDevice):
     def let_go(self, column: torch.Tensor) -> None:
         self._kept.append(column)  # As if its stream were recorded, for good.
 
-    def stop_reading(self) -> None:
-        self.runtime.record(self._last).wait()
+    def pin(self, address: int, bytes: int) -> None:
+        self.runtime.register(address, bytes)
 
+    def unpin(self, address: int) -> None:
+        self.wait_for_reads()
+        self.runtime.unregister(address)
 
-class SimulatedPinnedHost(RowDevice):
-    """Host columns in pinned memory of the runtime, freed as PinnedHost frees them."""
-
-    def __init__(self, reader: SimulatedRows) -> None:
-        super().__init__(torch.device("cpu"))
-        self._reader = reader
-
-    def new_column(self, shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:
-        return pinned(self._reader.runtime, shape, dtype)
-
-    def let_go(self, column: torch.Tensor) -> None:
-        self._reader.stop_reading()
+    def wait_for_reads(self) -> None:
+        if self._last is not None:
+            self.runtime.record(self._last).wait()
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def tables_on_a_device(
     with runtime.installed(), monkeypatch.context() as patch:
         patch.setattr(multi_level, "row_device", lambda device: place)
         patch.setattr(hash_table, "row_device", lambda device: place)
-        patch.setattr(multi_level, "pinned_levels", lambda table, device: (place, SimulatedPinnedHost(place)))
+        patch.setattr(multi_level, "pinned_levels", lambda table, device: (place, PinnedHost(place)))
         yield place
 
 
@@ -113,7 +113,3 @@ class _Landing:
 def pinned(runtime: SimulatedRuntime, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     bytes = math.prod(shape) * dtype.itemsize
     return runtime.new_pinned(max(1, bytes))[:bytes].view(dtype).view(shape)
-
-
-def _copy_rows(source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor, places: torch.Tensor) -> None:
-    target.index_copy_(0, places, source.index_select(0, rows))

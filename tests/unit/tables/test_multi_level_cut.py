@@ -180,7 +180,7 @@ class Exporter:
         return self.found
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(n, marks=pytest.mark.slow) for n in range(20, 60))])
 def test_export_on_a_thread_while_training_goes_on(seed: int) -> None:
     """Growth waits for the exporter and goes on; a small log makes changes wait for it too."""
     random = np.random.default_rng(seed)

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from asyncckpt.errors import DeviceError, UnsupportedError, UsageError
+from asyncckpt.errors import DeviceError, UnsupportedError
 from asyncckpt.tables import HashTable, MultiLevelTable, SparseAdagrad
 from asyncckpt.tables import row_device as row_device_module
 from asyncckpt.tables.embedding import HashEmbedding
 from asyncckpt.tables.levels import Levels
-from asyncckpt.tables.pinned_host import HostReadingDevice, PinnedHost, pinned_levels
 from asyncckpt.tables.row_device import CudaRowDevice, RowDevice
 from asyncckpt.tables.row_store import RowStore
-from tests.simulated_device.library import PlainLibrary
+from tests.unit.tables.fake_cuda import FakeCuda, FakeStream
 from tests.unit.tables.multi_level_world import World, batch, new_table
 from tests.unit.tables.simulated_rows import SimulatedRows, tables_on_a_device
 
@@ -211,30 +210,6 @@ def test_modules_do_with_tables_that_find_rows_on_their_device_only() -> None:
 # -- CUDA, as far as it can be told without ----------------------------------------------------------------------------
 
 
-class FakeStream:
-    """A torch.cuda.Stream that notes for which others it waits."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.cuda_stream = 0
-        self.waits_for: list[str] = []
-
-    def synchronize(self) -> None:
-        self.waits_for.append("the host")
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.waits_for.append(other.name)
-
-
-class FakeCuda:
-    def __init__(self) -> None:
-        self.current = FakeStream("first")
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        assert device == torch.device("cuda", 1)
-        return self.current
-
-
 def test_a_stream_waits_for_the_one_before_and_never_for_itself() -> None:
     cuda = FakeCuda()
     place = CudaRowDevice(torch.device("cuda", 1), cuda=cuda)
@@ -243,43 +218,6 @@ def test_a_stream_waits_for_the_one_before_and_never_for_itself() -> None:
         cuda.current = stream
         place.follow()
     assert (first.waits_for, second.waits_for) == (["second"], ["first"])
-
-
-class ReadingHere(HostReadingDevice):
-    """A HostReadingDevice whose device is the host; its library copies at once."""
-
-    def index(self, rows: Any) -> torch.Tensor:
-        return torch.from_numpy(rows)
-
-
-def test_a_device_takes_rows_of_all_columns_from_the_host_in_one_launch() -> None:
-    library: Any = PlainLibrary()
-    launches: list[int] = []
-
-    class Counting:
-        def copy_rows(self, *arguments: Any) -> None:
-            launches.append(arguments[0])
-            library.copy_rows(*arguments)
-
-    place = ReadingHere(torch.device("cuda", 1), Counting())  # type: ignore[arg-type]
-    place._cuda = FakeCuda()
-    sources = {"wide": torch.arange(40.0).view(8, 5), "narrow": torch.arange(8, dtype=torch.int8)}
-    targets = {name: torch.zeros_like(source) for name, source in sources.items()}
-    place.take_rows(sources, np.array([7, 0, 3]), targets, np.array([1, 2, 6]))
-    assert launches == [1]
-    for name, target in targets.items():
-        assert torch.equal(target[[1, 2, 6]], sources[name][[7, 0, 3]])
-        assert not target[[0, 3, 4, 5, 7]].any()
-
-
-def test_a_host_column_is_freed_when_the_device_has_read_it() -> None:
-    place, cuda = ReadingHere(torch.device("cuda", 1), PlainLibrary()), FakeCuda()  # type: ignore[arg-type]
-    place._cuda = cuda
-    host = PinnedHost(place)
-    host.let_go(torch.zeros(1))  # Nothing was ever asked for.
-    place.follow()
-    host.let_go(torch.zeros(1))
-    assert cuda.current.waits_for == ["the host"]
 
 
 class LostEvent:
@@ -299,14 +237,6 @@ def test_without_cuda_it_is_said_what_cannot_be() -> None:
     for make in (HashTable, lambda name, dim, **more: MultiLevelTable(name, dim, cache_rows=4, **more)):
         with pytest.raises(UnsupportedError, match="device of table 'user' is not there, found 'cuda:3'"):
             make("user", 2, device="cuda:3")
-    with pytest.raises(UnsupportedError, match="pin_host_memory of table 'user' needs CUDA"):
-        MultiLevelTable("user", 2, cache_rows=4, pin_host_memory=True)
-
-
-def test_a_host_table_has_no_use_for_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UsageError, match="pin_host_memory of table 'user' is for a cache on a CUDA device"):
-        pinned_levels("user", torch.device("cpu"))
 
 
 def test_other_devices_get_their_values_by_torch() -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint, for the command line; see asyncckpt.dcp for programs."""

@@ -1,0 +1,35 @@
+"""RecIS' split of a state dict into what its Saver, Loader and optimizers take apart: tables, and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncckpt.adapters import dense_state_of, tables_of
+from asyncckpt.adapters.dense_state import MODULE_PART
+from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.model.table import Table
+
+
+def split_sparse_dense_state_dict(
+    state: Mapping[str, Any] | torch.nn.Module,
+) -> tuple[dict[str, Table], dict[str, Any]]:
+    """Split a state into tables and the rest, by name: the `hashtables` and `tensors` of a Saver or a Loader.
+
+    state: a mapping with tables among its values, which stays as it is (RecIS takes them out of it); or a module, whose
+    `state_dict()` has no tables here, unlike in RecIS. Its tensors are the live ones. Raises UsageError, and
+    UnsupportedError for a module whose state is more than tables and tensors by name.
+    """
+    if isinstance(state, torch.nn.Module):
+        tables, parts = tables_of(state), dense_state_of(state).state_dict()
+        dense: dict[str, Any] = parts.pop(MODULE_PART)
+        if parts:
+            hint = 'tensors={"model": asyncckpt.adapters.dense_state_of(module)} takes them all'
+            raise UnsupportedError("a module has state of other kinds, too", found=sorted(parts), hint=hint)
+        return tables, dense
+    if not isinstance(state, Mapping):
+        raise UsageError("state is neither a mapping nor a module", found=type(state).__name__)
+    tables = {name: value for name, value in state.items() if isinstance(value, Table)}
+    return tables, {name: value for name, value in state.items() if name not in tables}

@@ -1,0 +1,97 @@
+"""An export is there all at once and as it was meant, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+import asyncckpt.dcp
+from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
+from asyncckpt.formats import hf, torch_file
+
+Export = Callable[[Path, Path], Any]
+EXPORTS: dict[str, Export] = {
+    "torch": torch_file.export_checkpoint,
+    "dcp": asyncckpt.dcp.export_checkpoint,
+    "hf": lambda path, target: hf.export_checkpoint(path, target, shard_size=1),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    asyncckpt.save(tmp_path / "run", {"x": torch.ones(10), "y": torch.ones(10)})
+    return tmp_path / "run"
+
+
+def left_beside(run: Path) -> list[str]:
+    return [path.name for path in run.parent.iterdir() if path != run]
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+@pytest.mark.parametrize("call", ["open", "mkdir", "fsync", "ftruncate"])
+def test_a_failing_operation_leaves_nothing(
+    kind: str, call: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of a kind fails in turn, until there is none left to fail."""
+    for failing in range(100):
+        count, real = iter(range(1000)), getattr(os, call)
+
+        def fail(*arguments: Any, _real: Any = real, _at: int = failing, _count: Any = count, **more: Any) -> Any:
+            if str(arguments[0]).startswith("/proc") or next(_count) != _at:
+                return _real(*arguments, **more)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, fail)
+            try:
+                EXPORTS[kind](run, tmp_path / "out")
+            except CheckpointError as raised:
+                error = raised
+            else:
+                break
+        if left_beside(run):  # Only the last sync comes behind the rename.
+            assert (call, left_beside(run), type(error)) == ("fsync", ["out"], IndeterminateError)
+            assert error.resolve()
+            break
+    assert left_beside(run) == ["out"]
+    assert failing > 0 or (kind, call) in {("torch", "mkdir"), ("torch", "ftruncate"), ("dcp", "ftruncate")}
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hf"])
+def test_what_is_not_read_back_as_written_is_not_published(
+    kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(self: Any, folder: Any) -> None:
+        for path in [*folder.path.glob("*.distcp"), *folder.path.glob("*.safetensors")]:
+            raw = path.read_bytes()
+            ones = torch.ones(10).numpy().tobytes()
+            assert ones in raw
+            path.write_bytes(raw.replace(ones, bytes(len(ones))))
+
+    monkeypatch.setattr("asyncckpt.commit.new_entry.NewEntry._sync", damage)
+    with pytest.raises(CorruptError, match="not read back as it was written"):
+        EXPORTS[kind](run, tmp_path / "out")
+    assert left_beside(run) == []
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_a_name_that_is_taken_is_left_alone(kind: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConflictError, match="exists already"):
+        EXPORTS[kind](run, tmp_path / "out")
+    assert left_beside(run) == ["out"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_a_source_that_is_not_there_makes_no_folders(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(asyncckpt.NotFoundError):
+        EXPORTS[kind](tmp_path / "run", tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
