@@ -14,7 +14,6 @@ import torch
 
 import asyncckpt
 from asyncckpt.commit import judge, removal, retention
-from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.transaction import Transaction
 from asyncckpt.engine.process.background import retainer
 from asyncckpt.engine.save import run_save, start_save
@@ -25,22 +24,30 @@ WAIT_S_MAX = 60.0
 STATE = {"x": torch.arange(3.0)}
 
 
+class Removal:
+    """Manifests of checkpoints are removed when `may_go_on` is set; one that has to wait for it sets `is_held`."""
+
+    def __init__(self) -> None:
+        self.is_held, self.may_go_on = threading.Event(), threading.Event()
+
+
 @pytest.fixture
-def may_remove(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Manifests of checkpoints are removed when it is set."""
-    event, move = threading.Event(), Directory.move
+def removal_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Removal]:
+    """Removals stand still between their last look and their decision."""
+    removal, move = Removal(), Directory.move
 
     def held(self: Directory, source: str, target: str) -> None:
         if Mark.of(source) is not None:
-            assert event.wait(WAIT_S_MAX)
+            removal.is_held.set()
+            assert removal.may_go_on.wait(WAIT_S_MAX)
         move(self, source, target)
 
     monkeypatch.setattr(Directory, "move", held)
-    yield event
-    event.set()
+    yield removal
+    removal.may_go_on.set()
 
 
-def test_saves_end_while_retention_stands_still(tmp_path: Path, may_remove: threading.Event) -> None:
+def test_saves_end_while_retention_stands_still(tmp_path: Path, removal_held: Removal) -> None:
     with asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1) as saver:
         for step in range(3):
             assert saver.save_async(step).result(WAIT_S_MAX).step == step
@@ -48,28 +55,28 @@ def test_saves_end_while_retention_stands_still(tmp_path: Path, may_remove: thre
         assert asyncckpt.list_steps(tmp_path) == [0, 1, 2, 3]
         with pytest.raises(asyncckpt.DeadlineError, match=r"retention in .* did not end"):
             saver.wait_idle(0.01)
-        may_remove.set()
+        removal_held.may_go_on.set()
         saver.wait_idle(WAIT_S_MAX)
         assert asyncckpt.list_steps(tmp_path) == [3]
 
 
-def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, may_remove: threading.Event) -> None:
+def test_a_saver_that_is_dropped_lets_retention_end(tmp_path: Path, removal_held: Removal) -> None:
     saver: Any = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
     saver.save(1)
     retaining = saver._target.memory.retention
     del saver
-    may_remove.set()
+    removal_held.may_go_on.set()
     retaining.result(WAIT_S_MAX)
     assert asyncckpt.list_steps(tmp_path) == [1]
     with asyncckpt.Saver(path=tmp_path, tensors=STATE) as again:
         again.save(2)
 
 
-def test_a_callback_may_close_the_saver(tmp_path: Path, may_remove: threading.Event) -> None:
+def test_a_callback_may_close_the_saver(tmp_path: Path, removal_held: Removal) -> None:
     saver = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     saver.save(0)
-    may_remove.set()
+    removal_held.may_go_on.set()
     closed = threading.Event()
 
     def close(_: object) -> None:
@@ -111,17 +118,17 @@ def test_a_delta_of_another_saver_keeps_what_it_builds_upon(tmp_path: Path, monk
     assert asyncckpt.list_steps(tmp_path) == [1, 2, 3]
 
 
-def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, may_remove: threading.Event) -> None:
+def test_nothing_is_committed_upon_what_is_being_removed(tmp_path: Path, removal_held: Removal) -> None:
     table = new_table()
     retaining = asyncckpt.Saver(path=tmp_path, tensors=STATE, keep=1)
     with retaining, asyncckpt.Saver(path=tmp_path, hashtables={"t": table}) as saver:
         saver.save(1)
         retaining.save(2)
-        while not being_removed(retaining._target.root):
-            pass
+        # Not before: a removal that finds the delta under way when it looks once more lets the delta have its parent.
+        assert removal_held.is_held.wait(WAIT_S_MAX)
         with pytest.raises(asyncckpt.ConflictError, match="step 1 is being removed"):
             saver.save(3, kind="delta")
-        may_remove.set()
+        removal_held.may_go_on.set()
     assert asyncckpt.list_steps(tmp_path) == [2]
 
 
