@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from interrupts.protections import without_protection
+from tests.interrupts.protections import without_protection
 
 UNPROTECTED = os.environ.get("ASYNCCKPT_UNPROTECTED", "")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interrupts.protections import without_protection
+from tests.interrupts.protections import without_protection
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 280

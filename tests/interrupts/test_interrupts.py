@@ -16,8 +16,8 @@ import torch
 
 import asyncckpt
 from asyncckpt import MultiLevelTable
-from interrupts.places import SOME, interrupt_at
-from interrupts.world import DEADLINE_S, Trained, World, settled_fds
+from tests.interrupts.places import SOME, interrupt_at
+from tests.interrupts.world import DEADLINE_S, Trained, World, settled_fds
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 

@@ -27,8 +27,8 @@ from asyncckpt.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from asyncckpt.strategies.common_state import CommonLoad, CommonSave
 from asyncckpt.strategies.mapping import ShardedObject, ShardedTensor
 from asyncckpt.strategies.sharded_state import ShardedLoad, ShardedSave
-from interrupts.places import FEW, interrupt_at
-from interrupts.world import DEADLINE_S, check_nothing_is_held, settled_fds, wait_for
+from tests.interrupts.places import FEW, interrupt_at
+from tests.interrupts.world import DEADLINE_S, check_nothing_is_held, settled_fds, wait_for
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 

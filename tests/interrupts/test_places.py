@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from asyncckpt.staging.pool import pool
-from interrupts.places import interrupt, places_of
-from interrupts.world import held_locks
+from tests.interrupts.places import interrupt, places_of
+from tests.interrupts.world import held_locks
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
