@@ -137,7 +137,7 @@ class World:
 
 def settled_fds() -> int:
     """Return how many descriptors are open when the background has ended."""
-    wait_for(lambda: not any(thread.name.startswith("asyncckpt") for thread in threading.enumerate()))
+    wait_for(lambda: not any(thread.name.startswith("asyncckpt") for thread in threading.enumerate()), 5.0)
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -156,14 +156,14 @@ def held_locks(futures: Iterable[CheckpointFuture[Any]] = ()) -> list[str]:
     held = []
     for lock in locks:
         # A thread may take once more what it holds.
-        if lock is not None and (lock._is_owned() or not lock.acquire(timeout=1.0)):
+        if lock is not None and (lock._is_owned() or not lock.acquire(timeout=DEADLINE_S)):
             held.append(repr(lock))
         elif lock is not None:
             lock.release()
     return held
 
 
-def wait_for(is_so: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_for(is_so: Callable[[], bool], seconds: float = DEADLINE_S) -> bool:
     until = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > until:
