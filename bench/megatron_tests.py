@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +64,16 @@ def run_tests(folder: Path, wanted: Sequence[str], *, ranks_count: int, whose: s
             limits = [f"--timeout={TEST_SECONDS_MAX}", f"--basetemp={own}", "--log-level=WARNING"]
             command = pytest_command(root, tests, *options, *limits)
             with own.with_suffix(".txt").open("w") as out:
-                ranks.append(subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out))
+                ranks.append(
+                    subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out, start_new_session=True)
+                )
         try:
             for process in ranks:
                 process.wait(SESSION_SECONDS_MAX)
         finally:
             for process in ranks:
-                process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # Also the workers that tests have left.
                 process.wait()
         reports = [_report(Path(place) / f"{rank}.json") for rank in range(ranks_count)]
         for rank, process in enumerate(ranks):

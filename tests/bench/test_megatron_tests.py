@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.megatron_tests import run_tests, table
@@ -35,6 +37,8 @@ def register_default_torch_strategies():
 """,
 }
 TESTS = """
+import subprocess
+from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +70,11 @@ def test_formats(save_format):
 def test_own_class():
     assert strategies.TorchDistSaveShardedStrategy("torch_dist", 1).backend == "torch_dist"
 
+def test_worker_that_is_left():
+    worker = subprocess.Popen(["sleep", "600"])
+    with (Path(__file__).parent / "workers").open("a") as workers:
+        print(worker.pid, file=workers)
+
 def test_skipped():
     pytest.skip("for both")
 """
@@ -80,7 +89,15 @@ def make_upstream(root: Path) -> Path:
     return folder
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_ranks_run_tests_together_with_own_strategies_and_with_ours(tmp_path: Path) -> None:
     folder = make_upstream(tmp_path)
     own, ours = (run_tests(folder, [], ranks_count=2, whose=whose) for whose in ("own", "ours"))
@@ -90,9 +107,14 @@ def test_ranks_run_tests_together_with_own_strategies_and_with_ours(tmp_path: Pa
         "test_tiny.py::test_groups_are_new": ("passed", "passed"),
         "test_tiny.py::test_formats[torch_dist]": ("passed", "passed"),
         "test_tiny.py::test_own_class": ("passed", "failed"),
+        "test_tiny.py::test_worker_that_is_left": ("passed", "passed"),
         "test_tiny.py::test_skipped": ("skipped", "skipped"),
     }
     assert {test: (own[test].kind, ours[test].kind) for test in own} == expected
+    workers = [int(line) for line in (folder / "workers").read_text().split()]
+    assert len(workers) == 4
+    while any(is_running(pid) for pid in workers):
+        time.sleep(0.01)
     text = table(2, own, ours)
-    assert "test_tiny.py                               4      3   1 fail, 1 skipped" in text
+    assert "test_tiny.py                               5      4   1 fail, 1 skipped" in text
     assert "fails with ours only: test_tiny.py::test_own_class" in text
