@@ -9,14 +9,13 @@ where there are none are run on gloo and the CPU. Everything else is pytest's.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[1]
+from bench.upstream_tests import prepared_environment, pytest_command
+
 # What DCP and its tests have of the writer and the reader by name.
 MODULES = (
     "torch.distributed.checkpoint",
@@ -60,14 +59,8 @@ def replace_storage() -> None:
 
 def main(folder: Path, wanted: list[str]) -> int:
     tests = [str(folder / name) for name in wanted] or [str(folder)]
-    with tempfile.TemporaryDirectory() as site:
-        code = "import sys\nfrom bench.dcp_torch_tests import replace_storage\nreplace_storage()\n"
-        (Path(site) / "sitecustomize.py").write_text(code)
-        paths = [site, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-rA", "--tb=short", "--show-capture=no"]
-        command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(folder), *tests]
-        return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+    with prepared_environment("from bench.dcp_torch_tests import replace_storage\nreplace_storage()\n") as environment:
+        return subprocess.run(pytest_command(folder, tests, "-rA"), cwd=folder, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ class _Wanted:
 def load_sharded(state: Any, checkpoint_dir: str | Path, name: str) -> Any:
     """Return the same nested containers with tensors and objects, or the one leaf that is given.
 
-    A leaf's own tensor is filled in place; one of another floating point dtype than the stored one is converted. name:
-    the part of the checkpoint to load from. Raises NotFoundError, IncompatibleError listing all that does not
-    fit, CorruptError, UnsupportedError.
+    A leaf's own tensor is filled in place; one of a floating point dtype gets what is stored in another one, or as
+    integers, converted. name: the part of the checkpoint to load from. Raises NotFoundError, IncompatibleError listing
+    all that does not fit, CorruptError, UnsupportedError.
     """
     leaves = list(sharded_leaves(state))
     if not leaves:
@@ -124,11 +124,16 @@ def _missing(what: str, key: str, known: Iterable[str], stored: StoredState) -> 
 def _misfits(leaf: Any, stored: StoredTensor) -> list[str]:
     found = []
     shape = tuple(leaf.global_shape)
-    if leaf.dtype != stored.dtype and not (leaf.dtype.is_floating_point and stored.dtype.is_floating_point):
+    if leaf.dtype != stored.dtype and not _converts(stored.dtype, leaf.dtype):
         found.append(f"has dtype {leaf.dtype}, the checkpoint {stored.dtype}")
     if shape != stored.shape and (not leaf.allow_shape_mismatch or len(shape) != len(stored.shape)):
         found.append(f"has shape {shape}, the checkpoint {stored.shape}")
     return found
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether numbers stay what they are, but for the precision of a floating point dtype."""
+    return wanted.is_floating_point and not stored.is_complex and stored is not torch.bool
 
 
 def _wanted(leaf: Any, stored: StoredTensor) -> _Wanted:

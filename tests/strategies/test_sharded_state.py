@@ -131,11 +131,40 @@ def test_a_leafs_own_tensor_is_filled_in_place(tmp_path: Path) -> None:
     assert torch.equal(parameter, torch.arange(12.0).reshape(3, 4))
 
 
+@pytest.mark.parametrize("stored", [torch.int64, torch.uint8])
+def test_integers_load_as_floating_point_numbers(tmp_path: Path, stored: torch.dtype) -> None:
+    whole = torch.arange(6).reshape(2, 3).to(stored)
+    SAVE.save({"a": ShardedTensor.from_rank_offsets("a", whole)}, tmp_path)
+    target = torch.full((2, 3), -1.0)
+    LOAD.load({"a": ShardedTensor.from_rank_offsets("a", target)}, tmp_path)
+    assert target.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"), [(torch.float32, torch.int64), (torch.bool, torch.float32), (torch.int64, torch.int32)]
+)
+def test_dtypes_that_could_not_hold_the_values_are_refused(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    SAVE.save({"a": ShardedTensor.from_rank_offsets("a", torch.ones(4, dtype=stored))}, tmp_path)
+    target = torch.zeros(4, dtype=wanted)
+    with pytest.raises(IncompatibleError, match="has dtype"):
+        LOAD.load({"a": ShardedTensor.from_rank_offsets("a", target)}, tmp_path)
+    assert target.tolist() == [0] * 4
+
+
 def test_another_floating_point_dtype_is_converted(tmp_path: Path) -> None:
     whole = torch.tensor([1.0, 2.5, -3.0])
     SAVE.save({"w": box("w", whole, (0,), (3,))}, tmp_path)
     got = LOAD.load({"w": ShardedTensor("w", None, torch.bfloat16, (2,), (3,), (1,), None)}, tmp_path)
     assert torch.equal(got["w"], whole[1:].bfloat16())
+
+
+def test_a_piece_of_a_large_tensor_takes_its_own_room_only(tmp_path: Path) -> None:
+    """Megatron's own tests look for this in files of its own format."""
+    large = torch.ones(1_000_000)
+    SAVE.save({"w": box("w", large[:10], (0,), (10,))}, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 10_000
 
 
 @pytest.mark.parametrize("size", [2, 7])
