@@ -160,10 +160,12 @@ def _known(calls: TorchCalls, tensors: Sequence[torch.Tensor]) -> KnownTensors |
 
 def _says_what_torch_says(kind: type[torch.Tensor]) -> bool:
     """Return whether tensors of this type have no functions of their own in place of torch's."""
-    function = kind.__torch_function__
-    plain = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
-    is_plain: bool = getattr(function, "__func__", function) in plain
-    return is_plain
+    functions = (_own(kind.__torch_function__), _own(torch.Tensor.__torch_function__))
+    return functions[0] is functions[1] or functions[0] is torch._C._disabled_torch_function_impl
+
+
+def _own(method: object) -> object:
+    return getattr(method, "__func__", method)
 
 
 def _is_seen_alike(places: Places | None, tensors: Sequence[torch.Tensor]) -> bool:
@@ -171,4 +173,5 @@ def _is_seen_alike(places: Places | None, tensors: Sequence[torch.Tensor]) -> bo
     if places is None:
         return False
     said = [(item.data_ptr(), item.storage_offset(), item.untyped_storage().nbytes()) for item in tensors]
-    return places.tolist() == said
+    seen: list[object] = places.tolist()
+    return seen == said

@@ -60,7 +60,7 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
     segments[:, 0] = begins + pieces.source_offset.astype(np.uint64)
     segments[:, 1] = pieces.place.astype(np.uint64) + np.uint64(memory.data_ptr())
     segments[:, 2] = pieces.bytes.astype(np.uint64)
-    for device in np.unique(ways[ways >= 0]).tolist():
+    for device in sorted(set(ways[ways >= 0].tolist())):
         own = ways == device
         found, stepped = segments[own], copies.is_stepped(begins[own], live.ways.bytes[pieces.tensor[own]])
         copies.on(device).add(found[~stepped], live.tensors)
