@@ -229,7 +229,7 @@ def gpu(
 
 @application.command()
 def host_part(rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False) -> None:
-    """How long save_async keeps the thread for tensors on a simulated device. Not part of `all`."""
+    """How long save_async keeps the thread for a state that has not changed. Not part of `all`."""
     from bench.host_part import run_host_part  # It needs what the tests need.
 
     run_host_part(rounds=rounds, directory=directory, out=_out(out, "host-part", smoke), smoke=smoke)

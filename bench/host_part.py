@@ -1,27 +1,36 @@
-"""`python -m bench host-part`: how long `save_async` keeps the calling thread, for tensors on a device, without one.
+"""`python -m bench host-part`: how long `save_async` keeps the calling thread, for a state that has not changed.
 
-The device is the simulated one of the tests: queueing a copy costs other time there than on a real one, a few calls in
-all; what is done for every tensor (taking the state apart, looking for its addresses) is the same.
+Tensors are on the simulated device of the tests: queueing a copy costs other time there than on a real one, a few calls
+in all; what is done for every tensor (taking the state apart, looking for its addresses) is the same. A module of
+10,000 small parameters and its AdamW are on the host. Beside each figure is that with the facts of tensors read by
+torch, a call for each, as where the core cannot (docs/decisions/0028-tensors-are-read-by-the-core.md).
 """
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import asyncckpt
+from asyncckpt.native import torch_calls
 from bench.figures import median_of
 from bench.report import machine, make_console, number, print_table, write_json
 from bench.rounds import scratch_folder
 from tests.simulated_device import SimulatedRuntime
 
 COUNTS = (1, 100, 10_000)
+PARAMETERS = 10_000
 ELEMENTS = 1000
+CALLS = 9
 WAIT_S = 300
+WAYS = ("core", "torch")
 
 
 def run_host_part(
@@ -29,47 +38,62 @@ def run_host_part(
 ) -> list[dict[str, Any]]:
     """Run it, print the table, write `out`.json and .txt; return the figures."""
     console = make_console()
-    counts, rounds = ((1, 50), 1) if smoke else (COUNTS, rounds)
-    figures = []
+    counts, parameters, rounds = ((1, 50), 20, 1) if smoke else (COUNTS, PARAMETERS, rounds)
+    states = [*(f"{count:,} tensors" for count in counts), f"module of {parameters:,} parameters, AdamW"]
+    figures: list[dict[str, Any]] = []
     with scratch_folder(directory) as folder:
         for index in range(rounds):
-            for count in counts:
-                for scratch in (0, 1 << 30):
-                    seconds = call_seconds(count, scratch, folder / f"{index}-{count}-{scratch}")
-                    figures.append({"tensors": count, "scratch_bytes": scratch, "seconds": seconds})
-    rows = [
-        [f"{count:,}", "yes" if scratch else "no", number(_median(figures, count, scratch) * 1e3, 2)]
-        for count in counts
-        for scratch in (0, 1 << 30)
-    ]
-    title = f"tensors of {4 * ELEMENTS} bytes on a simulated device, medians of {rounds} rounds"
-    print_table(console, title, ["tensors", "scratch memory", "save_async ms"], rows)
+            for place, shown in enumerate(states):
+                for way in WAYS if index % 2 else WAYS[::-1]:
+                    with read_by(way), state_of(counts[place] if place < len(counts) else None, parameters) as state:
+                        calls = times_of(state, folder / f"{index}-{place}-{way}")
+                    figures.append({"state": shown, "way": way, **calls})
+    kinds = [(way, kind) for kind in ("seconds", "processor_seconds") for way in WAYS]
+    rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown in states]
+    columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, by {way}" for way, kind in kinds)]
+    print_table(console, f"save_async, medians of {rounds} rounds of {CALLS} calls", columns, rows)
     write_json(Path(f"{out}.json"), {"machine": machine(), "calls": figures})
     console.save_text(f"{out}.txt")
     return figures
 
 
-def call_seconds(count: int, scratch_bytes: int, path: Path) -> float:
-    """The median of some calls, but for the first ones, which make what later ones use."""
+@contextmanager
+def read_by(way: str) -> Iterator[None]:
+    """Let the core read tensors, or torch."""
+    with patch.object(torch_calls, "torch_calls", lambda: None) if way == "torch" else nullcontext():
+        yield
+
+
+@contextmanager
+def state_of(count: int | None, parameters: int) -> Iterator[Mapping[str, Any]]:
+    """Make so many tensors on a device; None: a module and its optimizer, after a step, on the host."""
+    if count is None:
+        module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(parameters // 2)))
+        optimizer = torch.optim.AdamW(module.parameters())
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        yield {"module": module, "optimizer": optimizer}
+        return
     runtime = SimulatedRuntime(1, device_bytes=max(32 << 20, 6 * count * ELEMENTS * 4))
     with runtime.installed():
-        tensors = {f"t{number}": runtime.new_tensor((ELEMENTS,), torch.float32) for number in range(count)}
-        with asyncckpt.Saver(
-            path=path,
-            tensors=tensors,
-            durability="none",
-            device=asyncckpt.DeviceOptions(scratch_bytes=scratch_bytes),
-            filter_func=_drop,
-        ) as saver:
+        yield {f"t{number}": runtime.new_tensor((ELEMENTS,), torch.float32) for number in range(count)}
+
+
+def times_of(state: Mapping[str, Any], path: Path) -> dict[str, float]:
+    """The medians of some calls, but for the first ones, which make what later ones use."""
+    seconds, processor_seconds = [], []
+    with asyncckpt.Saver(path=path, tensors=state, durability="none", filter_func=_drop) as saver:
+        for _ in range(2):
             saver.save_async().result(WAIT_S)
-            seconds = []
-            for _ in range(5):
-                gc.collect()
-                begun = time.perf_counter()
-                future = saver.save_async()
-                seconds.append(time.perf_counter() - begun)
-                future.result(WAIT_S)
-    return median_of(seconds)
+        for _ in range(CALLS):
+            gc.collect()
+            begun, begun_processor = time.perf_counter(), time.thread_time()
+            future = saver.save_async()
+            seconds.append(time.perf_counter() - begun)
+            processor_seconds.append(time.thread_time() - begun_processor)
+            future.result(WAIT_S)
+    return {"seconds": median_of(seconds), "processor_seconds": median_of(processor_seconds)}
 
 
 def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
@@ -77,5 +101,5 @@ def _drop(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.
     return []
 
 
-def _median(figures: list[dict[str, Any]], count: int, scratch: int) -> float:
-    return median_of(one["seconds"] for one in figures if (one["tensors"], one["scratch_bytes"]) == (count, scratch))
+def _median(figures: list[dict[str, Any]], state: str, way: str, kind: str) -> float:
+    return median_of(one[kind] for one in figures if (one["state"], one["way"]) == (state, way))

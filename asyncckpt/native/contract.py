@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.native.row_rules import Rule
+from asyncckpt.native.tensors import Places, Tensors, TorchCalls
 
 PAGE_BYTES = 4096
 LEAF_BYTES = 4 << 20
@@ -246,6 +247,17 @@ class Core(Protocol):
         """Update every row of rows, int64 [n], distinct, by its gradient; skip -1. The bits are defined in asyncckpt.h.
 
         Raises ValueError, and changes nothing, for any other row out of range and for slots that the rule has not.
+        """
+        ...
+
+    def tensor_places(
+        self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64, *, threads: int = 0
+    ) -> Places | None:
+        """Return where tensors are that are all as known; None: one is not, torch raises for it, or (the twin) it is
+        not known.
+
+        objects: object [n], tensors of torch or anything. shapes: of the known ones the sizes, behind them the strides.
+        The tensors must not change meanwhile.
         """
         ...
 

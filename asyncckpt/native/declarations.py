@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_NAME = "libasyncckpt.so"
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
@@ -64,6 +64,14 @@ class AcRowUpdate(ctypes.Structure):
     ]
 
 
+class AcTorch(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("dim", "sizes", "strides", "storage_offset", "storage_size", "data_ptr")),
+        *((name, c_void_p) for name in ("dtype", "device_type", "device_index")),
+        *((name, c_uint64) for name in ("type_offset", "tensor_offset", "keys_offset")),
+    ]
+
+
 _ERROR = POINTER(AcError)
 
 # Name -> (result, arguments). None is void.
@@ -93,6 +101,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_mark": (c_int32, [c_void_p, c_uint64, c_void_p, c_uint64, c_uint8, _ERROR]),
     "ac_marked": (c_int32, [c_void_p, c_uint64, c_uint8, c_void_p, c_uint64, POINTER(c_uint64), c_uint32, _ERROR]),
     "ac_update_rows": (c_int32, [POINTER(AcRowUpdate), c_void_p, c_uint64, c_uint32, _ERROR]),
+    "ac_tensors": (
+        c_int32,
+        [POINTER(AcTorch), c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), c_uint32, _ERROR],
+    ),
     "ac_idmap_new": (c_void_p, [c_uint64]),
     "ac_idmap_free": (None, [c_void_p]),
     "ac_idmap_size": (c_uint64, [c_void_p]),

@@ -13,8 +13,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncckpt.native import contract
 from asyncckpt.native.contract import (
@@ -42,8 +44,10 @@ from asyncckpt.native.declarations import (
     AcFile,
     AcReadOptions,
     AcRowUpdate,
+    AcTorch,
     load_library,
 )
+from asyncckpt.native.tensors import PLACE, Places, Tensors, TorchCalls, check_tensors
 from asyncckpt.signals import uninterrupted
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
@@ -133,6 +137,16 @@ class NativeCore:
             mark=update.mark,
         )
         call(self._library.ac_update_rows, byref(settings), rows.ctypes.data, len(rows), threads)
+
+    def tensor_places(
+        self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64, *, threads: int = 0
+    ) -> Places | None:
+        check_tensors(objects, known, shapes)
+        found, alike = np.empty(len(known), dtype=PLACE), c_uint64()
+        calls = AcTorch(*torch.functions, torch.type_offset, torch.tensor_offset, torch.keys_offset)
+        arrays = objects.ctypes.data, known.ctypes.data, len(known), shapes.ctypes.data, found.ctypes.data
+        call(self._library.ac_tensors, byref(calls), *arrays, byref(alike), threads)
+        return found if alike.value == len(known) else None
 
     def map_memory(self, bytes: int) -> Memory:
         if bytes <= 0:

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -43,6 +44,7 @@ from asyncckpt.native.contract import (
     check_update,
     checked_row_columns,
 )
+from asyncckpt.native.tensors import Places, Tensors, TorchCalls, check_tensors
 from asyncckpt.native.twin_id_map import TwinIdMap
 from asyncckpt.native.twin_update import update_rows
 
@@ -187,6 +189,12 @@ class TwinCore:
 
     def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
         update_rows(update, check_update(update, rows))
+
+    def tensor_places(
+        self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64, *, threads: int = 0
+    ) -> Places | None:
+        check_tensors(objects, known, shapes)
+        return None
 
     def map_memory(self, bytes: int) -> Memory:
         return TwinMemory(bytes)

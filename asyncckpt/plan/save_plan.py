@@ -3,10 +3,9 @@
 Tables that have regions in the arena (regions.py) are left out: what a save writes of them changes with every row, and
 is planned behind the fence.
 
-`PlanCache.plan` compares the state's facts with those of the plan it made last. For thousands of tensors that
-comparison is a few milliseconds; making a plan is a hundred. The facts are everything that the image depends on and
-everything that makes a raw copy safe: type, dtype, shape, strides, device, conjugate and negative bits; and which
-leaves share memory. Addresses and sizes of storages may change from save to save and are read each time.
+`PlanCache.plan` compares the state's facts (leaf_facts.py) with those of the plan it made last, and which leaves share
+memory. For thousands of tensors making a plan is a hundred milliseconds. Addresses and sizes of storages may change
+from save to save and are read each time.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter, eq, is_
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +31,10 @@ from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
 from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.leaf_facts import LeafFacts
 from asyncckpt.plan.regions import column_specs
 from asyncckpt.plan.shared_leaves import LeafMemory, sharing_of
 from asyncckpt.plan.state import FlatState
-
-_kind = attrgetter("dtype", "is_cpu", "layout")
-_Reader = Callable[[torch.Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -63,8 +58,8 @@ class SavePlan:
 
     sharing: tied leaves have no blocks.
     columns: the first blocks of the image, by number: (table number, column name). pieces: the other ones, dense, as
-    pieces of FlatState.held; ways: how these are copied. deferred: the blocks of these tables come behind those of the
-    image; they are not captured but exported later.
+    pieces of FlatState.held; ways: how these are copied; facts: theirs. deferred: the blocks of these tables come
+    behind those of the image; they are not captured but exported later.
     """
 
     image: ImagePlan
@@ -75,6 +70,7 @@ class SavePlan:
     columns: Mapping[int, tuple[int, str]]
     pieces: TensorPieces
     ways: CopyWays
+    facts: LeafFacts
     deferred: DeferredTables
 
     @cached_property
@@ -144,16 +140,11 @@ class PlanCache:
         spread = [(number, leaf.whole_shape, leaf.begins, leaf.is_writer) for number, leaf in flat.sharded.items()]
         key = (flat.tree, tables, others, devices, caches, spread, by_peers)
         kept = self._kept.get(choice)
-        if (
-            kept is None
-            or key != kept.key
-            or not kept.facts.hold(flat.held)
-            or (shares and not kept.memory.is_shared_alike(flat))
-        ):
+        if kept is None or key != kept.key or not kept.is_of(flat, shares=shares):
             if self._ranks_count == 1:
                 _check_all_here(flat)
             plan, memory = self._make(flat, cuts, choice[0], choice[1], by_peers, shares)
-            self._kept[choice] = kept = _KeptPlan(key, LeafFacts.of(flat.held), plan, memory)
+            self._kept[choice] = kept = _KeptPlan(key, plan, memory)
             self.plans_made_count += 1
         return kept.plan
 
@@ -214,48 +205,25 @@ class PlanCache:
             columns=columns,
             pieces=pieces,
             ways=ways,
+            facts=LeafFacts(flat.held),
             deferred=opened,
         )
         return plan, memory
 
 
 @dataclass(frozen=True)
-class LeafFacts:
-    """Facts of all leaves: their types, and with the function that reads it each other fact."""
-
-    types: list[type]
-    facts: tuple[tuple[_Reader, list[Any]], ...]
-
-    @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> LeafFacts:
-        """Read the facts of tensors that passed check_leaf."""
-        read: list[_Reader] = [torch.Tensor.size, _kind, torch.Tensor.stride, torch.Tensor.is_neg]
-        if not all(tensor.is_cpu for tensor in tensors):
-            read.append(torch.Tensor.get_device)
-        if any(tensor.dtype.is_complex for tensor in tensors):
-            read.append(torch.Tensor.is_conj)
-        facts = tuple((read_fact, list(map(read_fact, tensors))) for read_fact in read)
-        return LeafFacts(types=list(map(type, tensors)), facts=facts)
-
-    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the facts of tensors.
-
-        Compared one by one and let go: thousands of tuples kept alive at once would start a full garbage collection.
-        """
-        if len(tensors) != len(self.types) or not all(map(is_, map(type, tensors), self.types)):
-            return False
-        try:
-            return all(all(map(eq, map(read_fact, tensors), known)) for read_fact, known in self.facts)
-        except (RuntimeError, ValueError):  # One is of a kind now that has no sizes or strides.
-            return False
-
-
-@dataclass(frozen=True)
 class _KeptPlan:
     key: object
-    facts: LeafFacts
     plan: SavePlan
     memory: LeafMemory
+
+    def is_of(self, flat: FlatState, *, shares: bool) -> bool:
+        """Return whether the plan is one for this state, whose tree is the same."""
+        facts = self.plan.facts
+        places = facts.places(flat.held)
+        if places is None and not facts.hold(flat.held):
+            return False
+        return not shares or self.memory.is_shared_alike(flat, None if places is None else places["address"])
 
 
 def _cache_facts(item: CutTable) -> object:

@@ -48,9 +48,12 @@ class LeafMemory:
         self.begins = self._read(flat)
         self.overlapping = self._overlapping(self.begins)
 
-    def is_shared_alike(self, flat: FlatState) -> bool:
-        """Return whether leaves of the same facts share memory as these do, wherever they are now."""
-        begins = self._read(flat)
+    def is_shared_alike(self, flat: FlatState, addresses: U64 | None = None) -> bool:
+        """Return whether leaves of the same facts share memory as these do, wherever they are now.
+
+        addresses: of FlatState.held, where they are known.
+        """
+        begins = self._read(flat, addresses)
         if np.array_equal(begins, self.begins):
             return True
         if not len(self._some) or _apart(self.overlapping, self.begins) != _apart(self._overlapping(begins), begins):
@@ -58,8 +61,11 @@ class LeafMemory:
         self.begins = begins
         return True
 
-    def _read(self, flat: FlatState) -> U64:
+    def _read(self, flat: FlatState, addresses: U64 | None = None) -> U64:
         begins = np.zeros(len(self._spans), dtype=np.uint64)
+        if addresses is not None:
+            begins[self._some] = addresses[self._some]
+            return begins
         tensors = flat.tensors
         if len(self._some) < len(tensors):
             tensors = [tensors[leaf] for leaf in self._some.tolist()]

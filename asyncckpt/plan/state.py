@@ -26,6 +26,7 @@ STATE_DEPTH_MAX = 64
 TensorsArgument = Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor | Sharded | np.ndarray[Any, Any]]
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _KEY_TYPES = (int, bool, float, type(None))
+_NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
 # Tensors of these types are all there; others may be spread over ranks.
 _PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else None))
 
@@ -91,15 +92,20 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     """Flatten a named state. UsageError naming the key path for what cannot be saved."""
     flat = FlatState()
     flat.tree = ("dict", *_node(state, flat, (), [])[1:])
-    for key in flat.tree[1]:
-        if not isinstance(key, str):
-            raise UsageError("a top-level name is not a string", found=key[1])
+    if not {str}.issuperset(map(type, flat.tree[1])):
+        found = next(key[1] for key in flat.tree[1] if not isinstance(key, str))
+        raise UsageError("a top-level name is not a string", found=found)
     more = [piece.tensor for leaf in flat.sharded.values() for piece in leaf.pieces[1:]]
     flat.held = flat.tensors + more if more else flat.tensors
     return flat
 
 
 def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
+    if type(value) in _NUMBERS:  # These two first: an optimizer has thousands of each.
+        _value(value, flat, path)
+        return VALUE
+    if type(value) is dict:
+        return _container(value, flat, path, parents)
     if isinstance(value, (torch.Tensor, Sharded)):
         _tensor(value, flat, path)
         return TENSOR
@@ -122,6 +128,8 @@ def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
     flat.values.append(value)
     if len(flat.values) > limits.VALUES_MAX:
         limits.check_values_count(len(flat.values), last=_shown(path))
+    if type(value) in _NUMBERS:
+        return
     if isinstance(value, (str, bytes)):
         flat.text_bytes += len(value) if isinstance(value, str) else len(value) * 4 // 3
         if flat.text_bytes > limits.MANIFEST_BYTES_MAX:

@@ -79,7 +79,10 @@ def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
 
     for piece in np.flatnonzero(plan.ways.way[pieces.tensor] == BY_TORCH).tolist():
         check_extent(held[pieces.tensor[piece]], name(piece))
-    return LiveTensors.of(held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)))
+    places = plan.facts.places(held)
+    return LiveTensors.of(
+        held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)), places=places
+    )
 
 
 def block_bytes(plan: SavePlan, number: int, image: U8) -> U8:

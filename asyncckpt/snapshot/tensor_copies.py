@@ -14,6 +14,7 @@ import torch
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
 from asyncckpt.native import I64, U64, core
+from asyncckpt.native.tensors import Places
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
 from asyncckpt.plan.leaf_checks import check_extent
 
@@ -27,8 +28,19 @@ class LiveTensors:
     begins: U64
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor], ways: CopyWays, *, name: Callable[[int], str]) -> LiveTensors:
-        """Read the addresses; UsageError naming a tensor whose storage was freed or shrunk."""
+    def of(
+        tensors: Sequence[torch.Tensor], ways: CopyWays, *, name: Callable[[int], str], places: Places | None = None
+    ) -> LiveTensors:
+        """Read the addresses; UsageError naming a tensor whose storage was freed or shrunk.
+
+        places: where the tensors are, if the caller has just read that.
+        """
+        if places is not None:
+            ends = places["offset"] * ways.itemsizes + ways.bytes
+            by_address = ways.way != BY_TORCH
+            for number in np.flatnonzero(by_address & (ways.bytes > 0) & (ends > places["storage_bytes"])).tolist():
+                check_extent(tensors[number], name(number))
+            return LiveTensors(tensors, ways, begins=np.where(by_address, places["address"], np.uint64(0)))
         numbers = np.flatnonzero(ways.way != BY_TORCH)
         own = tensors if len(numbers) == len(tensors) else [tensors[number] for number in numbers.tolist()]
         for index in shrunk_storages(own, bytes=ways.bytes[numbers], itemsizes=ways.itemsizes[numbers]):
@@ -48,7 +60,7 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
     segments[:, 0] = begins + pieces.source_offset.astype(np.uint64)
     segments[:, 1] = pieces.place.astype(np.uint64) + np.uint64(memory.data_ptr())
     segments[:, 2] = pieces.bytes.astype(np.uint64)
-    for device in np.unique(ways[ways >= 0]).tolist():
+    for device in sorted(set(ways[ways >= 0].tolist())):
         own = ways == device
         found, stepped = segments[own], copies.is_stepped(begins[own], live.ways.bytes[pieces.tensor[own]])
         copies.on(device).add(found[~stepped], live.tensors)

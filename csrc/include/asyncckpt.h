@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 5u
+#define AC_ABI_VERSION 6u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -226,6 +226,49 @@ typedef struct ac_row_update {
  * changed. On `threads` threads (0 = all cores; the caller is one of them). */
 AC_API int32_t ac_update_rows(const ac_row_update* update, const int64_t* rows, uint64_t count, uint32_t threads,
                               ac_error* error);
+
+/* ---- tensors: whether torch's tensors are what they were, and where they are now -----------------------------------
+ * The functions are those of torch's stable C interface, which the caller has found in the torch of this process; and
+ * where that keeps the type of an object, its tensor and the tensor's dispatch keys, which the caller has tried out. */
+
+typedef struct ac_torch {
+  const void* dim;             /* aoti_torch_get_dim, and so on */
+  const void* sizes;
+  const void* strides;
+  const void* storage_offset;
+  const void* storage_size;
+  const void* data_ptr;
+  const void* dtype;
+  const void* device_type;
+  const void* device_index;
+  uint64_t type_offset;        /* bytes in an object */
+  uint64_t tensor_offset;      /* bytes in an object */
+  uint64_t keys_offset;        /* bytes in what lies there */
+} ac_torch;
+
+typedef struct ac_tensor {
+  uint64_t type;
+  uint64_t keys;
+  uint64_t shape;              /* where its sizes begin in `shapes`; its strides are behind them */
+  int32_t dim;
+  int32_t dtype;               /* as torch numbers them */
+  int32_t device_type;
+  int32_t device_index;
+} ac_tensor;
+
+typedef struct ac_tensor_place {
+  uint64_t address;
+  int64_t offset;              /* in its storage, in elements */
+  int64_t storage_bytes;
+} ac_tensor_place;
+
+/* Compare objects, which the caller keeps alive, with what is known of them, and write the place of each. *alike: all of
+ * them if each is as known; else how many come before the first one that is not, or that torch raises for, and places
+ * are undefined. Of an object of another type nothing else is read. On `threads` threads (0 = as many as are
+ * worth it; the caller is one of them); the tensors must not change meanwhile. */
+AC_API int32_t ac_tensors(const ac_torch* torch, const void* const* objects, const ac_tensor* known, uint64_t count,
+                          const int64_t* shapes, ac_tensor_place* places, uint64_t* alike, uint32_t threads,
+                          ac_error* error);
 
 /* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
  * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids get the row that was freed

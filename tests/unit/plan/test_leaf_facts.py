@@ -1,0 +1,124 @@
+"""The facts of tensors that a plan depends on: any change is seen, by torch and by the core."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asyncckpt.native import core
+from asyncckpt.plan.leaf_facts import LeafFacts
+
+
+def tensors() -> list[torch.Tensor]:
+    return [
+        torch.zeros(4, 6),
+        torch.nn.Parameter(torch.ones(3)),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.tensor(5),
+        torch.empty(0, 3),
+        torch.zeros(4, 6).t(),
+    ]
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+CHANGES: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "shape": lambda t: t.__setitem__(0, torch.zeros(6, 4)),
+    "shape in place": lambda t: t[0].resize_(3, 8),
+    "shape of nothing": lambda t: t.__setitem__(4, torch.empty(0, 4)),
+    "rank": lambda t: t.__setitem__(3, torch.tensor([5])),
+    "strides": lambda t: t.__setitem__(0, torch.zeros(6, 4).t()),
+    "strides in place": lambda t: t[0].as_strided_((4, 6), (1, 4)),
+    "transposed in place": lambda t: t[5].t_(),
+    "dtype": lambda t: t.__setitem__(0, torch.zeros(4, 6, dtype=torch.float64)),
+    "dtype of data": lambda t: setattr(t[1], "data", torch.ones(3, dtype=torch.bfloat16)),
+    "device": lambda t: t.__setitem__(0, torch.zeros(4, 6, device="meta")),
+    "type": lambda t: t.__setitem__(1, torch.ones(3)),
+    "subclass": lambda t: t.__setitem__(0, torch.zeros(4, 6).as_subclass(Marked)),
+    "conjugated": lambda t: t.__setitem__(2, torch.zeros(2, dtype=torch.complex64).conj()),
+    "negated": lambda t: t.__setitem__(0, torch._neg_view(torch.zeros(4, 6))),
+    "nested": lambda t: t.__setitem__(0, torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
+    "layout": lambda t: t.__setitem__(0, torch.zeros(4, 6).to_sparse()),
+    "data": lambda t: setattr(t[0], "data", torch.zeros(6, 4)),
+    "negated data": lambda t: setattr(t[0], "data", torch._neg_view(torch.zeros(4, 6))),
+    "data of other dtype": lambda t: setattr(t[0], "data", torch.zeros(4, 6, dtype=torch.int32)),
+    "set": lambda t: t[0].set_(torch.zeros(4, 7)),
+    "swapped": lambda t: torch.utils.swap_tensors(t[0], torch.zeros(6, 4)),
+    "swapped with a parameter": lambda t: torch.utils.swap_tensors(t[0], torch.nn.Parameter(torch.zeros(4, 6))),
+    "meta data": lambda t: torch.utils.swap_tensors(t[0], torch.zeros(4, 6, device="meta")),
+    "no tensor": lambda t: t.__setitem__(0, None),
+    "one less": lambda t: t.pop(),
+    "one more": lambda t: t.append(torch.zeros(1)),
+}
+
+
+CHANGES_OF_PLACE: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "nothing": lambda t: None,
+    "other tensor": lambda t: t.__setitem__(0, torch.zeros(4, 6)),
+    "data": lambda t: setattr(t[0], "data", torch.zeros(4, 6)),
+    "data of another's memory": lambda t: setattr(t[0], "data", torch.zeros(100)[50:74].view(4, 6)),
+    "set": lambda t: t[0].set_(torch.zeros(4, 6)),
+    "offset": lambda t: t[0].set_(torch.zeros(100).untyped_storage(), 8, (4, 6), (6, 1)),
+    "swapped": lambda t: torch.utils.swap_tensors(t[0], torch.zeros(4, 6)),
+    "freed storage": lambda t: t[0].untyped_storage().resize_(0),
+    "shrunk storage": lambda t: t[0].untyped_storage().resize_(8),
+    "longer storage": lambda t: t[0].untyped_storage().resize_(1 << 20),
+    "resized and back": lambda t: t[0].resize_(1000).resize_(4, 6),
+    "gradient": lambda t: t[0].requires_grad_(),
+    "no gradient": lambda t: t[1].requires_grad_(False),
+    "values": lambda t: t[0].add_(1),
+    "shared memory": lambda t: t[0].share_memory_(),
+}
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_a_change_is_seen(change: str) -> None:
+    before = tensors()
+    facts = LeafFacts(before)
+    for alike in (before, tensors()):  # The second ones are other tensors of the same form.
+        assert facts.hold(alike)
+        assert (facts.places(alike) is not None) == (core.implementation == "native")
+    CHANGES[change](before)
+    assert facts.places(before) is None
+    assert not facts.hold(before)
+    assert facts.places(before) is None
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES_OF_PLACE))
+def test_places_are_those_of_now(change: str) -> None:
+    now = tensors()
+    facts = LeafFacts(now)
+    CHANGES_OF_PLACE[change](now)
+    assert facts.hold(now)
+    places = facts.places(now)
+    if core.implementation == "twin":
+        assert places is None
+        return
+    assert places is not None
+    expected = [(one.data_ptr(), one.storage_offset(), one.untyped_storage().nbytes()) for one in now]
+    assert places.tolist() == expected
+
+
+@pytest.mark.skipif(core.implementation == "twin", reason="the twin is never asked")
+def test_what_only_the_core_sees_changed_is_taken_over() -> None:
+    now = [torch.zeros(3)]
+    facts = LeafFacts(now)
+    with torch.inference_mode():
+        now[0] = torch.zeros(3)
+    assert facts.places(now) is None, "its keys are others"
+    assert facts.hold(now)
+    assert facts.places(now) is not None
+
+
+def test_facts_hold_no_tensor() -> None:
+    now = tensors()
+    facts = LeafFacts(now)
+    assert facts.hold(now)
+    gone = [weakref.ref(tensor) for tensor in now]
+    now.clear()
+    assert [tensor() for tensor in gone] == [None] * len(gone)
