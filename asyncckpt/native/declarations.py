@@ -1,7 +1,7 @@
 """The C interface of csrc/include/asyncckpt.h in ctypes: structures, functions, and loading the library.
 
 tests/unit/native/test_declarations.py reads the header and compares this file with it. Arrays are passed as addresses
-(c_void_p); ctypes releases the GIL around every call.
+(c_void_p); ctypes releases the GIL around every call, but for those of HOLDING_GIL.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 ABI_VERSION = 6
 LIBRARY_NAME = "libasyncckpt.so"
+
+# It reads objects of Python, which another thread might change meanwhile.
+HOLDING_GIL = frozenset({"ac_tensors"})
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
 
@@ -136,7 +139,10 @@ def load(
     """Load the library at `path`, declare its functions and check its version; raises UnusableLibrary."""
     try:
         library = ctypes.CDLL(str(path))
+        holding = ctypes.PyDLL(str(path), handle=library._handle)
         for name, (result, arguments) in functions.items():
+            if name in HOLDING_GIL:
+                setattr(library, name, getattr(holding, name))
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments

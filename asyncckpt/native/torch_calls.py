@@ -160,6 +160,8 @@ def _known(calls: TorchCalls, tensors: Sequence[torch.Tensor]) -> KnownTensors |
 
 def _says_what_torch_says(kind: type[torch.Tensor]) -> bool:
     """Return whether tensors of this type have no functions of their own in place of torch's."""
+    if _own(kind.__torch_dispatch__) is not _own(torch.Tensor.__torch_dispatch__):
+        return False  # Torch would ask it on the core's threads too, and wait there for the GIL, which the call holds.
     functions = (_own(kind.__torch_function__), _own(torch.Tensor.__torch_function__))
     return functions[0] is functions[1] or functions[0] is torch._C._disabled_torch_function_impl
 

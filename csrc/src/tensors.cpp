@@ -1,4 +1,4 @@
-// Tensors of torch, read through its stable C interface: some calls for each, spread over threads, without the GIL.
+// Tensors of torch, read through its stable C interface: some calls for each, spread over threads.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

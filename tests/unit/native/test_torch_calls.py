@@ -85,6 +85,13 @@ def test_tensors_of_all_dtypes_are_known() -> None:
 
 
 @native_only
+def test_no_other_thread_of_python_runs_meanwhile() -> None:
+    """It could drop what is being read: a call that holds the GIL is one of PyDLL."""
+    function = core._library.ac_tensors  # type: ignore[attr-defined]
+    assert function._flags_ & ctypes._FUNCFLAG_PYTHONAPI  # type: ignore[attr-defined]
+
+
+@native_only
 def test_many_tensors_and_none_are_known() -> None:
     for count in (0, 1, 40_000):
         tensors = [torch.empty(1)] * count
@@ -108,8 +115,17 @@ class Own(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Dispatched(torch.Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("nothing of it is asked")
+
+
 @native_only
 def test_a_type_that_may_answer_by_itself_is_not_read() -> None:
     plain = torch.zeros(3)
+    assert KnownTensors.of([plain, torch.Tensor._make_subclass(Dispatched, plain)]) is None
     assert KnownTensors.of([plain, torch.nn.Parameter(plain), plain.as_subclass(Marked)]) is not None
     assert KnownTensors.of([plain, plain.as_subclass(Own)]) is None
