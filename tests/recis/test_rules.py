@@ -133,8 +133,8 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "a file more": lambda folder: (folder / "ckpt-0000000.index").write_text("{}"),
     "a temporary index": lambda folder: (folder / "index.tmp").write_text("{}"),
     "no list of arrays": lambda folder: (folder / ARRAYS_FILE).unlink(),
-    "index with spaces": lambda folder: (
-        (folder / "index").write_text(json.dumps(json.loads((folder / "index").read_text()))) and None
+    "index with spaces": lambda folder: (folder / "index").write_text(
+        json.dumps(json.loads((folder / "index").read_text()))
     ),
     "a part of index more": change_json("index", lambda found: found.update(more={})),
     "block in another file": change_json("index", lambda found: found["block_index"].update({KEY: 1})),

@@ -37,7 +37,7 @@ from asyncckpt.model.table import ID_COLUMN
 from asyncckpt.model.table_shard import Shard, buckets_of, may_share_ids
 from asyncckpt.native import I64, Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
-from asyncckpt.plan.contents import Contents, contents_of
+from asyncckpt.plan.contents import Contents, StoredDense, contents_of
 from asyncckpt.plan.image import array_spec
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
 from asyncckpt.shard.reader import ChainReader
@@ -70,10 +70,11 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What to export, checked: its shards, and what RecIS calls the columns of every table."""
+    """What to export, checked: its shards, and what RecIS calls the dense tensors and the columns of every table."""
 
     chain: Chain
     contents: Contents
+    dense: Mapping[str, StoredDense]
     shards_count: int
     slots: Mapping[str, Mapping[str, str]]
 
@@ -89,7 +90,8 @@ class ExportPlan:
         names = check_names(columns, optimizer)
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
-        for name, dense in contents.dense.items():
+        named = {_name_of(item, contents): item for item in contents.dense.values()}
+        for name, dense in named.items():
             out_spec(tensor_spec(dense), name, None)
         slots: dict[str, dict[str, str]] = {}
         for name, table in contents.tables.items():
@@ -98,14 +100,13 @@ class ExportPlan:
             for column, spec in specs.items():
                 out_spec(spec, name, slots[name][column])
         count = chain.newest.head.ranks_count if shards is None else shards
-        return ExportPlan(chain, contents, count, slots)
+        return ExportPlan(chain, contents, named, count, slots)
 
     def report(self, path: Path) -> ExportReport:
         """Return what is known before anything is read: rows of deltas are counted when they are folded."""
         rows = {name: sum(layer.rows_count for layer in table.layers) for name, table in self.contents.tables.items()}
         values = tuple(path_name(at) for at in self.contents.values)
-        dense = tuple(self.contents.dense)
-        return ExportReport(self.chain.step, path, self.shards_count, rows, dense, values)
+        return ExportReport(self.chain.step, path, self.shards_count, rows, tuple(self.dense), values)
 
 
 def export_checkpoint(
@@ -200,13 +201,19 @@ def run_export(
     )
 
 
+def _name_of(dense: StoredDense, contents: Contents) -> str:
+    """Return what RecIS calls a dense tensor: one that is `user#2` because a table is called `user`, `user`."""
+    plain = path_name(dense.path)
+    return plain if plain in contents.tables and plain not in contents.dense else dense.name
+
+
 def _blocks(plan: ExportPlan, tables: Sequence[_ExportedTable], reader: ChainReader, number: int) -> Iterator[OutBlock]:
     """Return the blocks of a shard: of all tables, and of the first one the dense tensors."""
     shard = slice_of(number, plan.shards_count)
     for table in tables:
         yield from table.blocks(shard, plan.slots[table.name])
     if number == 0:
-        for name, dense in plan.contents.dense.items():
+        for name, dense in plan.dense.items():
             spec = out_spec(tensor_spec(dense), name, None)
             yield OutBlock(name, None, None, spec, tensor_source(dense, reader))
 
