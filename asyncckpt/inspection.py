@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from asyncckpt.engine.inspect.find_rows import FoundRows
     from asyncckpt.engine.inspect.stored_values import StoredValues
     from asyncckpt.format.manifest import Chain
-    from asyncckpt.shard.reader import ChainReader
+    from asyncckpt.shard.reader import READ_THREADS, ChainReader
 
 __all__ = ["Comparison", "Entry", "Outline", "compare", "find_rows", "outline"]
-
-READ_THREADS = 4
 
 
 @dataclass(frozen=True)

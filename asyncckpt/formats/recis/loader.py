@@ -34,10 +34,9 @@ from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, dense_targets
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
+from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
-
-READ_THREADS_MAX = 4
 
 
 class Loader:
@@ -71,7 +70,7 @@ class Loader:
         found = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._tables = dict(named_tables(found))
         self._state = named_state(tensors)
-        self._threads = min(parallel, READ_THREADS_MAX)
+        self._threads = read_threads(parallel)
         self._filter_func, self._columns = filter_func, columns
         self._strict, self._cast, self._merge = strict, cast, merge
 
