@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncckpt.engine.inspect.find_rows import FoundRows
     from asyncckpt.engine.inspect.stored_values import StoredValues
     from asyncckpt.format.manifest import Chain
-    from asyncckpt.shard.reader import READ_THREADS, ChainReader
+    from asyncckpt.shard.reader import ChainReader
 
 __all__ = ["Comparison", "Entry", "Outline", "compare", "find_rows", "outline"]
 
@@ -144,7 +144,7 @@ class _Opened:
 def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]:
     from asyncckpt.engine.inspect.stored_values import StoredValues
     from asyncckpt.native import Progress
-    from asyncckpt.shard.reader import ChainReader
+    from asyncckpt.shard.reader import READ_THREADS, ChainReader
 
     step = check_step(step)
 
