@@ -6,7 +6,7 @@ Each conversion is a process of its own, `asyncckpt import recis` and `asyncckpt
 which syncs every file as they do. In rounds, the one after the other, the copy first and last; medians are reported,
 how fast each is as a share of the copy, and the most memory that its process had (VmHWM: what it allocated, and what it
 has mapped of files and libraries; what the kernel caches of files beside that is not counted). Seconds are those of the
-work, without the start of Python. The source is in the page cache, where it fits.
+work, without the start of Python; CPU seconds are all of the process. The source is in the page cache, where it fits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ print(json.dumps({"seconds": time.perf_counter() - begun}))
 """
 # The most memory since the program began: what wait4 gives counts that of the process it was forked from.
 MEASURED = """
-import runpy, sys
+import os, runpy, sys
 try:
     if sys.argv[1] == "-c":
         sys.argv = sys.argv[2:]
@@ -54,7 +54,7 @@ except SystemExit as ended:
         raise
 with open("/proc/self/status") as status:
     [line] = [line for line in status if line.startswith("VmHWM:")]
-print(line.split()[1])
+print(line.split()[1], sum(os.times()[:2]))
 """
 
 
@@ -64,6 +64,7 @@ class Run:
 
     seconds: float
     memory_mib: float
+    cpu_seconds: float
 
 
 def run_recis(*, rows: int, rounds: int, directory: Path | None, out: Path) -> dict[str, list[Run]]:
@@ -91,10 +92,13 @@ def run_recis(*, rows: int, rounds: int, directory: Path | None, out: Path) -> d
     floor = statistics.median(run.seconds for run in runs["copy"])
     lines = []
     for name, own in runs.items():
-        taken, memory = (statistics.median(getattr(run, what) for run in own) for what in ("seconds", "memory_mib"))
-        lines.append([name, f"{taken:.2f}", f"{size / taken / (1 << 20):.0f}", f"{floor / taken:.2f}", f"{memory:.0f}"])
+        of_all = ("seconds", "memory_mib", "cpu_seconds")
+        taken, memory, cpu = (statistics.median(getattr(run, what) for run in own) for what in of_all)
+        speeds = [f"{taken:.2f}", f"{size / taken / (1 << 20):.0f}", f"{floor / taken:.2f}"]
+        lines.append([name, *speeds, f"{cpu:.1f}", f"{memory:.0f}"])
     title = f"{rows:,} rows, {size / (1 << 30):.2f} GiB in {SHARDS} shards, medians of {rounds} rounds"
-    print_table(make_console(), title, ["what", "s", "MiB/s", "times the copy's speed", "memory MiB"], lines)
+    console = make_console()
+    print_table(console, title, ["what", "s", "MiB/s", "times the copy's speed", "CPU s", "memory MiB"], lines)
     content = {
         "machine": machine(),
         "rows": rows,
@@ -102,6 +106,7 @@ def run_recis(*, rows: int, rounds: int, directory: Path | None, out: Path) -> d
         "runs": {n: [vars(r) for r in own] for n, own in runs.items()},
     }
     write_json(out.with_suffix(".json"), content)
+    out.with_suffix(".txt").write_text(console.export_text(), encoding="utf-8")
     return runs
 
 
@@ -120,5 +125,7 @@ def _made(folder: Path, source: Path, rows: int) -> int:
 
 def _run(command: list[str]) -> Run:
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], stdout=subprocess.PIPE, text=True, check=True)
-    *answer, memory_kib = done.stdout.splitlines()
-    return Run(seconds=json.loads("".join(answer))["seconds"], memory_mib=int(memory_kib) / 1024)
+    *answer, last = done.stdout.splitlines()
+    memory_kib, cpu_seconds = last.split()
+    seconds = json.loads("".join(answer))["seconds"]
+    return Run(seconds=seconds, memory_mib=int(memory_kib) / 1024, cpu_seconds=float(cpu_seconds))

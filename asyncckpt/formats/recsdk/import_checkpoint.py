@@ -140,7 +140,7 @@ class _Made:
         begin = self._files.sizes[self._number]
         with os.fdopen(os.dup(self._fd), "wb") as file:
             file.seek(begin)
-            file.write(memoryview(np.ascontiguousarray(values)).cast("B") if len(values) else b"")
+            file.write(values.tobytes())
         self._files.sizes[self._number] += values.nbytes
         dtype = known_dtype("int64")
         assert dtype is not None
