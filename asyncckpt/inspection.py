@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "Entry", "Outline", "compare", "find_rows", "outline"]
 
-READ_THREADS = 4
-
 
 @dataclass(frozen=True)
 class Outline:
@@ -146,7 +144,7 @@ class _Opened:
 def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]:
     from asyncckpt.engine.inspect.stored_values import StoredValues
     from asyncckpt.native import Progress
-    from asyncckpt.shard.reader import ChainReader
+    from asyncckpt.shard.reader import READ_THREADS, ChainReader
 
     step = check_step(step)
 

@@ -30,10 +30,9 @@ from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
 from asyncckpt.plan.load_info import LoadFilter
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
+from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
-
-READ_THREADS_MAX = 4
 
 
 class Loader(WaitsUntilFree):
@@ -46,7 +45,7 @@ class Loader(WaitsUntilFree):
     tensors          like the Saver's: tensors, arrays and modules are filled in place, other objects get
                      load_state_dict, plain values are returned in LoadReport.values. For a tensor that is spread over
                      ranks (DTensor, ShardedTensor, Sharded), fills this rank's part, whichever rank saved which part
-    parallel         maximal number of reading threads (this version uses up to 4)
+    parallel         most reading threads; as many as there are cores, or 4, and reads of 4 MiB, are used
     filter_func      gets and returns {destination: {source: [columns]}}: drop, rename, subset, merge sources. It gets
                      all destinations of the model, as in RecIS, and what the checkpoint has in `.sources` of it.
                      None: everything, under its own name
@@ -119,7 +118,7 @@ class Loader(WaitsUntilFree):
             cast=cast,
             merge=merge,
             fallback=fallback,
-            threads=min(parallel, READ_THREADS_MAX),
+            threads=read_threads(parallel),
             rank=rank,
             ranks_count=ranks_count,
             whole=WholeRequest() if hashtables is None and tensors is None and filter_func is None else None,

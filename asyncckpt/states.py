@@ -13,13 +13,14 @@ from asyncckpt.engine.load.run_load import LoadRequest
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.errors import UsageError
 from asyncckpt.format.limits import check_step
-from asyncckpt.loader import READ_THREADS_MAX, load_now
+from asyncckpt.loader import load_now
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.model.result import SaveResult
 from asyncckpt.model.table import Table
 from asyncckpt.options import BusyPolicy, Durability
 from asyncckpt.plan.state import named_state
 from asyncckpt.saver import Saver
+from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.storage.directory import check_path
 
 
@@ -77,7 +78,7 @@ def load(
     request = LoadRequest(
         step=check_step(step),
         verify=verify,
-        threads=READ_THREADS_MAX,
+        threads=READ_THREADS,
         rank=rank,
         ranks_count=ranks_count,
         whole=WholeRequest(device=_device(device), tables=tables),

@@ -1,7 +1,7 @@
 """The door of the benchmark.
 
 python -m bench state | many-tensors | load | multi-level | touched | optimizers | dcp | idmap | gpu | host-part |
-    path | compaction | endurance | recis | all
+    path | compaction | endurance | parallel | recis | all
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bench.load import LOAD_PEERS, run_load
 from bench.many_tensors import MANY_PEERS, run_many_tensors
 from bench.multi_level import run_multi_level
 from bench.optimizers import run_optimizers
+from bench.parallel import run_parallel
 from bench.path import run_path
 from bench.peers import PEERS
 from bench.recis import run_recis
@@ -271,6 +272,13 @@ def start(rounds: Rounds = 9, directory: Directory = None, out: Out = None, smok
     """How long the command line takes, beside Python itself. Not part of `all`."""
     steps_count, rounds = (20, 1) if smoke else (5000, rounds)
     run_start(steps_count=steps_count, rounds=rounds, directory=directory, out=_out(out, "start", smoke))
+
+
+@application.command()
+def parallel(rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False) -> None:
+    """What `parallel` of a Saver and a Loader does, by the size of the state. Not part of `all`."""
+    sizes, rounds = ((1,), 1) if smoke else ((16, 80, 512, 2048), rounds)
+    run_parallel(sizes=sizes, rounds=rounds, directory=directory, out=_out(out, "parallel", smoke))
 
 
 @application.command()

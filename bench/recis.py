@@ -3,8 +3,10 @@
     python -m bench recis
 
 Each conversion is a process of its own, `asyncckpt import recis` and `asyncckpt export recis`, and so is the copy,
-which syncs every file as they do. In rounds, the one after the other; medians are reported, how fast each is as a share
-of the copy, and the most memory that its process had. Seconds are those of the work, without the start of Python.
+which syncs every file as they do. In rounds, the one after the other, the copy first and last; medians are reported,
+how fast each is as a share of the copy, and the most memory that its process had (VmHWM: what it allocated, and what it
+has mapped of files and libraries; what the kernel caches of files beside that is not counted). Seconds are those of the
+work, without the start of Python; CPU seconds are all of the process. The source is in the page cache, where it fits.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ print(json.dumps({"seconds": time.perf_counter() - begun}))
 """
 # The most memory since the program began: what wait4 gives counts that of the process it was forked from.
 MEASURED = """
-import runpy, sys
+import os, runpy, sys
 try:
     if sys.argv[1] == "-c":
         sys.argv = sys.argv[2:]
@@ -52,7 +54,7 @@ except SystemExit as ended:
         raise
 with open("/proc/self/status") as status:
     [line] = [line for line in status if line.startswith("VmHWM:")]
-print(line.split()[1])
+print(line.split()[1], sum(os.times()[:2]))
 """
 
 
@@ -62,6 +64,7 @@ class Run:
 
     seconds: float
     memory_mib: float
+    cpu_seconds: float
 
 
 def run_recis(*, rows: int, rounds: int, directory: Path | None, out: Path) -> dict[str, list[Run]]:
@@ -73,35 +76,29 @@ def run_recis(*, rows: int, rounds: int, directory: Path | None, out: Path) -> d
         runs: dict[str, list[Run]] = {}
         for number in range(rounds):
             into, back = folder / f"run-{number}", folder / f"back-{number}"
-            program = ["asyncckpt"]
-            export = [*program, "export", "recis", into]
-            for name, command in {
-                "copy": ["-c", COPY, source, folder / f"copy-{number}"],
-                "import": [*program, "import", "recis", source, into, "--no-verify", "--json"],
-                "export": [*export, back, *optimizer, "--no-verify", "--json"],
-                "import, read once more": [*program, "import", "recis", source, into, "--step", "2", "--json"],
-                "export, read once more": [*export, f"{back}-read", *optimizer, "--json"],
-                "export to 3 shards": [
-                    *program,
-                    "export",
-                    "recis",
-                    into,
-                    f"{back}-3",
-                    *optimizer,
-                    "--shards",
-                    "3",
-                    "--json",
-                ],
-            }.items():
+            export = ["asyncckpt", "export", "recis", into]
+            into_run = ["asyncckpt", "import", "recis", source, into]
+            for name, command in (
+                ("copy", ["-c", COPY, source, folder / f"copy-{number}"]),
+                ("import", [*into_run, "--no-verify", "--json"]),
+                ("export", [*export, back, *optimizer, "--no-verify", "--json"]),
+                ("import, read once more", [*into_run, "--step", "2", "--json"]),
+                ("export, read once more", [*export, f"{back}-read", *optimizer, "--json"]),
+                ("export to 3 shards", [*export, f"{back}-3", *optimizer, "--shards", "3", "--json"]),
+                ("copy", ["-c", COPY, source, folder / f"copy-{number}-again"]),
+            ):
                 runs.setdefault(name, []).append(_run(list(map(str, command))))
             subprocess.run(["rm", "-rf", *map(str, folder.glob(f"*-{number}*"))], check=True)
     floor = statistics.median(run.seconds for run in runs["copy"])
     lines = []
     for name, own in runs.items():
-        taken, memory = (statistics.median(getattr(run, what) for run in own) for what in ("seconds", "memory_mib"))
-        lines.append([name, f"{taken:.2f}", f"{size / taken / (1 << 20):.0f}", f"{floor / taken:.2f}", f"{memory:.0f}"])
+        of_all = ("seconds", "memory_mib", "cpu_seconds")
+        taken, memory, cpu = (statistics.median(getattr(run, what) for run in own) for what in of_all)
+        speeds = [f"{taken:.2f}", f"{size / taken / (1 << 20):.0f}", f"{floor / taken:.2f}"]
+        lines.append([name, *speeds, f"{cpu:.1f}", f"{memory:.0f}"])
     title = f"{rows:,} rows, {size / (1 << 30):.2f} GiB in {SHARDS} shards, medians of {rounds} rounds"
-    print_table(make_console(), title, ["what", "s", "MiB/s", "times the copy's speed", "memory MiB"], lines)
+    console = make_console()
+    print_table(console, title, ["what", "s", "MiB/s", "times the copy's speed", "CPU s", "memory MiB"], lines)
     content = {
         "machine": machine(),
         "rows": rows,
@@ -109,6 +106,7 @@ def run_recis(*, rows: int, rounds: int, directory: Path | None, out: Path) -> d
         "runs": {n: [vars(r) for r in own] for n, own in runs.items()},
     }
     write_json(out.with_suffix(".json"), content)
+    out.with_suffix(".txt").write_text(console.export_text(), encoding="utf-8")
     return runs
 
 
@@ -127,5 +125,7 @@ def _made(folder: Path, source: Path, rows: int) -> int:
 
 def _run(command: list[str]) -> Run:
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], stdout=subprocess.PIPE, text=True, check=True)
-    *answer, memory_kib = done.stdout.splitlines()
-    return Run(seconds=json.loads("".join(answer))["seconds"], memory_mib=int(memory_kib) / 1024)
+    *answer, last = done.stdout.splitlines()
+    memory_kib, cpu_seconds = last.split()
+    seconds = json.loads("".join(answer))["seconds"]
+    return Run(seconds=seconds, memory_mib=int(memory_kib) / 1024, cpu_seconds=float(cpu_seconds))

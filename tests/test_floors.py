@@ -83,6 +83,7 @@ NEIGHBOURS = {
     ("strategies", "saver"),  # They save and load by the usual door.
     ("strategies", "loader"),
     ("formats", "saver"),  # A file of torch.save is saved as any other state.
+    ("formats", "embcache"),  # Its Saver reads RecSDK's files too.
     ("formats", "dcp"),  # The command line converts its checkpoints as those of other libraries.
     ("embcache", "saver"),  # Its Saver keeps one of these per folder and rank.
 }

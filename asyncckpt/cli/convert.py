@@ -42,6 +42,7 @@ FORMATS = {
     "dcp": Format("a directory of torch.distributed.checkpoint", ("parallel",), ()),
     "hf": Format("safetensors files as Hugging Face lays them out", ("parallel",), ("shard_size",)),
     "recis": Format("a directory of RecIS", ("column", "parallel"), ("column", "parallel", "shards", "optimizer")),
+    "recsdk": Format("the tables that RecSDK saved", ("column", "parallel"), ("column", "shards")),
     "torch": Format("a file of torch.save", ("parallel",), ()),
 }
 _DESCRIBED = "; ".join(f"{name} is {found.what}" for name, found in FORMATS.items())
@@ -63,7 +64,10 @@ def add_commands(commands: Commands) -> None:
         "--shard-size", metavar="SIZE", type=_size, help="hf: bytes of one file at most, as 500MB or 2GiB (5GB)"
     )
     made.add_argument(
-        "--shards", metavar="N", type=_positive, help="recis: in how many shards; default: as many as ranks saved"
+        "--shards",
+        metavar="N",
+        type=_positive,
+        help="recis: in how many shards; default: as many as ranks saved. recsdk: rank folders; default: ranks merged",
     )
     made.add_argument("--optimizer", metavar="NAME", help="recis: sparse_adam, sparse_adamw or sparse_adamw_tf")
 
@@ -73,7 +77,7 @@ def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
     parser.add_argument("target", metavar="TARGET", type=Path, help=target)
     parser.add_argument(
-        "--column", metavar="SLOT=COLUMN", type=_pair, action="append", help="recis: what a slot is called here"
+        "--column", metavar="SLOT=COLUMN", type=_pair, action="append", help="recis, recsdk: what a slot is called here"
     )
     parser.add_argument("--parallel", metavar="N", type=_positive, help="shard files at most, of recis of a shard (8)")
     parser.add_argument("--no-verify", action="store_true", help="do not read it once more in the end")
@@ -124,6 +128,10 @@ def _converter(name: str) -> Converter:
         from asyncckpt.formats.recis import convert as recis
 
         return recis
+    if name == "recsdk":
+        from asyncckpt.formats.recsdk import convert as recsdk
+
+        return recsdk
     from asyncckpt.formats.torch_file import convert as torch_file
 
     return torch_file

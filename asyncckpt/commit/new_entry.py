@@ -20,6 +20,8 @@ from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError
 from asyncckpt.options import Durability
 from asyncckpt.storage.directory import Directory
 
+FOLDERS_DEPTH_MAX = 3  # Of what is made: RecSDK has tables, ranks and parts.
+
 
 def check_is_free(path: Path) -> None:
     """Raise ConflictError when there is something under this name."""
@@ -93,7 +95,7 @@ class NewEntry:
         if not self._is_published:
             with contextlib.suppress(CheckpointError):
                 if os.path.isdir(self.temporary):
-                    self._parent.remove_folder(self._name)
+                    self._parent.remove_folder(self._name, depth=FOLDERS_DEPTH_MAX)
                 else:
                     self._parent.remove_file(self._name)
         if self._folder is not None:

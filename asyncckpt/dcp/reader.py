@@ -35,13 +35,11 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.values import decode_value
 from asyncckpt.native import Progress
 from asyncckpt.plan.load_targets import writable_tensor
-from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter, queue_boxes
 from asyncckpt.snapshot.windows import Scatter, scatter_all
 from asyncckpt.storage.directory import check_path
-
-READ_THREADS = 4
 
 
 class StorageReader(DcpStorageReader):

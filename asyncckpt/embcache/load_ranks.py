@@ -28,8 +28,8 @@ from asyncckpt.model.table import Table
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.plan.load_plan import make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets
+from asyncckpt.shard.reader import READ_THREADS
 
-READ_THREADS = 4
 Layout = Literal["asyncckpt", "recsdk ranks", "recsdk merged"]
 _NO_DENSE = DenseTargets(in_place=(), rebuilt=(), values=())
 

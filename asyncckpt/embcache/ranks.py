@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from asyncckpt.arguments import check_int
+from asyncckpt.arguments import check_int, check_type
 from asyncckpt.coordination.agreement import GroupAgreement
 from asyncckpt.engine.ranks.open_directory import open_ranks
 from asyncckpt.engine.ranks.saver_ranks import Ranks
@@ -42,8 +42,14 @@ def which_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return own, world
 
 
-def which_saver(rank: int | None, world_size: int | None) -> tuple[int, int | None]:
-    """Return what `which_rank` does, and None for a world size that nobody has said: the tables will say it."""
+def which_saver(rank: int | None, world_size: int | None, *, in_turn: bool) -> tuple[int, int | None]:
+    """Return what `which_rank` does, and None for a world size that nobody has said: the tables will say it.
+
+    in_turn: the ranks are Savers of this one process, so torch.distributed must not say otherwise.
+    """
+    check_type("in_turn", in_turn, bool)
+    if in_turn and rank_in_group() is not None:
+        raise UsageError("ranks in turn are Savers of one process, and torch.distributed is initialised")
     if rank is None or world_size is not None or rank_in_group() is not None:
         return which_rank(rank, world_size)
     check_int("rank", rank, at_least=0, at_most=limits.RANKS_MAX - 2)

@@ -105,6 +105,7 @@ class Saver(Closing):
                         saves, "queue"; or a BusyPolicy. None: save and load wait, save_async raises
     durability, host_memory_limit, device, deltas, keep, filters   as for asyncckpt.Saver
     peers_deadline      seconds that ranks wait for each other to come to a save or a load
+    in_turn             one process saves all ranks in turn, as with RankOptions(in_turn=True), and loads them
 
     All ranks make the same calls in the same order. They find each other by torch.distributed, or, where that is not
     initialised, by files in the directory. The directory stays open, and its tables are held, until `close()`, or the
@@ -126,8 +127,10 @@ class Saver(Closing):
         keep: int | KeepPolicy | None = None,
         filters: Sequence[RowFilter] = (),
         peers_deadline: float = PEERS_DEADLINE_S,
+        in_turn: bool = False,
     ) -> None:
-        self._rank, self._world_size = which_saver(rank, world_size)
+        self._rank, self._world_size = which_saver(rank, world_size, in_turn=in_turn)
+        self._in_turn = in_turn
         if not isinstance(path_rules, PathRules):
             raise UsageError("path_rules is wrong", found=type(path_rules), expected=PathRules)
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=ON_BUSY)
@@ -321,7 +324,7 @@ class Saver(Closing):
                 check_may_wait_here(f"folder {str(leaving)!r}")
             self._open.pop(leaving).saver.close()
         self._check_links_below(target)
-        if self._rank == 0:
+        if self._rank == 0 or self._in_turn:
             make_folders(target)
         saver = _ExactModesSaver(
             self._rank,
@@ -329,7 +332,7 @@ class Saver(Closing):
             path=target,
             hashtables=saved.tables,
             on_busy=self._on_busy,
-            ranks=RankOptions(ranks, peer_deadline=self._peers_deadline),
+            ranks=RankOptions(ranks, peer_deadline=self._peers_deadline, in_turn=self._in_turn),
             **self._options,
         )
         self._open[target] = opened = _OpenFolder(saver, saved, ranks, earlier_steps(target))

@@ -22,10 +22,10 @@ from asyncckpt.format.dtypes import StoredDtype, known_dtype
 from asyncckpt.format.header import HeaderEntry, decode_header, header_length
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import Progress, Reads, ShortFile, core
+from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 
-READ_THREADS = 4
 WINDOW_BYTES = 64 << 20
 _PREFIX_BYTES = 512
 

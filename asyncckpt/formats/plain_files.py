@@ -1,4 +1,5 @@
-"""Write safetensors files for other libraries: from sources, through two buffers, with nothing of ours in them."""
+"""Write files for other libraries, safetensors or bare: from sources, through two buffers, with nothing of ours in
+them."""
 
 from __future__ import annotations
 
@@ -61,14 +62,18 @@ def write_plain_files(
     progress: Progress,
     *,
     metadata: Mapping[str, str] | None = None,
+    has_header: bool = True,
 ) -> WrittenArrays:
-    """Write new files (name, arrays), and sync them. metadata: of every header. UnsupportedError, IOFailedError."""
+    """Write new files (name, arrays), and sync them. metadata: of every header. UnsupportedError, IOFailedError.
+
+    has_header: False writes the bytes of the arrays and nothing else; they must have some.
+    """
     if not files:
         return WrittenArrays(0, {})
     placed: list[PlacedBlock] = []
     plans: list[FilePlan] = []
     for index, (name, arrays) in enumerate(files):
-        text = _header(arrays, metadata)
+        text = _header(arrays, metadata) if has_header else b""
         end, first = len(text), len(placed)
         for array in arrays:
             placed.append(PlacedBlock(spec=array.spec, key=array.key, file_index=index, offset=end))
@@ -92,10 +97,15 @@ def write_json(folder: Directory, name: str, content: object, options: SaveOptio
     """Write a new JSON file, and sync it. IOFailedError."""
     separators = None if indent else (",", ":")
     text = json.dumps(content, ensure_ascii=False, sort_keys=True, indent=indent, separators=separators)
+    write_small_file(folder, name, text.encode("utf-8"), options)
+
+
+def write_small_file(folder: Directory, name: str, content: bytes, options: SaveOptions) -> None:
+    """Write a new file, and sync it. IOFailedError."""
     fd, _ = folder.create_file(name)
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(text.encode("utf-8"))
+            file.write(content)
             file.flush()
             if options.durability == "fsync":
                 system.fsync(file.fileno())

@@ -30,8 +30,15 @@ from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
 
+READ_THREADS = 4  # Keep one disk busy.
 NOT_OPEN = -1
 _SNIFFED_BYTES = 512  # The length of a header, and enough to see what else a file may be.
+
+
+def read_threads(parallel: int) -> int:
+    """Return how many threads read, at most, for who asks for `parallel`: where there are more cores there are more
+    disks. The core starts no more than it has reads of 4 MiB, and no more than 16."""
+    return min(parallel, max(READ_THREADS, core.cores_count))
 
 
 class FilesOfManifest(Protocol):

@@ -304,14 +304,18 @@ class Directory:
             return True
         return False
 
-    def remove_folder(self, name: str) -> None:
-        """Remove a folder of plain files; ignore what others remove meanwhile."""
+    def remove_folder(self, name: str, *, depth: int = 0) -> None:
+        """Remove a folder of plain files, and of folders of such, `depth` levels deep; ignore what others remove
+        meanwhile."""
         failed: list[OSError] = []
         with _door(f"folder {str(self.path / name)!r} cannot be removed"):
             with contextlib.suppress(NotFoundError), self.child(name) as folder:
                 for entry in folder.names():
                     try:
-                        at.unlink(entry, dir_fd=folder.fd)
+                        if depth and (found := folder._stat(entry)) is not None and stat.S_ISDIR(found.st_mode):
+                            folder.remove_folder(entry, depth=depth - 1)
+                        else:
+                            at.unlink(entry, dir_fd=folder.fd)
                     except FileNotFoundError:
                         continue
                     except OSError as error:

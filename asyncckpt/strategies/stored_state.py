@@ -26,10 +26,10 @@ from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import MAPPINGS, VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, tensor_paths
 from asyncckpt.format.tree import Path as TreePath
 from asyncckpt.format.values import decode_value
-from asyncckpt.loader import READ_THREADS_MAX
 from asyncckpt.model.own_rank import rank_in_group
 from asyncckpt.native import Progress
 from asyncckpt.options import BusyPolicy
+from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.strategies.backend import COMMON, OBJECTS, TENSORS, reading_root
 
@@ -82,7 +82,7 @@ class StoredState:
         """
         rank, ranks_count = rank_in_group() or (0, 1)
         request = LoadRequest(
-            state=state, step=self.step, strict=False, threads=READ_THREADS_MAX, rank=rank, ranks_count=ranks_count
+            state=state, step=self.step, strict=False, threads=READ_THREADS, rank=rank, ranks_count=ranks_count
         )
         with CheckpointRoot.for_reading(self.path) as root:
             run_load(root, request, Progress())

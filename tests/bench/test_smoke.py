@@ -179,6 +179,15 @@ def test_gpu_bench_gives_figures_with_the_host_in_the_place_of_a_device(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_parallel_bench_gives_a_figure_for_every_number(tmp_path: Path) -> None:
+    runs = run_bench("parallel", tmp_path / "parallel")["runs"]
+    assert {run["parallel"] for run in runs} == {1, 2, 4, 8, 16}
+    for run in runs:
+        assert_is_figure(run["save_seconds"], run["load_seconds"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_recis_bench_gives_a_figure_for_every_conversion(tmp_path: Path) -> None:
     runs = run_bench("recis", tmp_path / "recis")["runs"]
     assert {"copy", "import", "export"} < runs.keys()

@@ -192,3 +192,20 @@ def test_ranks_that_hold_different_tables_are_refused(path: Path) -> None:
     with Saver(rank=0) as saver, pytest.raises(CorruptError, match=r"different tables, found \['ad.candidates'\]"):
         saver.load(net, path)
     assert image(net) == before
+
+
+def test_one_process_saves_all_ranks_in_turn(path: Path) -> None:
+    """As a conversion does that has one rank's tables at a time; a load of one rank never waits for the others."""
+    three = nets(3, steps=range(4))
+    before = union(image(net) for net in three)
+    waits = []
+    for rank in (2, 0, 1):
+        with Saver(rank=rank, in_turn=True) as saver:
+            waits.append(saver.save(three[rank], path).waits_for)
+            assert asyncckpt.list_steps(path) == ([0] if rank == 1 else [])
+    assert waits == [(0, 1), (1,), ()]
+    assert load(path, 3) == load(path, 2) == before
+    with Saver(rank=0, in_turn=True) as saver:
+        assert saver.load(nets(2)[0], path).world_size == 3
+    with pytest.raises(asyncckpt.UsageError, match="in_turn is wrong"):
+        Saver(rank=0, in_turn=1)  # type: ignore[arg-type]

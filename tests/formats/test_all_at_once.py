@@ -14,19 +14,24 @@ import torch
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
-from asyncckpt.formats import hf, torch_file
+from asyncckpt.formats import hf, recsdk, torch_file
+
+pytestmark = pytest.mark.filterwarnings("ignore:tables .* are left out")
 
 Export = Callable[[Path, Path], Any]
 EXPORTS: dict[str, Export] = {
     "torch": torch_file.export_checkpoint,
     "dcp": asyncckpt.dcp.export_checkpoint,
     "hf": lambda path, target: hf.export_checkpoint(path, target, shard_size=1),
+    "recsdk": lambda path, target: recsdk.export_checkpoint(path, target, shards=1),
 }
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    asyncckpt.save(tmp_path / "run", {"x": torch.ones(10), "y": torch.ones(10)})
+    table = asyncckpt.HashTable("user", 2)
+    table.insert(torch.arange(5), torch.ones(5, 2))
+    asyncckpt.save(tmp_path / "run", {"x": torch.ones(10), "y": torch.ones(10)}, hashtables={"user": table})
     return tmp_path / "run"
 
 
@@ -40,7 +45,7 @@ def test_a_failing_operation_leaves_nothing(
     kind: str, call: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call of a kind fails in turn, until there is none left to fail."""
-    for failing in range(100):
+    for failing in range(200):
         count, real = iter(range(1000)), getattr(os, call)
 
         def fail(*arguments: Any, _real: Any = real, _at: int = failing, _count: Any = count, **more: Any) -> Any:

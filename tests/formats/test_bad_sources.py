@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.dcp.dcp_metadata import read_dcp_metadata
+from tests.embcache.recsdk_writer import Rows, write_merged
 from tests.program import invoke
 
 pytestmark = [pytest.mark.any_core, pytest.mark.filterwarnings("ignore:torch.distributed is")]
@@ -195,6 +197,29 @@ def in_place(source: Path, make: Callable[[Path], object]) -> None:
 def huge_tensor(_: Path, metadata: Any) -> None:
     item = metadata.state_dict_metadata["a"]
     item.size = item.chunks[0].sizes = torch.Size([1 << 45])
+
+
+def recsdk_with(change: Callable[[Path], object], *, incremental: bool = False) -> Callable[[Path], Path]:
+    """Two ranks merged, then changed; `change` gets the folder of the table."""
+
+    def make(folder: Path) -> Path:
+        rows = Rows.random(0, count=40, counts=True, seen=True)
+        write_merged(folder / "sparse", {"user": rows}, incremental=incremental)
+        change(folder / "sparse" / "user")
+        return folder / "sparse"
+
+    return make
+
+
+def set_numbers(path: Path, *, at: int, to: int) -> None:
+    numbers = np.fromfile(path, "<i8")
+    numbers[at] = to
+    path.write_bytes(numbers.tobytes())
+
+
+def behind_a_link(table: Path) -> None:
+    (table / "embedding").rename(table.parent.parent / "elsewhere")
+    (table / "embedding").symlink_to(table.parent.parent / "elsewhere")
 
 
 def nowhere(folder: Path) -> Path:
@@ -393,6 +418,59 @@ CASES: dict[str, tuple[str, ExitCode, str, Callable[[Path], Path]]] = {
         "records are not what DCP writes",
         dcp_with(lambda _, found: found.state_dict_metadata["a"].chunks[0].__dict__.pop("sizes")),
     ),
+    "recsdk: nothing there": ("recsdk", NOT_FOUND, "does not exist", nowhere),
+    "recsdk: an empty folder": ("recsdk", NOT_FOUND, "no checkpoint", lambda folder: folder),
+    "recsdk: keys cut": ("recsdk", DAMAGED, "wrong size", recsdk_with(lambda t: os.truncate(t / "key/slice.data", 7))),
+    "recsdk: no keys": ("recsdk", DAMAGED, "missing", recsdk_with(lambda t: (t / "key/slice.data").unlink())),
+    "recsdk: no attribute": (
+        "recsdk",
+        DAMAGED,
+        "missing",
+        recsdk_with(lambda t: (t / "embedding/slice.attribute").unlink()),
+    ),
+    "recsdk: rows of 128 TiB": (
+        "recsdk",
+        DAMAGED,
+        "slice.attribute' is wrong: shape",
+        recsdk_with(lambda t: set_numbers(t / "embedding/slice.attribute", at=2, to=1 << 45)),
+    ),
+    "recsdk: less rows than keys": (
+        "recsdk",
+        DAMAGED,
+        "wrong size",
+        recsdk_with(lambda t: set_numbers(t / "embedding/slice.attribute", at=1, to=3)),
+    ),
+    "recsdk: elements of 3 bytes": (
+        "recsdk",
+        DAMAGED,
+        "bytes of an element",
+        recsdk_with(lambda t: set_numbers(t / "key/slice.attribute", at=0, to=3)),
+    ),
+    "recsdk: a key twice": (
+        "recsdk",
+        DAMAGED,
+        "same key twice",
+        recsdk_with(lambda t: (t / "key/slice.data").write_bytes((t / "key/slice.data").read_bytes()[:8] * 45)),
+    ),
+    "recsdk: behind a link": ("recsdk", DAMAGED, "not a folder of its own", recsdk_with(behind_a_link)),
+    "recsdk: a part that is not known": (
+        "recsdk",
+        UNREADABLE,
+        "does not know",
+        recsdk_with(lambda t: (t / "more").mkdir()),
+    ),
+    "recsdk: meta.ini of anything": (
+        "recsdk",
+        DAMAGED,
+        "meta.ini' is wrong",
+        recsdk_with(lambda t: (t.parent / "meta.ini").write_bytes(b"\xff" * 100)),
+    ),
+    "recsdk: a part of the rows": (
+        "recsdk",
+        UNREADABLE,
+        "only rows that were used",
+        recsdk_with(lambda _: None, incremental=True),
+    ),
     "dcp: a place that no item has": (
         "dcp",
         DAMAGED,
@@ -418,11 +496,16 @@ def test_a_bad_source_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.
         assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize("kind", ["torch", "hf", "dcp"])
+@pytest.mark.parametrize("kind", ["torch", "hf", "dcp", "recsdk"])
 def test_the_same_sources_are_taken_when_they_are_sound(kind: str, tmp_path: Path) -> None:
     """The control: what the cases damage is good."""
     (tmp_path / "in").mkdir()
-    makers = {"torch": torch_file(GOOD), "hf": raw_file(SOUND), "dcp": dcp_with(lambda *_: None)}
+    makers = {
+        "torch": torch_file(GOOD),
+        "hf": raw_file(SOUND),
+        "dcp": dcp_with(lambda *_: None),
+        "recsdk": recsdk_with(lambda _: None),
+    }
     source = makers[kind](tmp_path / "in")
     assert invoke("import", kind, source, tmp_path / "run", "--dry-run").exit_code == ExitCode.OK
     assert not (tmp_path / "run").exists()

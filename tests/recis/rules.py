@@ -5,7 +5,6 @@ Knows nothing of the library that wrote it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -15,6 +14,8 @@ from typing import Any
 
 import safetensors
 import torch
+
+from tests.recis.handmade import SIZE, slice_of
 
 NAMES = {
     "F64": "float64",
@@ -28,7 +29,6 @@ NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-SIZE = 65_536
 ARRAYS_FILE = "torch_rank_weights_embs_table_multi_shard.json"
 
 
@@ -132,6 +132,7 @@ def check_tables(
     """Names, slices, order, rows of every shard; ids are in their slice, and distinct over all of them."""
     found: dict[str, dict[str, list[torch.Tensor]]] = {}
     bounds: dict[str, list[tuple[int, int]]] = {}
+    assert sorted(order) == list(range(shards)) or not keys, "a shard without rows has blocks too"
     for shard in sorted(order):
         own = [key for key in order[shard] if key in keys]
         assert [key for key in order[shard][: len(own)]] == own, "tables first, dense tensors behind"
@@ -143,17 +144,17 @@ def check_tables(
             slots = found.setdefault(table, {})
             if slot == "id":
                 bounds.setdefault(table, []).append((begin, end))
-                assert values[key].dtype is torch.int64
+                assert (values[key].dtype, values[key].dim()) == (torch.int64, 1)
                 assert all(begin <= (id % 2**64) % SIZE < end for id in values[key].tolist())
                 rows = len(values[key])
             assert bounds[table][-1] == (begin, end), "ids come first, slots of the same slice behind"
             assert len(values[key]) == rows
+            assert slot != "step_filter" or (values[key].dtype, values[key].dim()) == (torch.int64, 2)
             slots.setdefault(slot, []).append(values[key])
     joined = {name: {slot: torch.cat(parts) for slot, parts in slots.items()} for name, slots in found.items()}
     for name, slots in joined.items():
-        assert len(slots) >= 2
+        assert {"id", "embedding"} <= slots.keys()
         assert len(slots["id"].unique()) == len(slots["id"])
-        slices = sorted(bounds[name])
-        assert all(one[1] == other[0] for one, other in itertools.pairwise(slices))
-        assert len(slices) == shards
+        assert bounds[name] == [slice_of(shard, shards) for shard in range(shards)], "as gen_slice gives them out"
+        assert all(len(parts) == shards for parts in found[name].values()), "the same slots in every shard"
     return joined

@@ -156,6 +156,27 @@ def test_ranks_and_boxes_are_put_together(tmp_path: Path) -> None:
     same_dense(dense, {"w": whole, "v": vector})
 
 
+def test_a_dense_tensor_may_have_the_name_of_a_table(tmp_path: Path) -> None:
+    """RecIS calls blocks of a table `user@id` and so on; a dense `user` beside them keeps its name."""
+    rows, dense = user_rows(50), {"user": torch.randn(3), "other": torch.randn(2)}
+    folder = Handmade.of({"user": rows}, dense).write(tmp_path / "ckpt_3")
+    table, targets = make_table(), {"user": torch.zeros(3), "other": torch.zeros(2)}
+    report = recis.Loader(folder, {"user": table}, targets).load()
+    assert report.loaded["user#2"] == {"user#2": []}
+    check_rows([table], rows)
+    same_dense(targets, dense)
+    recis.save(tmp_path / "live", {"user": table}, targets, optimizer="sparse_adam", parallel=2)
+    asyncckpt.save(tmp_path / "saved", targets, hashtables={"user": table})
+    recis.import_checkpoint(folder, tmp_path / "imported")
+    for run in ("saved", "imported"):
+        out = recis.export_checkpoint(tmp_path / run, tmp_path / f"{run}-out", optimizer="sparse_adam", parallel=2)
+        assert sorted(out.tensors) == ["other", "user"]
+    for name in ("live", "saved-out", "imported-out"):
+        tables, found = check_rules(tmp_path / name, shards=1, parallel=2)
+        same_rows(tables["user"], rows)
+        same_dense(found, dense)
+
+
 def test_what_recis_cannot_have_is_refused(tmp_path: Path) -> None:
     rows = user_rows(20)
     table = filled(rows)

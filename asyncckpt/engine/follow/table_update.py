@@ -38,11 +38,9 @@ from asyncckpt.plan.contents import contents_of, metadata_of
 from asyncckpt.plan.load_plan import TableLoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import dense_targets
 from asyncckpt.plan.stored_tables import StoredShard, StoredTable
-from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.layer_rows import IdsReader
-
-READ_THREADS = 4
 
 
 @runtime_checkable

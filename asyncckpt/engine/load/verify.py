@@ -23,10 +23,9 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.model.result import VerifyReport
 from asyncckpt.native import Progress, core
-from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.reader import READ_THREADS, ChainReader
 
 WINDOW_BYTES = 64 << 20
-READ_THREADS = 4
 
 
 def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:

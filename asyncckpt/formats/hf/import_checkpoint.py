@@ -12,12 +12,12 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.format.tree import TENSOR
 from asyncckpt.formats.commit_import import commit_import, verify_import
-from asyncckpt.formats.data_files import READ_THREADS
 from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, dense_blocks
 from asyncckpt.formats.hf.directory import HfFiles
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 

@@ -249,8 +249,6 @@ def _sorted_out(
     counts = {array.block.part[1] for array in arrays if array.block.part is not None}
     if len(counts) > 1:
         raise CorruptError(f"checkpoint in {path!r} mixes saves of different numbers of shards", found=sorted(counts))
-    for name in sorted(tables.keys() & dense.keys()):
-        raise UnsupportedError(f"{name!r} in {path!r} is a table and a dense tensor")
     slots = {array.block.tensor_name for array in arrays if array.block.slot is not None}
     for name in sorted(slots & dense.keys()):
         raise UnsupportedError(f"{name!r} in {path!r} is a slot of a table and a dense tensor")

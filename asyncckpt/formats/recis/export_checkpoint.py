@@ -1,8 +1,7 @@
 """Export a checkpoint of ours as a directory of RecIS: block by block, deltas folded, encodings undone.
 
-The shards of RecIS are slices of ids. A slice takes its rows out of the shards of the checkpoint that may have some of
-them: all of one whose ids are all in it, which is copied as it is; of any other one the rows whose ids are. So a
-checkpoint with as many slices is read once, and one that is spread otherwise once for every slice.
+The shards of RecIS are slices of ids (exported_table.py takes them out). A checkpoint with as many slices is read once,
+and one that is spread otherwise once for every slice.
 """
 
 from __future__ import annotations
@@ -13,37 +12,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.new_entry import check_is_free
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
+from asyncckpt.formats.exported_table import ExportedTable
 from asyncckpt.formats.recis.names import slice_of
 from asyncckpt.formats.recis.out_names import check_names, out_spec, slots_of
 from asyncckpt.formats.recis.stored import Columns
 from asyncckpt.formats.recis.write_directory import OutBlock, RecisWriter
-from asyncckpt.formats.stored_tensors import JoinedSources, tensor_source, tensor_spec
-from asyncckpt.model.owned_ids import owned_mask
-from asyncckpt.model.source import ByteSource
-from asyncckpt.model.table import ID_COLUMN
-from asyncckpt.model.table_shard import Shard, buckets_of, may_share_ids
-from asyncckpt.native import I64, Progress
+from asyncckpt.formats.stored_tensors import tensor_source, tensor_spec
+from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
-from asyncckpt.plan.contents import Contents, contents_of
-from asyncckpt.plan.image import array_spec
-from asyncckpt.plan.stored_tables import StoredShard, StoredTable
+from asyncckpt.plan.contents import Contents, StoredDense, contents_of
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.shard.stored_rows import plain_source
 from asyncckpt.signals import uninterrupted
-from asyncckpt.snapshot.layer_rows import IdsReader
 from asyncckpt.storage.directory import check_path
 
 SHARDS_MAX = 65_536
@@ -70,10 +59,11 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What to export, checked: its shards, and what RecIS calls the columns of every table."""
+    """What to export, checked: its shards, and what RecIS calls the dense tensors and the columns of every table."""
 
     chain: Chain
     contents: Contents
+    dense: Mapping[str, StoredDense]
     shards_count: int
     slots: Mapping[str, Mapping[str, str]]
 
@@ -89,7 +79,8 @@ class ExportPlan:
         names = check_names(columns, optimizer)
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
-        for name, dense in contents.dense.items():
+        named = {_name_of(item, contents): item for item in contents.dense.values()}
+        for name, dense in named.items():
             out_spec(tensor_spec(dense), name, None)
         slots: dict[str, dict[str, str]] = {}
         for name, table in contents.tables.items():
@@ -98,14 +89,13 @@ class ExportPlan:
             for column, spec in specs.items():
                 out_spec(spec, name, slots[name][column])
         count = chain.newest.head.ranks_count if shards is None else shards
-        return ExportPlan(chain, contents, count, slots)
+        return ExportPlan(chain, contents, named, count, slots)
 
     def report(self, path: Path) -> ExportReport:
         """Return what is known before anything is read: rows of deltas are counted when they are folded."""
         rows = {name: sum(layer.rows_count for layer in table.layers) for name, table in self.contents.tables.items()}
         values = tuple(path_name(at) for at in self.contents.values)
-        dense = tuple(self.contents.dense)
-        return ExportReport(self.chain.step, path, self.shards_count, rows, dense, values)
+        return ExportReport(self.chain.step, path, self.shards_count, rows, tuple(self.dense), values)
 
 
 def export_checkpoint(
@@ -185,7 +175,7 @@ def run_export(
                 with RecisWriter(
                     recis_dir, shards_count=count, options=options, progress=progress, verify=verify
                 ) as out:
-                    tables = [_ExportedTable(table, reader) for table in plan.contents.tables.values()]
+                    tables = [ExportedTable(table, reader) for table in plan.contents.tables.values()]
                     for number in range(count):
                         out.write_shard(number, list(_blocks(plan, tables, reader, number)))
                     out.publish()
@@ -200,74 +190,20 @@ def run_export(
     )
 
 
-def _blocks(plan: ExportPlan, tables: Sequence[_ExportedTable], reader: ChainReader, number: int) -> Iterator[OutBlock]:
+def _name_of(dense: StoredDense, contents: Contents) -> str:
+    """Return what RecIS calls a dense tensor: one that is `user#2` because a table is called `user`, `user`."""
+    plain = path_name(dense.path)
+    return plain if plain in contents.tables and plain not in contents.dense else dense.name
+
+
+def _blocks(plan: ExportPlan, tables: Sequence[ExportedTable], reader: ChainReader, number: int) -> Iterator[OutBlock]:
     """Return the blocks of a shard: of all tables, and of the first one the dense tensors."""
     shard = slice_of(number, plan.shards_count)
     for table in tables:
-        yield from table.blocks(shard, plan.slots[table.name])
+        for column, spec, source in table.columns(shard):
+            slot = plan.slots[table.name][column]
+            yield OutBlock(table.name, slot, shard, out_spec(spec, table.name, slot), source)
     if number == 0:
-        for name, dense in plan.contents.dense.items():
+        for name, dense in plan.dense.items():
             spec = out_spec(tensor_spec(dense), name, None)
             yield OutBlock(name, None, None, spec, tensor_source(dense, reader))
-
-
-class _ExportedTable:
-    """A table of the checkpoint. `rows_count` counts the rows that were given out."""
-
-    def __init__(self, table: StoredTable, reader: ChainReader) -> None:
-        self.name = table.name
-        self.rows_count = 0
-        self._reader = reader
-        self._columns = table.columns
-        # Of every shard, of every layer the positions of the rows that count; None: all of them.
-        self._shards = [(shard, layers_that_count(shard, reader)) for shard in table.shards]
-
-    def blocks(self, wanted: Shard, slots: Mapping[str, str]) -> Iterator[OutBlock]:
-        """Return the blocks of one slice."""
-        found = [(shard, self._within(shard, rows, wanted)) for shard, rows in self._shards]
-        chosen = [(shard, rows) for shard, rows in found if rows is not None]
-        count = sum(_rows_count(shard, rows) for shard, rows in chosen)
-        self.rows_count += count
-        for column, blocks in self._columns.items():
-            form = self._reader.block(blocks[0]).placed.spec
-            dtype = dtype_by_name(form.dtype, owner=form.name).dtype
-            spec = array_spec(form.name, dtype, (count, *form.shape[1:]), form.role)
-            parts: list[tuple[int, ByteSource]] = []
-            for shard, rows in chosen:
-                for copy in copies_of_column(shard, column, rows, self._reader):
-                    own = self._reader.block(copy.number).placed.spec
-                    row_bytes = spec.bytes // max(1, count)
-                    taken = own.shape[0] if copy.rows is None else len(copy.rows)
-                    if taken:
-                        parts.append((taken * row_bytes, plain_source(self._reader, copy.number, copy.rows)))
-            slot = slots[column]
-            yield OutBlock(self.name, slot, wanted, out_spec(spec, self.name, slot), JoinedSources(parts))
-
-    def _within(self, shard: StoredShard, rows: Sequence[I64 | None], wanted: Shard) -> list[I64 | None] | None:
-        """Return the positions of the rows of every layer that are in a slice; None: there are none."""
-        if not may_share_ids(shard.shard, wanted):
-            return None
-        if _is_within(shard.shard, wanted):
-            return list(rows)
-        found: list[I64 | None] = []
-        for layer, counted in zip(shard.layers, rows, strict=True):
-            reader = IdsReader(self._reader)
-            ids = reader.add(layer.columns.get(ID_COLUMN, ()), layer.rows_count)
-            reader.run()
-            mask = owned_mask(ids if counted is None else np.ascontiguousarray(ids[counted]), shard=wanted)
-            if mask.all():
-                found.append(counted)
-            else:
-                found.append(np.flatnonzero(mask) if counted is None else counted[mask])
-        return found
-
-
-def _is_within(shard: Shard, wanted: Shard) -> bool:
-    """Return whether all ids of a shard are in a slice."""
-    (begin, end, size), (first, last, whole) = buckets_of(shard), buckets_of(wanted)
-    return (first, last) == (0, whole) or (size == whole and first <= begin and end <= last)
-
-
-def _rows_count(shard: StoredShard, rows: Sequence[I64 | None]) -> int:
-    pairs = zip(shard.layers, rows, strict=True)
-    return sum(layer.rows_count if own is None else len(own) for layer, own in pairs)

@@ -16,12 +16,12 @@ from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.formats.commit_import import commit_import, verify_import
-from asyncckpt.formats.data_files import READ_THREADS
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
 

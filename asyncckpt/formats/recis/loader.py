@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from asyncckpt.arguments import check_int, check_type
 from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, warn_if_empty, with_scalars
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.limits import check_step
+from asyncckpt.format.tree import path_name
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import LoadReport
@@ -33,10 +34,9 @@ from asyncckpt.plan.load_plan import LoadPlan, make_load_plan
 from asyncckpt.plan.load_targets import DenseTargets, dense_targets
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
+from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import check_path
-
-READ_THREADS_MAX = 4
 
 
 class Loader:
@@ -70,7 +70,7 @@ class Loader:
         found = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._tables = dict(named_tables(found))
         self._state = named_state(tensors)
-        self._threads = min(parallel, READ_THREADS_MAX)
+        self._threads = read_threads(parallel)
         self._filter_func, self._columns = filter_func, columns
         self._strict, self._cast, self._merge = strict, cast, merge
 
@@ -93,7 +93,7 @@ class Loader:
             step=check_step(step_of(directory)),
             schemas={name: table.schema() for name, table in self._tables.items()},
             columns=check_columns(self._columns, directory.slots),
-            paths=_paths(targets),
+            paths=_paths(targets, directory.dense),
         )
         chain = as_chain(directory, wanted)
         contents = contents_of(chain)
@@ -119,9 +119,11 @@ class Loader:
         return replace(with_scalars(report, targets), rows=rows, bytes_read=read)
 
 
-def _paths(targets: DenseTargets) -> dict[str, tuple[Any, ...]]:
-    """Return where the targets have the tensor of each name: RecIS knows names alone."""
-    return {leaf.name: leaf.path for leaf in targets.in_place}
+def _paths(targets: DenseTargets, dense: Collection[str]) -> dict[str, tuple[Any, ...]]:
+    """Return where the targets have the tensor of each name: RecIS knows names alone, and a table may have the same."""
+    paths = {leaf.name: leaf.path for leaf in targets.in_place}
+    plain = {path_name(leaf.path): leaf.path for leaf in targets.in_place if leaf.name not in dense}
+    return {**plain, **paths}
 
 
 def _slices(plan: LoadPlan) -> set[tuple[int, str]]:

@@ -111,7 +111,7 @@ def _slice(item: CutTable) -> Shard:
 
 
 def _dense_blocks(cut: Cut) -> Iterable[OutBlock]:
-    names = tensor_names(cut.flat.tree, tables=[item.name for item in cut.tables])
+    names = tensor_names(cut.flat.tree)
     for leaf, (tensor, name) in enumerate(zip(cut.flat.tensors, names, strict=True)):
         if leaf in cut.flat.sharded:
             what = f"tensor {name!r} is spread over ranks"

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
-from asyncckpt.format.tree import TENSOR, Node, Path
+from asyncckpt.format.tree import TENSOR, Node, Path, unique_names
 from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, dense_blocks, placed_blocks
 from asyncckpt.formats.recis.directory import RecisDirectory, StoredArray, StoredPart
 from asyncckpt.formats.recis.names import EMBEDDING_SLOT, STEP_FILTER_SLOT, default_columns
@@ -80,7 +80,9 @@ def as_chain(directory: RecisDirectory, wanted: StoredAs) -> Chain:
         blocks = [block for name, part in tables for block in _table_blocks(name, part, columns[name], wanted)]
         if rank == 0:
             blocks += [
-                block for name, array in directory.dense.items() for block in dense_blocks(name, array, leaves[name])
+                block
+                for name, array in directory.dense.items()
+                for block in dense_blocks(_block_name(name, directory), array, leaves[name])
             ]
         facts = tuple(TableFacts(name=name, rows_count=part.rows_count, shard=part.shard) for name, part in tables)
         listed.append(RankPart(rank=rank, tables=facts, tree=tree, values=(), blocks=tuple(blocks)))
@@ -183,6 +185,12 @@ def _row_shape(table: str, slot: str, column: str, array: StoredArray, schema: T
             )
         return own
     return () if slot == STEP_FILTER_SLOT and own == (1,) else own
+
+
+def _block_name(name: str, directory: RecisDirectory) -> str:
+    """Return what a dense tensor is called here: never as a table is."""
+    tables, dense = directory.tables, directory.dense
+    return unique_names([name], taken=(*tables, *dense))[0] if name in tables else name
 
 
 def _tree(dense: Mapping[str, StoredArray], paths: Mapping[str, Path]) -> tuple[Node, dict[str, int]]:

@@ -37,11 +37,11 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
 from asyncckpt.format.weights_only import why_refused
 from asyncckpt.formats.conversion import ExportReport, chain_to_export, warn_of_tables
-from asyncckpt.formats.data_files import READ_THREADS
 from asyncckpt.formats.torch_file.archive import read_archive
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, BusyPolicy, Durability
 from asyncckpt.plan.contents import Contents, contents_of
+from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.file_memory import FileMemory
 from asyncckpt.storage.directory import check_path, io_failed

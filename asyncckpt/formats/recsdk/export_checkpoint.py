@@ -1,0 +1,295 @@
+"""Export the tables of a checkpoint of ours as RecSDK's files: with ranks merged, or with a folder for each rank.
+
+1. Make a folder with a name of its own beside the target (commit/new_entry.py).
+2. Write the arrays of every table and rank, and sync them; `meta.ini` last, where ranks are merged.
+3. Open it as a checkpoint of RecSDK, which checks sizes and keys; with `verify`, compare every byte of the arrays.
+4. Give the folder its name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from asyncckpt.arguments import check_choice, check_int, check_type
+from asyncckpt.commit.chain import read_chain
+from asyncckpt.commit.discover import look_again, newest_step
+from asyncckpt.commit.new_entry import NewEntry, check_is_free
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.embcache.recsdk_files import (
+    ADMIT_COUNT,
+    ATTRIBUTE_FILE,
+    DATA_FILE,
+    EMBEDDING,
+    EVICT_KEY_FILE,
+    EVICT_TIME_FILE,
+    EVICT_TIMESTAMP,
+    KEY,
+    META_FILE,
+    MOMENTUM,
+)
+from asyncckpt.engine.process.future import as_checkpoint_error
+from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
+from asyncckpt.format.limits import check_step
+from asyncckpt.format.manifest import Chain
+from asyncckpt.format.tree import path_name
+from asyncckpt.formats.exported_table import ExportedTable
+from asyncckpt.formats.plain_files import OutArray, WrittenArrays, write_plain_files, write_small_file
+from asyncckpt.formats.recsdk.open_files import OpenRecsdk
+from asyncckpt.model.block import BlockSpec
+from asyncckpt.model.source import ByteSource
+from asyncckpt.model.table import ID_COLUMN, Role
+from asyncckpt.model.table_shard import Shard
+from asyncckpt.native import Progress
+from asyncckpt.options import DURABILITIES, Durability, SaveOptions
+from asyncckpt.plan.contents import Contents, contents_of
+from asyncckpt.shard.reader import ChainReader
+from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.directory import Directory, check_path
+from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
+from asyncckpt.tables.slots import EMBEDDING_COLUMN
+
+SHARDS_MAX = 65_536
+NAME_BYTES_MAX = 100
+NAMES_EXPECTED = "a name of at most 100 bytes, no number of 14 digits, without '/'"
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported, of which step.
+
+    rows      of every table
+    left_out  names of tensors, plain values, columns (`table@column`) and tables that RecSDK has no place for
+    """
+
+    step: int
+    path: Path
+    shards_count: int | None
+    rows: Mapping[str, int]
+    left_out: tuple[str, ...]
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What to export, checked. folders: of every table, the folder of RecSDK of each column that it takes."""
+
+    chain: Chain
+    contents: Contents
+    shards_count: int | None
+    folders: Mapping[str, Mapping[str, str]]
+    left_out: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of what is stored, about what is going to be written."""
+        return sum(self.chain.blocks[number].placed.spec.bytes for number in self.contents.blocks())
+
+    @staticmethod
+    def of(chain: Chain, *, shards: int | None, columns: Mapping[str, str] | None) -> ExportPlan:
+        """Check everything. UsageError, UnsupportedError, CorruptError."""
+        contents = contents_of(chain)
+        folders: dict[str, dict[str, str]] = {}
+        left_out = [*contents.dense, *map(path_name, contents.values)]
+        for name, table in contents.tables.items():
+            specs = {column: chain.blocks[blocks[0]].placed.spec for column, blocks in table.columns.items()}
+            if EMBEDDING_COLUMN not in specs:
+                left_out.append(name)
+                continue
+            folders[name] = _folders_of(name, specs, columns)
+            left_out += [f"{name}@{column}" for column in specs if column not in folders[name]]
+        return ExportPlan(chain, contents, shards, folders, tuple(left_out))
+
+    def report(self, path: Path) -> ExportReport:
+        """Return what is known before anything is read: rows of deltas are counted when they are folded."""
+        rows = {name: sum(layer.rows_count for layer in self.contents.tables[name].layers) for name in self.folders}
+        return ExportReport(self.chain.step, path, self.shards_count, rows, self.left_out)
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    recsdk_dir: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    shards: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    durability: Durability = "fsync",
+    verify: bool = True,
+) -> ExportReport:
+    """Write the tables of a checkpoint (default: the newest) as RecSDK reads them; they are there all at once, or not.
+
+    recsdk_dir  is made, with its parents; ConflictError when there is something under this name
+    shards      None: ranks merged, and `meta.ini`, as RecSDK has it since 2026. A number: so many rank folders, as it
+                had them before; a rank has the ids whose unsigned value modulo their number is the rank
+    columns     momentum -> optimizer slot, as {"momentum1": "sum"}; None: all slots in their order
+    verify      read all of it once more before it gets its name, and compare
+
+    Ids are `key`, the embedding is `embedding`, slots are `momentum1`, `momentum2`, ..., `count` is `admit_count`, and
+    `last_seen` is `evict_timestamp`. What has no place there is left out, and reported. Nothing is under the name when
+    an error is raised: NotFoundError, CorruptError, UsageError, UnsupportedError for rows that are not float32 and
+    for names, IOFailedError; but IndeterminateError says that it is there, and perhaps not durable. Takes 300 MiB, and
+    16 to 40 bytes for each row of the largest table.
+    """
+    check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
+    check_choice("durability", durability, DURABILITIES)
+    check_type("verify", verify, bool)
+    source, target = check_path(path), check_path(recsdk_dir)
+    options = SaveOptions(durability=durability)
+    return run_export(
+        source, target, check_step(step), options, Progress(), verify=verify, shards=shards, columns=columns
+    )
+
+
+@uninterrupted
+def run_export(
+    path: Path,
+    target: Path,
+    step: int | None,
+    options: SaveOptions,
+    progress: Progress,
+    *,
+    verify: bool,
+    shards: int | None,
+    columns: Mapping[str, str] | None,
+) -> ExportReport:
+    """Do the same, with arguments that are checked, and say how far it is."""
+    begun = time.perf_counter()
+    with CheckpointRoot.for_reading(path) as root:
+
+        def look() -> tuple[ExportPlan, ChainReader]:
+            chain = read_chain(root, newest_step(root) if step is None else step)
+            plan = ExportPlan.of(chain, shards=shards, columns=columns)
+            return plan, ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
+
+        check_is_free(target)
+        plan, reader = look_again(root, look)
+        with reader, NewEntry(target, kind="recsdk", durability=options.durability) as entry:
+            try:
+                writer = _Writer(entry.make_folder(), options, progress)
+                rows = writer.write(plan, reader)
+                entry.sync()
+                with OpenRecsdk.open(entry.temporary) as found:
+                    if verify:
+                        written = WrittenArrays(writer.bytes_written, writer.digests)
+                        written.check(found, [array for array in found.arrays if array.bytes], target, progress)
+                entry.give_name(lambda: _is_there(target))
+            except (OSError, MemoryError) as error:
+                raise as_checkpoint_error(error, plan.chain.step) from error
+    seconds = time.perf_counter() - begun
+    done = plan.report(target)
+    return ExportReport(done.step, target, shards, rows, done.left_out, writer.bytes_written, seconds)
+
+
+class _Writer:
+    """Writes tables below a folder. digests: of every array, by its path below."""
+
+    def __init__(self, folder: Directory, options: SaveOptions, progress: Progress) -> None:
+        self._folder, self._options, self._progress = folder, options, progress
+        self.digests: dict[str, bytes] = {}
+        self.bytes_written = 0
+
+    def write(self, plan: ExportPlan, reader: ChainReader) -> dict[str, int]:
+        """Write all tables; return the rows of each."""
+        rows: dict[str, int] = {}
+        for name, folders in plan.folders.items():
+            exported = ExportedTable(plan.contents.tables[name], reader)
+            rows[name] = 0
+            with self._folder.make_folder(name) as table:
+                if plan.shards_count is None:
+                    rows[name] = self._write_part(table, (name,), exported, folders, (0, 1))
+                for rank in range(plan.shards_count or 0):
+                    with table.make_folder(f"rank{rank}") as part:
+                        place, shard = (name, f"rank{rank}"), (rank, plan.shards_count or 1)
+                        rows[name] += self._write_part(part, place, exported, folders, shard)
+                self._sync(table)
+        if plan.shards_count is None:
+            write_small_file(self._folder, META_FILE, b"incremental=False\n", self._options)
+        return rows
+
+    def _write_part(
+        self,
+        folder: Directory,
+        place: tuple[str, ...],
+        exported: ExportedTable,
+        folders: Mapping[str, str],
+        shard: Shard,
+    ) -> int:
+        """Write the rows of one shard; return how many."""
+        count = 0
+        for column, spec, source in exported.columns(shard):
+            if column not in folders:
+                continue
+            count = spec.shape[0]
+            name = folders[column]
+            with folder.make_folder(name) as below:
+                if name == EVICT_TIMESTAMP:
+                    [(ids, keys)] = [(own, keys) for each, own, keys in exported.columns(shard) if each == ID_COLUMN]
+                    self._write_array(below, (*place, name, EVICT_KEY_FILE), ids, keys)
+                    self._write_array(below, (*place, name, EVICT_TIME_FILE), spec, source)
+                else:
+                    numbers = np.array([spec.stored_itemsize, *spec.shape], dtype="<i8")
+                    write_small_file(below, ATTRIBUTE_FILE, numbers.tobytes(), self._options)
+                    self._write_array(below, (*place, name, DATA_FILE), spec, source)
+                self._sync(below)
+        self._sync(folder)
+        return count
+
+    def _write_array(self, folder: Directory, place: tuple[str, ...], spec: BlockSpec, source: ByteSource) -> None:
+        key, name = "/".join(place), place[-1]
+        if not spec.bytes:
+            write_small_file(folder, name, b"", self._options)
+            return
+        array = OutArray(key, spec.stored_dtype, spec, source)
+        written = write_plain_files([(name, [array])], folder, self._options, self._progress, has_header=False)
+        self.digests |= written.digests
+        self.bytes_written += written.bytes_count
+
+    def _sync(self, folder: Directory) -> None:
+        if self._options.durability == "fsync":
+            folder.sync()
+
+
+def _folders_of(table: str, specs: Mapping[str, BlockSpec], columns: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the folder of every column that RecSDK has a place for. UsageError, UnsupportedError."""
+    is_bad = "/" in table or "\\" in table or "\0" in table or table in ("", ".", "..", META_FILE)
+    if is_bad or len(table.encode()) > NAME_BYTES_MAX or (len(table) == 14 and table.isdecimal()):
+        raise UnsupportedError(f"table {table!r} cannot be written for RecSDK", expected=NAMES_EXPECTED)
+    slots = [column for column, spec in specs.items() if spec.role is Role.OPTIMIZER]
+    chosen = slots if columns is None else _chosen(columns, slots, table)
+    for column in (EMBEDDING_COLUMN, *chosen):
+        spec = specs[column]
+        if spec.dtype != "float32" or len(spec.shape) != 2:
+            what = f"column {column!r} of table {table!r} has rows that RecSDK does not have"
+            hint = None if column == EMBEDDING_COLUMN else "columns={'momentum1': ...} chooses slots"
+            raise UnsupportedError(what, found=(spec.dtype, spec.shape[1:]), expected="float32 [dim]", hint=hint)
+    folders = {ID_COLUMN: KEY, EMBEDDING_COLUMN: EMBEDDING}
+    folders |= {column: f"{MOMENTUM}{number}" for number, column in enumerate(chosen, 1)}
+    for column, folder in ((COUNT_COLUMN, ADMIT_COUNT), (LAST_SEEN_COLUMN, EVICT_TIMESTAMP)):
+        if column in specs and specs[column].dtype == "int64" and len(specs[column].shape) == 1:
+            folders[column] = folder
+    return folders
+
+
+def _chosen(columns: Mapping[str, str], slots: Sequence[str], table: str) -> list[str]:
+    names = [f"{MOMENTUM}{number}" for number in range(1, len(columns) + 1)]
+    if not isinstance(columns, Mapping) or sorted(columns) != sorted(names):
+        raise UsageError("columns is no mapping of momentum1, momentum2, ... to slots", found=columns)
+    chosen = [columns[name] for name in names]
+    if not set(chosen) <= set(slots) or len(set(chosen)) != len(chosen):
+        raise UsageError(f"columns does not name optimizer slots of table {table!r}", found=chosen, expected=slots)
+    return chosen
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a checkpoint is there, and complete."""
+    try:
+        OpenRecsdk.open(path).close()
+    except NotFoundError:
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""What RecSDK wrote comes in bit for bit, and goes out as its files: checked by NumPy alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import asyncckpt
+from asyncckpt.embcache import PathRules, Saver
+from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, UsageError
+from asyncckpt.formats import recsdk
+from tests.embcache.models import Net, image
+from tests.embcache.recsdk_writer import Rows, write_merged, write_ranks
+from tests.program import invoke
+
+ANYWHERE = PathRules(permission_max=0o777, sensitive_words=(), owner_checked=False)
+
+
+def rows_of(seed: int = 0, **more: Any) -> Rows:
+    return Rows.random(seed, momenta=2, counts=True, seen=True, **more)
+
+
+def loaded(path: Path, name: str) -> dict[str, torch.Tensor]:
+    """The rows of a table in the order of their ids."""
+    found = asyncckpt.load(path, tables=True)[name]
+    order = found["id"].argsort()
+    return {column: values[order] for column, values in found.items()}
+
+
+def check_table(found: dict[str, torch.Tensor], rows: Rows) -> None:
+    order = np.argsort(rows.ids)
+    assert rows.counts is not None
+    assert rows.seen is not None
+    wanted: dict[str, NDArray[Any]] = {
+        "id": rows.ids,
+        "embedding": rows.embedding,
+        "m": rows.momenta[0],
+        "v": rows.momenta[1],
+        "count": np.maximum(rows.counts, 0),
+        "last_seen": np.array([rows.seen.get(id, 0) for id in rows.ids.tolist()], dtype=np.int64),
+    }
+    assert found.keys() == wanted.keys()
+    for column, values in wanted.items():
+        assert np.array_equal(found[column].numpy(), values[order]), column
+
+
+def read_part(folder: Path) -> Rows:
+    """Read the folders of one rank by RecSDK's rules."""
+    assert {path.name for path in folder.iterdir()} >= {"key", "embedding"}
+
+    def array(name: str, dtype: str) -> NDArray[Any]:
+        assert {path.name for path in (folder / name).iterdir()} == {"slice.attribute", "slice.data"}
+        itemsize, *shape = np.fromfile(folder / name / "slice.attribute", "<i8").tolist()
+        assert itemsize == np.dtype(dtype).itemsize
+        values = np.fromfile(folder / name / "slice.data", dtype)
+        assert (folder / name / "slice.data").stat().st_size == itemsize * int(np.prod(shape))
+        return values.reshape(shape)
+
+    seen = folder / "evict_timestamp"
+    names = sorted(path.name for path in folder.iterdir() if path.name.startswith("momentum"))
+    assert names == [f"momentum{number + 1}" for number in range(len(names))]
+    return Rows(
+        ids=array("key", "<i8"),
+        embedding=array("embedding", "<f4"),
+        momenta=tuple(array(name, "<f4") for name in names),
+        counts=array("admit_count", "<i8") if (folder / "admit_count").exists() else None,
+        seen=dict(
+            zip(
+                np.fromfile(seen / "slice_evict_key.data", "<i8").tolist(),
+                np.fromfile(seen / "slice_evict_ts.data", "<i8").tolist(),
+                strict=True,
+            )
+        )
+        if seen.exists()
+        else None,
+    )
+
+
+COLUMNS = {"momentum1": "m", "momentum2": "v"}
+
+
+@pytest.mark.parametrize("form", ["merged", "ranks", "timestamps"])
+def test_there_and_back_is_bit_for_bit(tmp_path: Path, form: str) -> None:
+    user, item, none = rows_of(), rows_of(1, dim=6), rows_of(2).take(np.zeros(205, dtype=bool)[: len(rows_of(2).ids)])
+    tables = {"user": user, "item.big": item, "none": none}
+    if form == "merged":
+        write_merged(tmp_path / "old", tables)
+    else:
+        timestamp = "20260102030405" if form == "timestamps" else ""
+        write_ranks(tmp_path / "old", {name: rows.split(3) for name, rows in tables.items()}, timestamp=timestamp)
+    done = recsdk.import_checkpoint(tmp_path / "old", tmp_path / "run", step=7, columns=COLUMNS)
+    assert (done.step, done.rows_count) == (7, len(user.ids) + len(item.ids))
+    for name, rows in tables.items():
+        if len(rows.ids):
+            check_table(loaded(tmp_path / "run", name), rows)
+    for shards in (None, 1, 4):
+        out = tmp_path / f"out-{shards}"
+        report = recsdk.export_checkpoint(tmp_path / "run", out, shards=shards)
+        assert (report.step, report.left_out) == (7, ())
+        assert report.rows == {name: len(rows.ids) for name, rows in tables.items()}
+        assert {path.name for path in out.iterdir()} == {*tables, *(["meta.ini"] if shards is None else [])}
+        if shards is None:
+            assert (out / "meta.ini").read_text() == "incremental=False\n"
+        for name, rows in tables.items():
+            places = [out / name] if shards is None else [out / name / f"rank{rank}" for rank in range(shards)]
+            parts = [read_part(place) for place in places]
+            for rank, part in enumerate(parts):
+                assert all(id % 2**64 % len(parts) == rank for id in part.ids.tolist())
+            check_same(parts, rows)
+        recsdk.import_checkpoint(out, tmp_path / f"again-{shards}", columns=COLUMNS)
+        check_table(loaded(tmp_path / f"again-{shards}", "user"), user)
+
+
+def check_same(parts: list[Rows], rows: Rows) -> None:
+    ids = np.concatenate([part.ids for part in parts])
+    order, wanted = np.argsort(ids), np.argsort(rows.ids)
+    assert np.array_equal(ids[order], rows.ids[wanted])
+    assert np.array_equal(np.concatenate([part.embedding for part in parts])[order], rows.embedding[wanted])
+    for number, momentum in enumerate(rows.momenta):
+        assert np.array_equal(np.concatenate([part.momenta[number] for part in parts])[order], momentum[wanted])
+    seen = {id: at for part in parts for id, at in (part.seen or {}).items()}
+    assert seen == {id: (rows.seen or {}).get(id, 0) for id in rows.ids.tolist()}
+
+
+def test_tables_of_a_model_go_there_and_load_from_there(tmp_path: Path) -> None:
+    net = Net().trained(range(8))
+    with Saver(rank=0, path_rules=ANYWHERE) as saver:
+        saver.save(net, tmp_path / "run")
+        for shards in (None, 2):
+            recsdk.export_checkpoint(tmp_path / "run", tmp_path / f"out-{shards}", shards=shards)
+            other = Net()
+            report = saver.load(other, tmp_path / f"out-{shards}")
+            assert report.layout == ("recsdk merged" if shards is None else "recsdk ranks")
+            assert image(other) == image(net)
+
+
+def test_deltas_are_folded_and_what_has_no_place_is_listed(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2, metadata={"odd": torch.float32})
+    table.insert(torch.arange(50), torch.randn(50, 2))
+    state = {"w": torch.ones(2), "epoch": 3}
+    with asyncckpt.Saver(path=tmp_path / "run", hashtables={"user": table}, tensors=state) as saver:
+        saver.save(1, kind="full")
+        table.insert(torch.arange(40, 60), torch.ones(20, 2))
+        table.remove(torch.arange(10))
+        saver.save(2, kind="delta")
+    report = recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert report.left_out == ("w", "epoch", "user@odd")
+    part = read_part(tmp_path / "out" / "user")
+    assert sorted(part.ids.tolist()) == list(range(10, 60))
+    order = np.argsort(part.ids)
+    assert np.array_equal(part.embedding[order], table.read(torch.arange(10, 60))["embedding"].numpy())
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    write_merged(tmp_path / "old", {"user": rows_of()})
+    write_merged(tmp_path / "some", {"user": rows_of()}, incremental=True)
+    write_merged(tmp_path / "named", {"a@b": rows_of()})
+    refused: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
+        (UnsupportedError, "only rows that were used", "some", {}),
+        (UnsupportedError, "cannot be imported", "named", {}),
+        (UsageError, "no mapping", "old", {"columns": ["m"]}),
+        (UsageError, "no table has", "old", {"columns": {"momentum3": "m"}}),
+        (UsageError, "no fitting names", "old", {"columns": {"momentum1": "m", "momentum2": "m"}}),
+        (UsageError, "no fitting names", "old", {"columns": {"momentum1": "id"}}),
+        (UsageError, "parallel", "old", {"parallel": 0}),
+    ]
+    for kind, words, source, more in refused:
+        with pytest.raises(kind, match=words):
+            recsdk.import_checkpoint(tmp_path / source, tmp_path / "run", **more)
+        assert not (tmp_path / "run").exists()
+    half = asyncckpt.HashTable("user", 2, dtype=torch.bfloat16)
+    asyncckpt.save(tmp_path / "half", {}, hashtables={"user": half})
+    long = asyncckpt.HashTable("user", 2, optimizer_slots={"a": torch.float32})
+    for name in ("x" * 101, "a/b", "20260101000000"):
+        asyncckpt.save(tmp_path / f"names-{len(name)}", {}, hashtables={name: long})
+        with pytest.raises(UnsupportedError, match="cannot be written"):
+            recsdk.export_checkpoint(tmp_path / f"names-{len(name)}", tmp_path / "out")
+    asyncckpt.save(tmp_path / "long", {}, hashtables={"user": long})
+    with pytest.raises(UnsupportedError, match="'embedding' of table 'user' has rows"):
+        recsdk.export_checkpoint(tmp_path / "half", tmp_path / "out")
+    for columns in ({"momentum2": "a"}, {"momentum1": "b"}):
+        with pytest.raises(UsageError, match="columns"):
+            recsdk.export_checkpoint(tmp_path / "long", tmp_path / "out", columns=columns)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_taken_and_damage_leave_nothing(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2)
+    table.insert(torch.arange(5000), torch.randn(5000, 2))
+    asyncckpt.save(tmp_path / "run", {}, hashtables={"user": table})
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConflictError, match="exists already"):
+        recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out")
+    [shard] = (tmp_path / "run" / "data").glob("*/*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(CorruptError, match="another digest"):
+        recsdk.export_checkpoint(tmp_path / "run", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_the_commands_do_the_same(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "old", {"user": rows_of().split(2)})
+    for more in (["--dry-run"], []):
+        done = invoke(
+            "import", "recsdk", tmp_path / "old", tmp_path / "run", "--column", "momentum1=m", "--json", *more
+        )
+        assert json.loads(done.output)["tables"] == {"user": len(rows_of().ids)}
+    for more in (["--dry-run"], []):
+        done = invoke("export", "recsdk", tmp_path / "run", tmp_path / "out", "--shards", "3", "--json", *more)
+        facts = json.loads(done.output)
+        assert (facts["tables"], facts["shards"]) == ({"user": len(rows_of().ids)}, 3)
+    assert len(list((tmp_path / "out" / "user").iterdir())) == 3
