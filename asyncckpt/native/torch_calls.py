@@ -26,6 +26,8 @@ from asyncckpt.native.tensors import TENSOR, Places, Tensors, TorchCalls
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _NAMES = ("dim", "sizes", "strides", "storage_offset", "storage_size", "data_ptr", "dtype", "device_type")
 _FUNCTIONS = tuple(f"aoti_torch_get_{name}" for name in (*_NAMES, "device_index"))
+# Torch 2.4 does not tell the dispatch keys of a tensor.
+CAN_READ = core.implementation == "native" and hasattr(torch._C.DispatchKeySet, "raw_repr")
 _WORD_BYTES = 8
 _TENSOR_WORDS = 24  # No torch's tensor has fewer.
 # What torch, ctypes and the loader raise for what they do not have or cannot do.
@@ -62,7 +64,7 @@ class KnownTensors:
 @lru_cache(maxsize=1)
 def torch_calls() -> TorchCalls | None:
     """Return how to read tensors; None where that is not known or the core is the twin."""
-    if core.implementation != "native":
+    if not CAN_READ:
         return None
     try:
         return _find()
