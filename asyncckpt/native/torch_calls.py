@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from asyncckpt.native import I64, core
 from asyncckpt.native.tensors import TENSOR, Places, Tensors, TorchCalls
@@ -58,18 +59,28 @@ class KnownTensors:
         if len(tensors) != count:
             return None
         objects = np.fromiter(tensors, dtype=object, count=count)  # Which keeps them alive during the call.
-        return core.tensor_places(self.calls, objects, self.tensors, self.shapes)
+        # On this thread alone: torch makes the memory of a lazy clone when it is asked where that is.
+        return core.tensor_places(self.calls, objects, self.tensors, self.shapes, threads=1)
 
 
-@lru_cache(maxsize=1)
 def torch_calls() -> TorchCalls | None:
     """Return how to read tensors; None where that is not known or the core is the twin."""
     if not CAN_READ:
         return None
     try:
-        return _find()
+        return _found()
     except _MISSING:
         return None
+
+
+@lru_cache(maxsize=1)
+def _found() -> TorchCalls:
+    """Find it once. What fails is tried again for the next plan: something of the caller's may have been in the way."""
+    with torch.inference_mode(False), _disable_current_modes():
+        calls = _find()
+    if calls is None:
+        raise RuntimeError("torch's tensors are not where they were looked for")
+    return calls
 
 
 def _find() -> TorchCalls | None:

@@ -25,7 +25,18 @@ import torch
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.tree import VALUE, Key, Node, Path, descend, empty_paths, leaves, path_name, tensor_names
+from asyncckpt.format.tree import (
+    VALUE,
+    Key,
+    Node,
+    Path,
+    descend,
+    empty_paths,
+    leaves,
+    path_name,
+    tensor_names,
+    tensor_paths,
+)
 from asyncckpt.model.sharded import Piece
 from asyncckpt.plan.contents import StoredDense
 from asyncckpt.plan.leaf_checks import check_leaf
@@ -104,7 +115,7 @@ class DenseTargets:
     without anything in them.
 
     scalars: by the names of their targets, the arrays that are filled in place of NumPy scalars, which nobody can
-    write to; the caller gets them back as values.
+    write to; the caller gets them back as values. leaf_paths: of all tensors in the state, in its order.
     """
 
     in_place: tuple[InPlace, ...]
@@ -112,6 +123,7 @@ class DenseTargets:
     values: tuple[Path, ...]
     empty: tuple[Path, ...] = ()
     scalars: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    leaf_paths: tuple[Path, ...] = ()
 
     @cached_property
     def _owners(self) -> dict[Path, Rebuilt]:
@@ -152,7 +164,8 @@ def dense_targets(state: Mapping[str, Any], *, tables: Iterator[str]) -> DenseTa
         if item is None or item.is_module:
             in_place.append(writable(names[number], path, leaf))
     empty = tuple(path for path in empty_paths(flat.tree) if path)
-    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty=empty, scalars=scalars)
+    paths = tuple(tensor_paths(flat.tree))
+    return DenseTargets(tuple(in_place), tuple(owners.values()), tuple(outside), empty, scalars, paths)
 
 
 def owner_of(path: Path, owners: Mapping[Path, T]) -> T | None:

@@ -13,6 +13,7 @@ import torch
 
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
+from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
 from asyncckpt.native.tensors import Places
 from asyncckpt.plan.dense_blocks import BY_HOST, BY_TORCH, CopyWays, TensorPieces
@@ -31,22 +32,27 @@ class LiveTensors:
     def of(
         tensors: Sequence[torch.Tensor], ways: CopyWays, *, name: Callable[[int], str], places: Places | None = None
     ) -> LiveTensors:
-        """Read the addresses; UsageError naming a tensor whose storage was freed or shrunk.
+        """Read the addresses; UsageError naming a tensor without memory, or whose storage was freed or shrunk.
 
         places: where the tensors are, if the caller has just read that.
         """
+        by_address = ways.way != BY_TORCH
         if places is not None:
             ends = places["offset"] * ways.itemsizes + ways.bytes
-            by_address = ways.way != BY_TORCH
             for number in np.flatnonzero(by_address & (ways.bytes > 0) & (ends > places["storage_bytes"])).tolist():
                 check_extent(tensors[number], name(number))
-            return LiveTensors(tensors, ways, begins=np.where(by_address, places["address"], np.uint64(0)))
-        numbers = np.flatnonzero(ways.way != BY_TORCH)
-        own = tensors if len(numbers) == len(tensors) else [tensors[number] for number in numbers.tolist()]
-        for index in shrunk_storages(own, bytes=ways.bytes[numbers], itemsizes=ways.itemsizes[numbers]):
-            check_extent(own[index], name(int(numbers[index])))
-        begins = np.zeros(len(tensors), dtype=np.uint64)
-        begins[numbers] = addresses(own)
+            begins = np.where(by_address, places["address"], np.uint64(0))
+        else:
+            numbers = np.flatnonzero(by_address)
+            own = tensors if len(numbers) == len(tensors) else [tensors[number] for number in numbers.tolist()]
+            for index in shrunk_storages(own, bytes=ways.bytes[numbers], itemsizes=ways.itemsizes[numbers]):
+                check_extent(own[index], name(int(numbers[index])))
+            begins = np.zeros(len(tensors), dtype=np.uint64)
+            begins[numbers] = addresses(own)
+        for number in np.flatnonzero(by_address & (ways.bytes > 0) & (begins == 0)).tolist():
+            raise UsageError(
+                f"tensor {name(number)!r} has no memory", hint="it stands for values that torch has not made"
+            )
         return LiveTensors(tensors=tensors, ways=ways, begins=begins)
 
 

@@ -133,7 +133,9 @@ def _misfits(leaf: Any, stored: StoredTensor) -> list[str]:
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether numbers stay what they are, but for the precision of a floating point dtype."""
-    return wanted.is_floating_point and not stored.is_complex and stored is not torch.bool
+    if not wanted.is_floating_point or stored.is_complex or stored is torch.bool:
+        return False
+    return stored.is_floating_point or torch.finfo(wanted).max >= torch.iinfo(stored).max
 
 
 def _wanted(leaf: Any, stored: StoredTensor) -> _Wanted:

@@ -79,6 +79,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "freed": lambda tensor: tensor.untyped_storage().resize_(0),
     "meta": lambda tensor: tensor.to("meta"),
     "sparse": lambda tensor: tensor.to_sparse(),
+    "zeros without memory": lambda tensor: torch._efficientzerotensor(tuple(tensor.shape)),
+    "functional": torch._to_functional_tensor,
 }
 
 
@@ -130,10 +132,13 @@ def test_a_fact_that_is_not_compared_would_be_found(tmp_path: Path, monkeypatch:
     assert any("step" in mistake for mistake in mistakes(tmp_path / "d", seed=1))
 
 
+@pytest.mark.parametrize("deltas", [None, asyncckpt.DeltaPolicy()], ids=["full", "deltas"])
 @pytest.mark.parametrize("kind", sorted(REFUSED))
-def test_what_cannot_be_saved_any_more_is_refused_and_named(tmp_path: Path, kind: str) -> None:
+def test_what_cannot_be_saved_any_more_is_refused_and_named(
+    tmp_path: Path, kind: str, deltas: asyncckpt.DeltaPolicy | None
+) -> None:
     state = {"kept": torch.ones(4), "lost": torch.full((4, 6), 5.0)}
-    with asyncckpt.Saver(path=tmp_path / "d", tensors=state, durability="none") as saver:
+    with asyncckpt.Saver(path=tmp_path / "d", tensors=state, durability="none", deltas=deltas) as saver:
         for _ in range(3):
             saver.save_async().result(60)
         lost = state["lost"]

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,38 @@ def test_a_dense_tensor_may_have_the_name_of_a_table(tmp_path: Path) -> None:
         tables, found = check_rules(tmp_path / name, shards=1, parallel=2)
         same_rows(tables["user"], rows)
         same_dense(found, dense)
+
+
+LIKE_TABLES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("user", {"user": 1.0, "user#2": 2.0}),
+    ("user", {"user#2": 2.0, "user": 1.0, "user#3": 3.0}),
+    ("a.b", {"a.b": 1.0, "a": {"b": 2.0}}),
+    ("a.b", {"a": {"b": 2.0}, "a.b": 1.0}),
+)
+
+
+def tensors_of(numbers: Mapping[str, Any], factor: float = 1.0) -> dict[str, Any]:
+    return {
+        name: tensors_of(number, factor) if isinstance(number, dict) else torch.full((2,), number * factor)
+        for name, number in numbers.items()
+    }
+
+
+@pytest.mark.parametrize("way", ["save", "export"])
+@pytest.mark.parametrize(("table", "numbers"), LIKE_TABLES)
+def test_tensors_of_one_dotted_name_stay_apart_beside_a_table_of_that_name(
+    tmp_path: Path, table: str, numbers: Mapping[str, Any], way: str
+) -> None:
+    tables = {table: asyncckpt.HashTable(table, 2)}
+    tables[table].insert(torch.arange(3), torch.ones(3, 2))
+    if way == "save":
+        recis.save(tmp_path / "out", tables, tensors_of(numbers))
+    else:
+        asyncckpt.save(tmp_path / "run", tensors_of(numbers), hashtables=tables)
+        recis.export_checkpoint(tmp_path / "run", tmp_path / "out")
+    loaded = tensors_of(numbers, factor=0.0)
+    recis.Loader(tmp_path / "out", tables, loaded).load()
+    assert str(loaded) == str(tensors_of(numbers))
 
 
 def test_what_recis_cannot_have_is_refused(tmp_path: Path) -> None:

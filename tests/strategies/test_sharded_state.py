@@ -141,7 +141,11 @@ def test_integers_load_as_floating_point_numbers(tmp_path: Path, stored: torch.d
 
 
 @pytest.mark.parametrize(
-    ("stored", "wanted"), [(torch.float32, torch.int64), (torch.bool, torch.float32), (torch.int64, torch.int32)]
+    ("stored", "wanted"),
+    [
+        *((torch.float32, torch.int64), (torch.bool, torch.float32), (torch.int64, torch.int32)),
+        *((torch.int64, torch.float16), (torch.int16, torch.float8_e4m3fn)),
+    ],
 )
 def test_dtypes_that_could_not_hold_the_values_are_refused(
     tmp_path: Path, stored: torch.dtype, wanted: torch.dtype

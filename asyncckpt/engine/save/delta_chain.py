@@ -196,7 +196,7 @@ def _version_of(item: CutTable, newest: ChainLink) -> CutVersion | None:
 
 def _bytes_of(rows: Sequence[TableRows], base: ChainLink, cut: Cut) -> int:
     """Return about what a delta will write, without tables that are compared row by row: nobody knows it yet."""
-    total = sum(tensor.nbytes for tensor in cut.flat.held)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in cut.flat.held)
     for chosen, item in zip(rows, cut.tables, strict=True):
         link = base.tables.get(item.name)
         if chosen.is_whole and link is not None and link.fingerprints is not None:

@@ -21,7 +21,7 @@ from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
-from asyncckpt.format.tree import path_name
+from asyncckpt.format.tree import path_name, unique_names
 from asyncckpt.formats.exported_table import ExportedTable
 from asyncckpt.formats.recis.names import slice_of
 from asyncckpt.formats.recis.out_names import check_names, out_spec, slots_of
@@ -79,7 +79,7 @@ class ExportPlan:
         names = check_names(columns, optimizer)
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
-        named = {_name_of(item, contents): item for item in contents.dense.values()}
+        named = _named(contents)
         for name, dense in named.items():
             out_spec(tensor_spec(dense), name, None)
         slots: dict[str, dict[str, str]] = {}
@@ -190,10 +190,11 @@ def run_export(
     )
 
 
-def _name_of(dense: StoredDense, contents: Contents) -> str:
-    """Return what RecIS calls a dense tensor: one that is `user#2` because a table is called `user`, `user`."""
-    plain = path_name(dense.path)
-    return plain if plain in contents.tables and plain not in contents.dense else dense.name
+def _named(contents: Contents) -> dict[str, StoredDense]:
+    """Return the dense tensors by what RecIS calls them: unique in the state's order, whatever tables are called."""
+    order = {path: number for number, path in enumerate(contents.leaf_paths)}
+    items = sorted(contents.dense.values(), key=lambda item: order.get(item.path, len(order)))
+    return dict(zip(unique_names(path_name(item.path) for item in items), items, strict=True))
 
 
 def _blocks(plan: ExportPlan, tables: Sequence[ExportedTable], reader: ChainReader, number: int) -> Iterator[OutBlock]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from asyncckpt.arguments import check_int, check_type
 from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, warn_if_empty, with_scalars
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.tree import path_name
+from asyncckpt.format.tree import path_name, unique_names
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import LoadReport
@@ -93,7 +93,7 @@ class Loader:
             step=check_step(step_of(directory)),
             schemas={name: table.schema() for name, table in self._tables.items()},
             columns=check_columns(self._columns, directory.slots),
-            paths=_paths(targets, directory.dense),
+            paths=_paths(targets),
         )
         chain = as_chain(directory, wanted)
         contents = contents_of(chain)
@@ -119,11 +119,11 @@ class Loader:
         return replace(with_scalars(report, targets), rows=rows, bytes_read=read)
 
 
-def _paths(targets: DenseTargets, dense: Collection[str]) -> dict[str, tuple[Any, ...]]:
-    """Return where the targets have the tensor of each name: RecIS knows names alone, and a table may have the same."""
-    paths = {leaf.name: leaf.path for leaf in targets.in_place}
-    plain = {path_name(leaf.path): leaf.path for leaf in targets.in_place if leaf.name not in dense}
-    return {**plain, **paths}
+def _paths(targets: DenseTargets) -> dict[str, tuple[Any, ...]]:
+    """Return where the targets have the tensor of each name: RecIS knows names alone, whatever tables are called."""
+    names = unique_names(map(path_name, targets.leaf_paths))
+    filled = {leaf.path for leaf in targets.in_place}
+    return {name: path for name, path in zip(names, targets.leaf_paths, strict=True) if path in filled}
 
 
 def _slices(plan: LoadPlan) -> set[tuple[int, str]]:

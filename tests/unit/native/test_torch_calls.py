@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncckpt.native import core, torch_calls
 from asyncckpt.native.torch_calls import KnownTensors
@@ -17,9 +21,9 @@ native_only = pytest.mark.skipif(not torch_calls.CAN_READ, reason="the twin read
 
 @pytest.fixture(autouse=True)
 def find_anew() -> object:
-    torch_calls.torch_calls.cache_clear()
+    torch_calls._found.cache_clear()
     yield
-    torch_calls.torch_calls.cache_clear()
+    torch_calls._found.cache_clear()
 
 
 @native_only
@@ -28,6 +32,26 @@ def test_this_torch_can_be_read() -> None:
     assert calls is not None
     tensor = torch.zeros(3)
     assert ctypes.c_uint64.from_address(id(tensor) + calls.tensor_offset).value == tensor._cdata
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("an operation of the library's in a mode of the caller's")
+
+
+@native_only
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, Refusing, FakeTensorMode])
+def test_a_mode_of_the_first_caller_is_not_in_the_way(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    with mode():
+        assert torch_calls.torch_calls() is not None
+
+
+@native_only
+def test_what_was_not_found_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_calls, "_find", lambda: None)
+        assert torch_calls.torch_calls() is None
+    assert torch_calls.torch_calls() is not None
 
 
 def is_read() -> bool:
@@ -42,7 +66,7 @@ def is_read() -> bool:
 @pytest.mark.parametrize("index", range(len(torch_calls._FUNCTIONS)))
 def test_a_missing_function_is_noticed(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_read()
-    torch_calls.torch_calls.cache_clear()
+    torch_calls._found.cache_clear()
     names = list(torch_calls._FUNCTIONS)
     names[index] += "_of_another_version"
     monkeypatch.setattr(torch_calls, "_FUNCTIONS", tuple(names))
@@ -63,7 +87,7 @@ def test_no_place_of_keys_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = torch_calls.torch_calls()
     assert calls is not None
     monkeypatch.setattr(torch_calls, "_TENSOR_WORDS", calls.keys_offset // 8)
-    torch_calls.torch_calls.cache_clear()
+    torch_calls._found.cache_clear()
     assert not is_read()
 
 
@@ -103,6 +127,20 @@ def test_many_tensors_and_none_are_known() -> None:
         if count:
             tensors[-1] = torch.empty(2)
             assert known.places(tensors) is None
+
+
+@native_only
+def test_views_of_a_lazy_clone_get_its_memory_once() -> None:
+    """Torch makes that memory when it is asked for an address; from two threads at once it would twice."""
+    base = torch.arange(40_000.0 * 4)
+    known = KnownTensors.of(list(base.split(4)))
+    assert known is not None
+    for _ in range(10):
+        clone = torch._lazy_clone(base)
+        places = known.places(list(clone.split(4)))
+        assert places is not None
+        assert places["address"].tolist() == list(range(clone.data_ptr(), clone.data_ptr() + 40_000 * 16, 16))
+        assert torch.equal(clone, base)
 
 
 class Marked(torch.Tensor):
