@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -45,10 +44,10 @@ from asyncckpt.formats.exported_table import ExportedTable
 from asyncckpt.formats.plain_files import OutArray, WrittenArrays, write_plain_files, write_small_file
 from asyncckpt.formats.recsdk.open_files import OpenRecsdk
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.source import ByteSource, SpanSource
+from asyncckpt.model.source import ByteSource, SpanSource, one_behind_the_other
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.model.table_shard import Shard
-from asyncckpt.native import I64, Progress
+from asyncckpt.native import I64, Progress, core
 from asyncckpt.options import DURABILITIES, Durability, SaveOptions
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.shard.reader import ChainReader
@@ -273,10 +272,8 @@ def _read(spec: BlockSpec, source: ByteSource) -> I64:
     """Read int64 numbers, all of them."""
     values = np.empty(spec.shape[0], dtype=np.int64)
     for begin in range(0, spec.bytes, WINDOW_BYTES):
-        at = values.ctypes.data + begin
-        for address, size in source.pieces(begin, min(begin + WINDOW_BYTES, spec.bytes)).tolist():
-            ctypes.memmove(at, address, size)
-            at += size
+        pieces = source.pieces(begin, min(begin + WINDOW_BYTES, spec.bytes))
+        core.copy(one_behind_the_other(pieces, values.ctypes.data + begin))
         source.release()
     return values
 
