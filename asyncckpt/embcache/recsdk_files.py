@@ -40,6 +40,8 @@ INT64, FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
 _TIMESTAMP = re.compile(r"[0-9]{14}")
 _RANK = re.compile(r"rank([0-9]{1,5})")
 _MOMENTUM = re.compile(MOMENTUM + r"([1-9][0-9]?)")
+_PART = re.compile(rf"{KEY}|{EMBEDDING}|{ADMIT_COUNT}|{EVICT_TIMESTAMP}|{_MOMENTUM.pattern}")
+_NOTHING = re.compile(r"(?!)")
 _INCREMENTAL = re.compile(r"\s*incremental\s*[=:]\s*(true|false)\s*", re.IGNORECASE)
 
 Place = tuple[str, ...]
@@ -113,7 +115,7 @@ def read_recsdk_checkpoint(path: Path) -> RecsdkCheckpoint:
     with Directory.open(path) as folder:
         is_merged = folder.exists(META_FILE)
         is_incremental = is_merged and _read_meta(folder)
-    names = _folders_in(path)
+    names = _folders_in(path, _NOTHING if is_merged else _TIMESTAMP)
     times = [] if is_merged else [name for name in names if _TIMESTAMP.fullmatch(name)]
     base = path / max(times) if times else path
     tables = _folders_in(base)
@@ -124,6 +126,7 @@ def read_recsdk_checkpoint(path: Path) -> RecsdkCheckpoint:
             found=names[:16],
             expected="folders 'rank00000-of-...' of this Saver, or tables that RecSDK wrote",
         )
+    _folders_in(base, no_links=True)
     _check_ranks(base, places)
     parts = {name: tuple(_read_part(base, place) for place in found) for name, found in places.items()}
     for found in parts.values():
@@ -155,17 +158,28 @@ def _read_meta(folder: Directory) -> bool:
     return found[0].group(1).lower() == "true"
 
 
-def _folders_in(path: Path) -> list[str]:
+def _folders_in(path: Path, known: re.Pattern[str] = _NOTHING, *, no_links: bool = False) -> list[str]:
+    """Return the names of folders. CorruptError for anything else under a known name: it would be left out unseen.
+
+    no_links: also for a symbolic link of any name, unless it leads to a file.
+    """
     try:
         with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            found = {entry.name: entry for entry in entries}
+        folders = sorted(name for name, entry in found.items() if entry.is_dir(follow_symlinks=False))
+        for name in sorted(found.keys() - set(folders)):
+            is_hidden_part = no_links and found[name].is_symlink() and not found[name].is_file()
+            if is_hidden_part or known.fullmatch(name):
+                hint = "links are not followed: put the folder itself there, or remove what does not belong there"
+                raise CorruptError(f"{str(path / name)!r} is not a folder of its own", hint=hint)
     except OSError as error:
         raise io_failed(f"folder {str(path)!r} cannot be listed", error) from error
+    return folders
 
 
 def _rank_places(base: Path, table: str) -> tuple[Place, ...]:
     """Return the folders of the ranks of a table, in their order; none when it is no table."""
-    names = _folders_in(base / table)
+    names = _folders_in(base / table, _RANK)
     if KEY in names:
         raise CorruptError(f"file {str(base / META_FILE)!r} is missing beside the merged table {table!r}")
     ranks = {int(match.group(1)): name for name in names if (match := _RANK.fullmatch(name))}
@@ -184,7 +198,7 @@ def _check_ranks(base: Path, places: Mapping[str, tuple[Place, ...]]) -> None:
 
 
 def _read_part(base: Path, place: Place) -> StoredPart:
-    names = _folders_in(base.joinpath(*place))
+    names = _folders_in(base.joinpath(*place), _PART, no_links=True)
     momenta = sorted(int(match.group(1)) for name in names if (match := _MOMENTUM.fullmatch(name)))
     known = {KEY, EMBEDDING, ADMIT_COUNT, EVICT_TIMESTAMP, *(f"{MOMENTUM}{number}" for number in momenta)}
     shown = str(base.joinpath(*place))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.errors import NotFoundError
+from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
 from asyncckpt.model.result import SaveResult
@@ -50,6 +51,13 @@ def verify_import(path: Path, step: int, progress: Progress) -> None:
     """Read a new step once more and compare it with the digests of what was copied. CorruptError."""
     with CheckpointRoot.for_reading(path) as root:
         verify_step(root, step, progress=progress)
+
+
+def check_is_apart(source: Path, target: Path) -> None:
+    """Raise UsageError for a target that is the folder of a source, or in it: that would not stay as it is."""
+    real, place = (Path(os.path.realpath(path)) for path in (source, target))
+    if place == real or real in place.parents:
+        raise UsageError("an import cannot go into its own source", found=str(target), expected="another place")
 
 
 def check_step_is_free(path: Path, step: int | None) -> None:

@@ -14,6 +14,7 @@ import torch
 import asyncckpt
 from asyncckpt.embcache import EmbCacheEmbeddingBagCollection, Saver, SparseLoadReport
 from asyncckpt.embcache import recsdk_load as recsdk_load_module
+from asyncckpt.formats import recsdk
 from tests.embcache.models import config, owners, table_image
 from tests.embcache.recsdk_writer import Rows, write_array, write_merged, write_part, write_ranks
 
@@ -456,6 +457,45 @@ def test_symbolic_links_are_not_followed(path: Path, tmp_path: Path, name: str) 
     (path / name).rename(tmp_path / "moved")
     (path / name).symlink_to(tmp_path / "moved")
     refused(path, asyncckpt.CheckpointError, "no checkpoint|not a folder of its own")
+
+
+@pytest.mark.parametrize("name", ["ad", "user/momentum1", "user/evict_timestamp", "user/frequency"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_no_folder_under_a_name_is_not_left_out_unseen(path: Path, tmp_path: Path, name: str, is_link: bool) -> None:
+    write_merged(path, {"user": Rows.random(39, seen=True), "ad": Rows.random(41)})
+    check_nothing_is_left_out(path, tmp_path, name, is_link=is_link or "momentum1" not in name)
+
+
+@pytest.mark.parametrize("name", ["user/rank1", "20260102030405"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_no_newest_folder_is_left_out_unseen(path: Path, tmp_path: Path, name: str, is_link: bool) -> None:
+    if "user" in name:
+        write_ranks(path, {"user": Rows.random(39).split(2)})
+    else:
+        write_ranks(path, {"user": [Rows.random(39)]}, timestamp="20250102030405")
+        write_ranks(path, {"user": [Rows.random(40)]}, timestamp=name)
+    check_nothing_is_left_out(path, tmp_path, name, is_link=is_link)
+
+
+def check_nothing_is_left_out(path: Path, tmp_path: Path, name: str, *, is_link: bool) -> None:
+    if (path / name).exists():
+        (path / name).rename(tmp_path / "moved")
+    if is_link:
+        (path / name).symlink_to(tmp_path / "moved")  # Of 'frequency' it leads nowhere.
+    else:
+        (path / name).write_bytes(b"")
+    refused(path, CorruptError, f"{name}' is not a folder of its own")
+    with pytest.raises(CorruptError, match="not a folder of its own"):
+        recsdk.import_checkpoint(path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_links_beside_what_is_read_are_no_matter(path: Path, tmp_path: Path) -> None:
+    write_ranks(path, {"user": [Rows.random(39)]}, timestamp="20260102030405")
+    (path / "latest").symlink_to("20260102030405")
+    (path / "20260102030405" / "notes.txt").symlink_to(tmp_path / "moved")
+    (tmp_path / "moved").write_text("")
+    load(bags(), path)
 
 
 def test_failure_while_reading_leaves_the_tables_empty(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 
 import asyncckpt
 from asyncckpt.embcache import PathRules, Saver
-from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, UsageError
+from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, UnsupportedError, UsageError
 from asyncckpt.formats import recsdk
 from tests.embcache.models import Net, image
 from tests.embcache.recsdk_writer import Rows, write_merged, write_ranks
@@ -125,7 +129,7 @@ def check_same(parts: list[Rows], rows: Rows) -> None:
     for number, momentum in enumerate(rows.momenta):
         assert np.array_equal(np.concatenate([part.momenta[number] for part in parts])[order], momentum[wanted])
     seen = {id: at for part in parts for id, at in (part.seen or {}).items()}
-    assert seen == {id: (rows.seen or {}).get(id, 0) for id in rows.ids.tolist()}
+    assert seen == {id: at for id in rows.ids.tolist() if (at := (rows.seen or {}).get(id, 0))}
 
 
 def test_tables_of_a_model_go_there_and_load_from_there(tmp_path: Path) -> None:
@@ -203,6 +207,89 @@ def test_a_name_that_is_taken_and_damage_leave_nothing(tmp_path: Path) -> None:
     shard.write_bytes(raw)
     with pytest.raises(CorruptError, match="another digest"):
         recsdk.export_checkpoint(tmp_path / "run", tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_columns_of_other_types_are_refused(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2, optimizer_slots={"a": torch.float32})
+    asyncckpt.save(tmp_path / "run", {}, hashtables={"user": table})
+    for columns in (5, {"momentum1": ["a"]}, {"momentum1": "a", 2: "a"}, {2: "a"}):
+        with pytest.raises(UsageError, match="columns is no mapping"):
+            recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out", columns=columns)  # type: ignore[arg-type]
+
+
+def test_an_import_does_not_go_into_its_own_source(tmp_path: Path) -> None:
+    write_merged(tmp_path / "old", {"user": rows_of()})
+    (tmp_path / "same").symlink_to("old")
+    before = sorted(tmp_path.rglob("*"))
+    for target in ("old", "same", "old/run", "same/user/key"):
+        with pytest.raises(UsageError, match="into its own source"):
+            recsdk.import_checkpoint(tmp_path / "old", tmp_path / target)
+        done = invoke("import", "recsdk", tmp_path / "old", tmp_path / target, "--dry-run")
+        assert (done.exit_code, "into its own source" in done.stderr) == (2, True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_room_for_what_is_put_in_order_is_an_error_of_ours(tmp_path: Path) -> None:
+    """In a process of its own, which may write no file of more than 64 KiB."""
+    write_merged(tmp_path / "old", {"user": rows_of(count=20_000)})
+    program = f"""
+import resource, signal
+from asyncckpt.errors import IOFailedError
+from asyncckpt.formats import recsdk
+from asyncckpt.formats.recsdk.convert import look_into
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+from pathlib import Path
+print(look_into(Path({str(tmp_path / "old")!r}), Path({str(tmp_path / "run")!r}), None)["tables"])
+try:
+    recsdk.import_checkpoint({str(tmp_path / "old")!r}, {str(tmp_path / "run")!r})
+except IOFailedError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "refused: the save failed: File too large" in done.stdout, done.stderr
+    assert "{'user': 2000" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
+
+
+def test_a_checkpoint_without_embeddings_is_refused_by_a_dry_run_too(tmp_path: Path) -> None:
+    asyncckpt.save(tmp_path / "run", {"w": torch.ones(2)})
+    for shards in (None, 2):
+        with pytest.raises(UnsupportedError, match="no table with embeddings"):
+            recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out", shards=shards)
+    for more in (["--dry-run"], []):
+        done = invoke("export", "recsdk", tmp_path / "run", tmp_path / "out", *more)
+        assert (done.exit_code, "no table with embeddings" in done.stderr) == (4, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_limits_hold_for_a_dry_run_too(tmp_path: Path) -> None:
+    write_merged(tmp_path / "old", {"user": rows_of()})
+    recsdk.import_checkpoint(tmp_path / "old", tmp_path / "run")
+    for more in (["--dry-run"], []):
+        for command in (
+            ("import", "recsdk", tmp_path / "old", tmp_path / "new", "--parallel", "500"),
+            ("export", "recsdk", tmp_path / "run", tmp_path / "new", "--shards", "65537"),
+        ):
+            done = invoke(*command, *more)
+            assert (done.exit_code, "is wrong, found" in done.stderr) == (2, True), command
+    assert not (tmp_path / "new").exists()
+
+
+def test_more_files_than_a_process_may_have_open_are_written(tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 2, optimizer_slots={"a": torch.float32})
+    table.insert(torch.arange(100), torch.ones(100, 2))
+    asyncckpt.save(tmp_path / "run", {}, hashtables={"user": table})
+    files_max, hard_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fewer = len(os.listdir("/proc/self/fd")) + 60
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, hard_max))
+    try:
+        assert recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out", shards=32).rows == {"user": 100}
+        with pytest.raises(IOFailedError, match="ulimit -n"):
+            recsdk.import_checkpoint(tmp_path / "out", tmp_path / "back")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, hard_max))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 

@@ -16,6 +16,7 @@ from asyncckpt.storage.directory import check_path
 
 
 def look_into(source: Path, target: Path, step: int | None, *, parallel: int = 8) -> Facts:
+    SaveOptions(parallel=parallel)
     path, out = check_path(source), check_path(target)
     with HfFiles.open(path) as found:
         check_step_is_free(out, step)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncckpt.commit.new_entry import check_is_free
-from asyncckpt.formats.commit_import import check_step_is_free
+from asyncckpt.formats.commit_import import check_is_apart, check_step_is_free
 from asyncckpt.formats.conversion import Facts, chain_to_export
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.export_checkpoint import ExportPlan, ExportReport, run_export
@@ -20,7 +20,9 @@ from asyncckpt.storage.directory import check_path
 def look_into(
     source: Path, target: Path, step: int | None, *, columns: Columns | None = None, parallel: int = 8
 ) -> Facts:
+    SaveOptions(parallel=parallel)
     path = check_path(source)
+    check_is_apart(path, check_path(target))
     with RecisDirectory.open(path) as found:
         import_chain(found, columns)
         step = wanted_step(path, step)

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
-from asyncckpt.formats.commit_import import commit_import, verify_import
+from asyncckpt.formats.commit_import import check_is_apart, commit_import, verify_import
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import SaveResult
@@ -74,6 +74,7 @@ def run_import(
 ) -> SaveResult:
     """Do the same, with arguments that are checked, and say how far it is."""
     begun = time.perf_counter()
+    check_is_apart(source, path)
     with RecisDirectory.open(source) as directory:
         step = wanted_step(source, step)
         chain = import_chain(directory, columns)

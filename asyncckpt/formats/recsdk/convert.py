@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from asyncckpt.commit.new_entry import check_is_free
-from asyncckpt.formats.commit_import import check_step_is_free
+from asyncckpt.formats.commit_import import check_is_apart, check_step_is_free
 from asyncckpt.formats.conversion import Facts, chain_to_export
 from asyncckpt.formats.recsdk.export_checkpoint import ExportPlan, ExportReport, run_export
 from asyncckpt.formats.recsdk.import_checkpoint import import_chain, run_import
@@ -21,9 +22,11 @@ Columns = Mapping[str, str]
 def look_into(
     source: Path, target: Path, step: int | None, *, columns: Columns | None = None, parallel: int = 8
 ) -> Facts:
+    SaveOptions(parallel=parallel)
     path = check_path(source)
+    check_is_apart(path, check_path(target))
     with OpenRecsdk.open(path) as opened:
-        import_chain(opened, columns)
+        import_chain(opened, columns, os.open(os.devnull, os.O_WRONLY))
         check_step_is_free(check_path(target), step)
         return {
             "step": step,
@@ -47,7 +50,7 @@ def import_with(
     columns: Columns | None = None,
     parallel: int = 8,
 ) -> Facts:
-    facts = look_into(source, target, step, columns=columns)
+    facts = look_into(source, target, step, columns=columns, parallel=parallel)
     options = SaveOptions(parallel=parallel)
     done = run_import(check_path(source), check_path(target), step, columns, options, progress, verify=verify)
     return {**facts, "step": done.step, "bytes": done.bytes_written, "seconds": done.seconds}

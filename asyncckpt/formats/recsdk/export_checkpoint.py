@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,20 +32,22 @@ from asyncckpt.embcache.recsdk_files import (
     KEY,
     META_FILE,
     MOMENTUM,
+    read_recsdk_checkpoint,
 )
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
+from asyncckpt.formats.data_files import WINDOW_BYTES
 from asyncckpt.formats.exported_table import ExportedTable
 from asyncckpt.formats.plain_files import OutArray, WrittenArrays, write_plain_files, write_small_file
 from asyncckpt.formats.recsdk.open_files import OpenRecsdk
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.source import ByteSource
+from asyncckpt.model.source import ByteSource, SpanSource, one_behind_the_other
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.model.table_shard import Shard
-from asyncckpt.native import Progress
+from asyncckpt.native import I64, Progress, core
 from asyncckpt.options import DURABILITIES, Durability, SaveOptions
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.shard.reader import ChainReader
@@ -94,6 +96,7 @@ class ExportPlan:
     @staticmethod
     def of(chain: Chain, *, shards: int | None, columns: Mapping[str, str] | None) -> ExportPlan:
         """Check everything. UsageError, UnsupportedError, CorruptError."""
+        check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
         contents = contents_of(chain)
         folders: dict[str, dict[str, str]] = {}
         left_out = [*contents.dense, *map(path_name, contents.values)]
@@ -104,6 +107,9 @@ class ExportPlan:
                 continue
             folders[name] = _folders_of(name, specs, columns)
             left_out += [f"{name}@{column}" for column in specs if column not in folders[name]]
+        if not folders:
+            what = f"step {chain.step} has no table with embeddings, and RecSDK has nothing else"
+            raise UnsupportedError(what, found=left_out[:16])
         return ExportPlan(chain, contents, shards, folders, tuple(left_out))
 
     def report(self, path: Path) -> ExportReport:
@@ -131,12 +137,12 @@ def export_checkpoint(
     verify      read all of it once more before it gets its name, and compare
 
     Ids are `key`, the embedding is `embedding`, slots are `momentum1`, `momentum2`, ..., `count` is `admit_count`, and
-    `last_seen` is `evict_timestamp`. What has no place there is left out, and reported. Nothing is under the name when
-    an error is raised: NotFoundError, CorruptError, UsageError, UnsupportedError for rows that are not float32 and
-    for names, IOFailedError; but IndeterminateError says that it is there, and perhaps not durable. Takes 300 MiB, and
-    16 to 40 bytes for each row of the largest table.
+    `last_seen` is `evict_timestamp`, without the ids of which it is 0. What has no place there is left out, and
+    reported. Nothing is under the name when an error is raised: NotFoundError, CorruptError, UsageError,
+    UnsupportedError for rows that are not float32, for names and where no table has embeddings, IOFailedError; but
+    IndeterminateError says that it is there, and perhaps not durable. Takes 300 MiB, 16 to 40 bytes for each row of the
+    largest table, and in the end, when it is opened, as much for each row of all tables as an import of it.
     """
-    check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
     check_choice("durability", durability, DURABILITIES)
     check_type("verify", verify, bool)
     source, target = check_path(path), check_path(recsdk_dir)
@@ -174,10 +180,13 @@ def run_export(
                 writer = _Writer(entry.make_folder(), options, progress)
                 rows = writer.write(plan, reader)
                 entry.sync()
-                with OpenRecsdk.open(entry.temporary) as found:
-                    if verify:
-                        written = WrittenArrays(writer.bytes_written, writer.digests)
-                        written.check(found, [array for array in found.arrays if array.bytes], target, progress)
+                found = read_recsdk_checkpoint(entry.temporary)
+                written = WrittenArrays(writer.bytes_written, writer.digests)
+                parts = [(name, part) for name, own in found.tables.items() for part in own]
+                for name, part in parts if verify else ():
+                    # One by one: all files of many ranks are more than a process may have open.
+                    with OpenRecsdk.of(entry.temporary, replace(found, tables={name: (part,)})) as opened:
+                        written.check(opened, [array for array in opened.arrays if array.bytes], target, progress)
                 entry.give_name(lambda: _is_there(target))
             except (OSError, MemoryError) as error:
                 raise as_checkpoint_error(error, plan.chain.step) from error
@@ -229,9 +238,13 @@ class _Writer:
             name = folders[column]
             with folder.make_folder(name) as below:
                 if name == EVICT_TIMESTAMP:
-                    [(ids, keys)] = [(own, keys) for each, own, keys in exported.columns(shard) if each == ID_COLUMN]
-                    self._write_array(below, (*place, name, EVICT_KEY_FILE), ids, keys)
-                    self._write_array(below, (*place, name, EVICT_TIME_FILE), spec, source)
+                    [keys] = [_read(own, ids) for each, own, ids in exported.columns(shard) if each == ID_COLUMN]
+                    times = _read(spec, source)
+                    seen = np.flatnonzero(times)  # An id of 0 has none: RecSDK would take it for the oldest of all.
+                    own = replace(spec, shape=seen.shape, stored_shape=seen.shape)
+                    for file, values in ((EVICT_KEY_FILE, keys[seen]), (EVICT_TIME_FILE, times[seen])):
+                        held = SpanSource(values.ctypes.data, values)
+                        self._write_array(below, (*place, name, file), own, held)
                 else:
                     numbers = np.array([spec.stored_itemsize, *spec.shape], dtype="<i8")
                     write_small_file(below, ATTRIBUTE_FILE, numbers.tobytes(), self._options)
@@ -253,6 +266,16 @@ class _Writer:
     def _sync(self, folder: Directory) -> None:
         if self._options.durability == "fsync":
             folder.sync()
+
+
+def _read(spec: BlockSpec, source: ByteSource) -> I64:
+    """Read int64 numbers, all of them."""
+    values = np.empty(spec.shape[0], dtype=np.int64)
+    for begin in range(0, spec.bytes, WINDOW_BYTES):
+        pieces = source.pieces(begin, min(begin + WINDOW_BYTES, spec.bytes))
+        core.copy(one_behind_the_other(pieces, values.ctypes.data + begin))
+        source.release()
+    return values
 
 
 def _folders_of(table: str, specs: Mapping[str, BlockSpec], columns: Mapping[str, str] | None) -> dict[str, str]:
@@ -277,8 +300,9 @@ def _folders_of(table: str, specs: Mapping[str, BlockSpec], columns: Mapping[str
 
 
 def _chosen(columns: Mapping[str, str], slots: Sequence[str], table: str) -> list[str]:
-    names = [f"{MOMENTUM}{number}" for number in range(1, len(columns) + 1)]
-    if not isinstance(columns, Mapping) or sorted(columns) != sorted(names):
+    is_text = isinstance(columns, Mapping) and all(isinstance(text, str) for item in columns.items() for text in item)
+    names = [f"{MOMENTUM}{number}" for number in range(1, len(columns) + 1)] if is_text else []
+    if not is_text or set(columns) != set(names):
         raise UsageError("columns is no mapping of momentum1, momentum2, ... to slots", found=columns)
     chosen = [columns[name] for name in names]
     if not set(chosen) <= set(slots) or len(set(chosen)) != len(chosen):
@@ -289,7 +313,7 @@ def _chosen(columns: Mapping[str, str], slots: Sequence[str], table: str) -> lis
 def _is_there(path: Path) -> bool:
     """Return whether a checkpoint is there, and complete."""
     try:
-        OpenRecsdk.open(path).close()
+        read_recsdk_checkpoint(path)
     except NotFoundError:
         return False
     return True

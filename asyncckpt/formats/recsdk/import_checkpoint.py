@@ -18,11 +18,12 @@ import numpy as np
 
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.embcache.recsdk_files import ADMIT_COUNT, EMBEDDING, KEY, MOMENTUM
+from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
 from asyncckpt.format.dtypes import known_dtype
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
-from asyncckpt.formats.commit_import import commit_import, verify_import
+from asyncckpt.formats.commit_import import check_is_apart, commit_import, verify_import
 from asyncckpt.formats.data_files import DataFiles, FileArray
 from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, placed_blocks
 from asyncckpt.formats.recsdk.open_files import OpenPart, OpenRecsdk
@@ -62,8 +63,8 @@ def import_checkpoint(
     `key` is the id, `embedding` the embedding, `admit_count` the metadata `count` (none is 0), `evict_timestamp` the
     metadata `last_seen` (of ids without one 0). Nothing is committed when an error is raised: NotFoundError,
     CorruptError, UnsupportedError (also for files that hold only a part of the rows), UsageError, ConflictError,
-    IndeterminateError, IOFailedError. Waits while a save or load of this process is in flight. Takes 300 MiB, and 40
-    bytes for each row of a table.
+    IndeterminateError, IOFailedError. Waits while a save or load of this process is in flight. Takes 300 MiB, 50 bytes
+    for each row of all tables, and 4 open files for each rank of a table, more where there are more columns.
     """
     check_choice("durability", durability, DURABILITIES)
     check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
@@ -86,8 +87,12 @@ def run_import(
 ) -> SaveResult:
     """Do the same, with arguments that are checked, and say how far it is."""
     begun = time.perf_counter()
+    check_is_apart(source, path)
     with OpenRecsdk.open(source) as opened:
-        chain = import_chain(opened, columns)
+        try:
+            chain = import_chain(opened, columns, _scratch_file(path))
+        except (OSError, MemoryError) as error:
+            raise as_checkpoint_error(error, step) from error
         with ForeignReader(opened.files, opened.folder, chain, threads=READ_THREADS, progress=Progress()) as reader:
             result = commit_import(path, step, chain, reader, options, progress)
     if verify:
@@ -95,8 +100,14 @@ def run_import(
     return replace(result, seconds=time.perf_counter() - begun)
 
 
-def import_chain(opened: OpenRecsdk, columns: Mapping[str, str] | None) -> Chain:
-    """Return the checkpoint as it is going to be imported. UnsupportedError, UsageError, CorruptError."""
+def import_chain(opened: OpenRecsdk, columns: Mapping[str, str] | None, made_in: int) -> Chain:
+    """Return the checkpoint as it is going to be imported. UnsupportedError, UsageError, CorruptError; OSError of what
+    is written.
+
+    made_in: the descriptor of an empty file, or of os.devnull where nothing is going to be read; it is closed with the
+    others.
+    """
+    made = _Made(opened.files, made_in)
     if opened.found.is_incremental:
         what = f"checkpoint in {str(opened.path)!r} holds only rows that were used since an earlier save"
         raise UnsupportedError(what, hint="load the full one and then this one with asyncckpt.embcache, and save that")
@@ -104,8 +115,6 @@ def import_chain(opened: OpenRecsdk, columns: Mapping[str, str] | None) -> Chain
     slots = _slots(columns, max(momenta.values(), default=0))
     blocks: list[BlockFacts] = []
     facts: list[TableFacts] = []
-    with tempfile.TemporaryFile() as scratch:
-        made = _Made(opened.files, os.dup(scratch.fileno()))
     for name, parts in opened.tables.items():
         _check_name(name, opened.path)
         if {len(part.stored.momenta) for part in parts} != {momenta[name]}:
@@ -117,6 +126,13 @@ def import_chain(opened: OpenRecsdk, columns: Mapping[str, str] | None) -> Chain
         facts.append(TableFacts(name=name, rows_count=rows_count, shard=WHOLE))
     part = RankPart(rank=0, tables=tuple(facts), tree=("dict", (), ()), values=(), blocks=tuple(blocks))
     return chain_of([part], opened.files, step=0, writer="RecSDK")
+
+
+def _scratch_file(path: Path) -> int:
+    """Make a file without a name on the disk where a directory is, or is going to be; return its descriptor."""
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.dup(file.fileno())
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,12 @@ class OpenRecsdk:
     @staticmethod
     def open(path: Path) -> OpenRecsdk:
         """Open and check. NotFoundError where there is no such checkpoint, CorruptError, UnsupportedError,
-        IOFailedError. Takes 16 bytes for each row of a table."""
-        found = read_recsdk_checkpoint(path)
+        IOFailedError. Takes 8 bytes for each row of all tables, and 16 for each timestamp."""
+        return OpenRecsdk.of(path, read_recsdk_checkpoint(path))
+
+    @staticmethod
+    def of(path: Path, found: RecsdkCheckpoint) -> OpenRecsdk:
+        """Open the files of what was found. CorruptError, IOFailedError."""
         folder, files = Directory.open(found.base), DataFiles([])
         try:
             tables = {

@@ -40,6 +40,14 @@ def test_there_and_back(source: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in invoke("ls", run).stdout.splitlines()[1:]] == ["40", "41"]
 
 
+def test_an_import_of_recis_does_not_go_into_its_own_source(source: Path) -> None:
+    for target in (source, source / "run"):
+        for more in (["--dry-run"], []):
+            done = invoke("import", "recis", source, target, *more)
+            assert (done.exit_code, "into its own source" in done.stderr) == (ExitCode.USAGE, True)
+    assert not (source / "run").exists()
+
+
 STATE: dict[str, Any] = {"model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3)}, "epoch": 3}
 
 
