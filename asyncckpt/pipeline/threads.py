@@ -6,7 +6,8 @@ nothing to do, so it never waits in vain. Each has a name; none dies with an unr
 into a Future.
 
 From Python 3.12 on, no thread can be started any more once the interpreter has begun to end. What is submitted then, by
-a handler of the exit, runs in place.
+a handler of the exit, runs in place. Before, it runs on new threads, which nobody else joins: a last handler does. A thread
+that is still inside of torch when the interpreter is gone would end the process with SIGABRT.
 
 Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. A wait for
 a task of the own pool, by its Future or by an event loop, runs the task in place; the test suite forbids it.
@@ -15,6 +16,7 @@ a task of the own pool, by its Future or by an event loop, runs the task in plac
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -31,6 +33,8 @@ from asyncckpt.system import register_at_fork
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+JOIN_S_MAX = 3600.0
 
 _pools: weakref.WeakSet[IdleEndingThreads] = weakref.WeakSet()
 
@@ -188,3 +192,12 @@ def _start_anew_in_child() -> None:
 
 
 register_at_fork(after_in_child=_start_anew_in_child)
+
+
+@atexit.register
+def _join_all() -> None:
+    """Wait for threads that handlers of the exit have started: it runs behind all that were registered after it."""
+    names = {pool._name for pool in _pools}
+    for thread in threading.enumerate():
+        if thread.name in names and thread is not threading.current_thread():
+            thread.join(JOIN_S_MAX)

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -263,3 +265,21 @@ def test_a_forked_child_starts_anew() -> None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert pool.submit(fork).result(DEADLINE_S) == 40
+
+
+AT_EXIT = """
+import atexit, os, time
+from asyncckpt.engine.process.background import workers
+
+def late():
+    time.sleep(0.5)
+    os.write(1, b"ended")
+
+atexit.register(lambda: workers.submit_behind(late))
+"""
+
+
+def test_the_interpreter_waits_for_what_a_handler_of_its_exit_has_started() -> None:
+    """Else a thread that is inside of torch when the interpreter is gone ends the process with SIGABRT."""
+    ran = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, timeout=120)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"ended", b"")
