@@ -6,8 +6,8 @@ nothing to do, so it never waits in vain. Each has a name; none dies with an unr
 into a Future.
 
 From Python 3.12 on, no thread can be started any more once the interpreter has begun to end. What is submitted then, by
-a handler of the exit, runs in place. Before, it runs on new threads, which nobody else joins: a last handler does. A thread
-that is still inside of torch when the interpreter is gone would end the process with SIGABRT.
+a handler of the exit, runs in place. Before, it runs on new threads, which nobody else joins: a last handler does. A
+thread that is still inside of torch when the interpreter is gone would end the process with SIGABRT.
 
 Nothing that runs on such a pool waits for that pool: if all of its threads did so, none would ever go on. A wait for
 a task of the own pool, by its Future or by an event loop, runs the task in place; the test suite forbids it.
