@@ -250,9 +250,7 @@ class Core(Protocol):
         """
         ...
 
-    def tensor_places(
-        self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64, *, threads: int = 0
-    ) -> Places | None:
+    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
         """Return where tensors are that are all as known; None: one is not, torch raises for it, or (the twin) it is
         not known.
 

@@ -12,7 +12,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY_NAME = "libasyncckpt.so"
 
 # It reads objects of Python, which another thread might change meanwhile.
@@ -106,7 +106,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_update_rows": (c_int32, [POINTER(AcRowUpdate), c_void_p, c_uint64, c_uint32, _ERROR]),
     "ac_tensors": (
         c_int32,
-        [POINTER(AcTorch), c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), c_uint32, _ERROR],
+        [POINTER(AcTorch), c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), _ERROR],
     ),
     "ac_idmap_new": (c_void_p, [c_uint64]),
     "ac_idmap_free": (None, [c_void_p]),

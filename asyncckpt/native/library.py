@@ -138,14 +138,12 @@ class NativeCore:
         )
         call(self._library.ac_update_rows, byref(settings), rows.ctypes.data, len(rows), threads)
 
-    def tensor_places(
-        self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64, *, threads: int = 0
-    ) -> Places | None:
+    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
         check_tensors(objects, known, shapes)
         found, alike = np.empty(len(known), dtype=PLACE), c_uint64()
         calls = AcTorch(*torch.functions, torch.type_offset, torch.tensor_offset, torch.keys_offset)
         arrays = objects.ctypes.data, known.ctypes.data, len(known), shapes.ctypes.data, found.ctypes.data
-        call(self._library.ac_tensors, byref(calls), *arrays, byref(alike), threads)
+        call(self._library.ac_tensors, byref(calls), *arrays, byref(alike))
         return found if alike.value == len(known) else None
 
     def map_memory(self, bytes: int) -> Memory:

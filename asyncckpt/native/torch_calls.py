@@ -59,8 +59,7 @@ class KnownTensors:
         if len(tensors) != count:
             return None
         objects = np.fromiter(tensors, dtype=object, count=count)  # Which keeps them alive during the call.
-        # On this thread alone: torch makes the memory of a lazy clone when it is asked where that is.
-        return core.tensor_places(self.calls, objects, self.tensors, self.shapes, threads=1)
+        return core.tensor_places(self.calls, objects, self.tensors, self.shapes)
 
 
 def torch_calls() -> TorchCalls | None:

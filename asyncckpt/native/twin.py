@@ -190,9 +190,7 @@ class TwinCore:
     def update_rows(self, update: RowUpdate, rows: I64, *, threads: int = 1) -> None:
         update_rows(update, check_update(update, rows))
 
-    def tensor_places(
-        self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64, *, threads: int = 0
-    ) -> Places | None:
+    def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
         check_tensors(objects, known, shapes)
         return None
 

@@ -24,7 +24,7 @@
 extern "C" {
 #endif
 
-#define AC_ABI_VERSION 6u
+#define AC_ABI_VERSION 7u
 #define AC_PAGE_BYTES 4096u            /* alignment of O_DIRECT addresses, offsets and lengths */
 #define AC_LEAF_BYTES (4u << 20)       /* a digest is taken over leaves of this size */
 #define AC_DIGEST_BYTES 16u
@@ -264,11 +264,9 @@ typedef struct ac_tensor_place {
 
 /* Compare objects, which the caller keeps alive, with what is known of them, and write the place of each. *alike: all of
  * them if each is as known; else how many come before the first one that is not, or that torch raises for, and places
- * are undefined. Of an object of another type nothing else is read. On `threads` threads (0 = as many as are
- * worth it; the caller is one of them); the tensors must not change meanwhile. */
+ * are undefined. Of an object of another type nothing else is read. The tensors must not change meanwhile. */
 AC_API int32_t ac_tensors(const ac_torch* torch, const void* const* objects, const ac_tensor* known, uint64_t count,
-                          const int64_t* shapes, ac_tensor_place* places, uint64_t* alike, uint32_t threads,
-                          ac_error* error);
+                          const int64_t* shapes, ac_tensor_place* places, uint64_t* alike, ac_error* error);
 
 /* ---- id map: int64 id -> row ------------------------------------------------------------------------------------
  * Open addressing over 16-byte (id, row) slots. Any int64 bit pattern is an id. New ids get the row that was freed

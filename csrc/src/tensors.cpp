@@ -1,20 +1,16 @@
-// Tensors of torch, read through its stable C interface: some calls for each, spread over threads.
+// Tensors of torch, read through its stable C interface: some calls for each.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 
 #include "asyncckpt.h"
 #include "error.hpp"
 #include "prefetch.hpp"
-#include "thread_pool.hpp"
 
 namespace asyncckpt {
 namespace {
 
-constexpr uint64_t slice_tensors = 512;     // what a thread takes at once
-constexpr uint64_t thread_tensors = 16384;  // fewer are not worth the wait for another thread
-constexpr uint64_t ahead = 8;               // how many tensors before its turn the memory of one is asked for
+constexpr uint64_t ahead = 8;  // how many tensors before its turn the memory of one is asked for
 constexpr uint64_t line_bytes = 64;
 constexpr uint64_t tensor_lines = 4;
 
@@ -84,34 +80,17 @@ class Torch {
   const ac_torch& found_;
 };
 
+// How many come before the first one that is not as known.
 uint64_t read_tensors(const Torch& torch, const void* const* objects, const ac_tensor* known, uint64_t count,
-                      const int64_t* shapes, ac_tensor_place* places, uint32_t threads) {
-  std::atomic<uint64_t> next{0};
-  std::atomic<uint64_t> alike{count};
-  auto differs = [&](uint64_t index) {
-    uint64_t first = alike.load();
-    while (index < first && !alike.compare_exchange_weak(first, index)) {
-    }
-  };
-  auto work = [&] {
-    for (uint64_t begin = next.fetch_add(slice_tensors); begin < alike.load(); begin = next.fetch_add(slice_tensors)) {
-      const uint64_t end = std::min(begin + slice_tensors, count);
-      // First of all of them: what is of another type may have no tensor where the others have theirs.
-      uint64_t typed = begin;
-      while (typed < end && torch.type(objects[typed]) == known[typed].type) ++typed;
-      if (typed < end) differs(typed);
-      for (uint64_t index = begin; index < typed; ++index) {
-        if (index + ahead < typed) torch.prefetch_tensor(objects[index + ahead]);
-        if (!torch.read(objects[index], known[index], shapes, places[index])) {
-          differs(index);
-          break;
-        }
-      }
-    }
-  };
-  const auto worth = static_cast<uint32_t>(std::min<uint64_t>(1 + count / thread_tensors, UINT32_MAX));
-  ThreadPool::instance().run(threads == 0 ? std::min(worth, ac_cores_count()) : threads, work);
-  return alike.load();
+                      const int64_t* shapes, ac_tensor_place* places) {
+  // First of all of them: what is of another type may have no tensor where the others have theirs.
+  uint64_t typed = 0;
+  while (typed < count && torch.type(objects[typed]) == known[typed].type) ++typed;
+  for (uint64_t index = 0; index < typed; ++index) {
+    if (index + ahead < typed) torch.prefetch_tensor(objects[index + ahead]);
+    if (!torch.read(objects[index], known[index], shapes, places[index])) return index;
+  }
+  return typed;
 }
 
 }  // namespace
@@ -119,12 +98,12 @@ uint64_t read_tensors(const Torch& torch, const void* const* objects, const ac_t
 
 extern "C" int32_t ac_tensors(const ac_torch* torch, const void* const* objects, const ac_tensor* known,
                               uint64_t count, const int64_t* shapes, ac_tensor_place* places, uint64_t* alike,
-                              uint32_t threads, ac_error* error) {
+                              ac_error* error) {
   using namespace asyncckpt;
   return at_border(error, [&] {
     require(torch != nullptr && alike != nullptr, "torch or alike is NULL");
     require(count == 0 || (objects != nullptr && known != nullptr && shapes != nullptr && places != nullptr),
             "objects, known, shapes or places is NULL");
-    *alike = read_tensors(Torch(*torch), objects, known, count, shapes, places, threads);
+    *alike = read_tensors(Torch(*torch), objects, known, count, shapes, places);
   });
 }
