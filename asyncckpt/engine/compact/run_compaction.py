@@ -5,7 +5,7 @@
    of each id that no newer layer has removed.
 3. Give every block its place. A new block comes from one stored block: all of it as it is stored, or some of its rows.
 4. Write the shard files, of every rank its own, into a new attempt's folder; every stored block that is read is
-   verified on the way.
+   verified on the way. Saves and loads of this process go first.
 5. Commit `manifests/<step>.full.json`, if the step is still there. The first manifest stays as it is.
 
 Nothing is changed before 5, so a crash leaves the chain as it was, and leftovers that the next save sweeps. A save of
@@ -25,6 +25,7 @@ from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.transaction import Commits, Transaction
 from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, copy_blocks
 from asyncckpt.engine.compact.fold import FoldedPart, fold_chain
+from asyncckpt.engine.compact.patient_reader import PatientReader
 from asyncckpt.engine.process.background import background, rewriters
 from asyncckpt.engine.process.future import FutureState, SaveFuture, as_checkpoint_error
 from asyncckpt.engine.save.save_job import SaveTarget
@@ -68,7 +69,7 @@ def run_compaction(
         if chain.newest.head.kind == "full":
             return SaveResult(step=step, kind="full", path=root.path, skipped=True, seconds=time.perf_counter() - begun)
         try:
-            with ChainReader(root.data, chain, threads=1, verify=True, progress=Progress()) as reader:
+            with PatientReader(root, chain, cancelled=progress) as reader:
                 folded = fold_chain(chain, reader, progress)
                 reader.verify = False  # From here blocks are read by windows, and their sources verify them.
                 with Transaction.begin(commits, claim) as transaction:

@@ -158,6 +158,11 @@ class SaveLock:
         with self._changed:
             return list(self._held)
 
+    def wait_until_free(self, seconds: float) -> bool:
+        """Wait until nothing is in flight, for at most so long; return whether it came to that."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._held, seconds)
+
     def ahead(self) -> list[Ticket]:
         """Return the tickets that a call on this thread would come behind, oldest first."""
         with self._changed:
