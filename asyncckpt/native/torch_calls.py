@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from asyncckpt.native import I64, core
 from asyncckpt.native.tensors import TENSOR, Places, Tensors, TorchCalls
@@ -75,7 +74,7 @@ def torch_calls() -> TorchCalls | None:
 @lru_cache(maxsize=1)
 def _found() -> TorchCalls:
     """Find it once. What fails is tried again for the next plan: something of the caller's may have been in the way."""
-    with torch.inference_mode(False), _disable_current_modes():
+    with torch.inference_mode(False), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         calls = _find()
     if calls is None:
         raise RuntimeError("torch's tensors are not where they were looked for")

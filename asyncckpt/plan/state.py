@@ -6,6 +6,7 @@ changed.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,11 +110,12 @@ def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]
     if isinstance(value, (torch.Tensor, Sharded)):
         _tensor(value, flat, path)
         return TENSOR
-    if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(
-            f"array {_shown(path)} is masked, and the mask would be lost", hint="save data and mask as two arrays"
-        )
     if isinstance(value, (np.ndarray, np.generic)):
+        # Nothing is masked before NumPy's module for that, which is slow to import, is there.
+        if "numpy.ma" in sys.modules and isinstance(value, np.ma.MaskedArray):
+            raise UsageError(
+                f"array {_shown(path)} is masked, and the mask would be lost", hint="save data and mask as two arrays"
+            )
         flat.originals[len(flat.tensors)] = value
         flat.tensors.append(_from_numpy(value, path))
         return SCALAR if isinstance(value, np.generic) else ARRAY

@@ -92,6 +92,8 @@ SAMPLES = [
     {"use": "bare", "how": "break", "every": 1},
     {"use": "bare", "how": "raise", "place": "before"},
     {"use": "bare", "how": "exit", "place": "behind"},
+    # The first save of all is made while the interpreter ends, which ends as without it.
+    {"use": "bare", "how": "SIGINT", "place": "between", "step": 1, "every": 1000},
     {"use": "bare", "how": "SIGTERM", "place": "before"},
     {"use": "bare", "how": "SIGTERM", "place": "after", "step": 9},
     {"use": "cells", "how": "raise", "place": "between"},
