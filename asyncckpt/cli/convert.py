@@ -9,6 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +105,19 @@ def _run(
     convert: Callable[..., Mapping[str, Any]],
     options: Mapping[str, Any],
 ) -> ExitCode:
-    places = (wanted.source, wanted.target, wanted.step)
+    from asyncckpt.formats.conversion import Conversion
+
+    options = dict(options)
+    of = partial(
+        Conversion.of,
+        *(wanted.source, wanted.target, wanted.step),
+        parallel=options.pop("parallel", None),
+        verify=not wanted.no_verify,
+    )
     if wanted.dry_run:
-        return _tell(wanted, asked(lambda: plan(*places, **options), json=wanted.json), f"would {what}")
+        return _tell(wanted, asked(lambda: plan(of(), **options), json=wanted.json), f"would {what}")
     with _shown(f"{what}ing") as progress:
-        facts = asked(
-            lambda: convert(*places, verify=not wanted.no_verify, progress=progress, **options), json=wanted.json
-        )
+        facts = asked(lambda: convert(of(progress=progress), **options), json=wanted.json)
     return _tell(wanted, facts, f"{what}ed")
 
 

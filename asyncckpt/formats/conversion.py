@@ -17,14 +17,48 @@ from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import warn
 from asyncckpt.format.manifest import Chain
+from asyncckpt.model.result import SaveResult
+from asyncckpt.native import Progress
+from asyncckpt.options import SaveOptions
+from asyncckpt.storage.directory import check_path
 
 Facts = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """From where to where, which step (None: the newest; of an import, the next), and how."""
+
+    source: Path
+    target: Path
+    step: int | None
+    options: SaveOptions
+    verify: bool
+    progress: Progress
+
+    @staticmethod
+    def of(
+        source: Path,
+        target: Path,
+        step: int | None = None,
+        *,
+        parallel: int | None = None,
+        verify: bool = True,
+        progress: Progress | None = None,
+    ) -> Conversion:
+        """Check what was given. UsageError."""
+        options = SaveOptions() if parallel is None else SaveOptions(parallel=parallel)
+        return Conversion(check_path(source), check_path(target), step, options, verify, progress or Progress())
+
+    def facts(self, **more: Any) -> Facts:
+        """Return those that every conversion has, and more, which stand instead of them."""
+        places = {"step": self.step, "source": str(self.source), "target": str(self.target)}
+        return {**places, "left_out": [], **more}
+
+
 class Converter(Protocol):
-    """(source, target, step) and the options of the format. look_into and plan_export say what would be done, and raise
-    what the conversion would before it reads data; they make nothing. import_with and export_with do it, with `verify`
-    and `progress`."""
+    """Each takes a Conversion and the options of the format. look_into and plan_export say what would be done, and
+    raise what the conversion would before it reads data; they make nothing. import_with and export_with do it."""
 
     @property
     def look_into(self) -> Callable[..., Facts]: ...
@@ -54,16 +88,19 @@ class ExportReport:
     bytes_written: int = 0
     seconds: float = 0.0
 
-    def facts(self, source: Path) -> Facts:
+    def facts(self) -> Facts:
         return {
             "step": self.step,
-            "source": str(source),
-            "target": str(self.path),
             "tensors": len(self.tensors),
             "bytes": self.bytes_written,
             "left_out": list(self.left_out),
             "left_out_tables": list(self.tables),
         }
+
+
+def facts_of(result: SaveResult) -> Facts:
+    """Return what an import that is done says."""
+    return {"step": result.step, "bytes": result.bytes_written, "seconds": result.seconds}
 
 
 def warn_of_tables(tables: Sequence[str], library: str) -> None:

@@ -237,11 +237,12 @@ def test_no_room_for_what_is_put_in_order_is_an_error_of_ours(tmp_path: Path) ->
 import resource, signal
 from asyncckpt.errors import IOFailedError
 from asyncckpt.formats import recsdk
+from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.recsdk.convert import look_into
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 from pathlib import Path
-print(look_into(Path({str(tmp_path / "old")!r}), Path({str(tmp_path / "run")!r}), None)["tables"])
+print(look_into(Conversion.of(Path({str(tmp_path / "old")!r}), Path({str(tmp_path / "run")!r})))["tables"])
 try:
     recsdk.import_checkpoint({str(tmp_path / "old")!r}, {str(tmp_path / "run")!r})
 except IOFailedError as error:

@@ -2,101 +2,62 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from asyncckpt.commit.new_entry import check_is_free
 from asyncckpt.formats.commit_import import check_is_apart, check_step_is_free
-from asyncckpt.formats.conversion import Facts, chain_to_export
+from asyncckpt.formats.conversion import Conversion, Facts, chain_to_export, facts_of
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.export_checkpoint import ExportPlan, ExportReport, run_export
 from asyncckpt.formats.recis.import_checkpoint import import_chain, run_import, wanted_step
 from asyncckpt.formats.recis.stored import Columns
-from asyncckpt.native import Progress
-from asyncckpt.options import SaveOptions
-from asyncckpt.storage.directory import check_path
 
 
-def look_into(
-    source: Path, target: Path, step: int | None, *, columns: Columns | None = None, parallel: int = 8
-) -> Facts:
-    SaveOptions(parallel=parallel)
-    path = check_path(source)
-    check_is_apart(path, check_path(target))
-    with RecisDirectory.open(path) as found:
+def look_into(asked: Conversion, *, columns: Columns | None = None) -> Facts:
+    check_is_apart(asked.source, asked.target)
+    with RecisDirectory.open(asked.source) as found:
         import_chain(found, columns)
-        step = wanted_step(path, step)
-        check_step_is_free(check_path(target), step)
-        return {
-            "step": step,
-            "source": str(path),
-            "target": str(check_path(target)),
-            "tables": {name: sum(part.rows_count for part in parts) for name, parts in found.tables.items()},
-            "tensors": len(found.dense),
-            "shards": max((len(parts) for parts in found.tables.values()), default=1),
-            "bytes": found.bytes,
-            "left_out": [],
-        }
+        step = wanted_step(asked.source, asked.step)
+        check_step_is_free(asked.target, step)
+        return asked.facts(
+            step=step,
+            tables={name: sum(part.rows_count for part in parts) for name, parts in found.tables.items()},
+            tensors=len(found.dense),
+            shards=max((len(parts) for parts in found.tables.values()), default=1),
+            bytes=found.bytes,
+        )
 
 
-def import_with(
-    source: Path,
-    target: Path,
-    step: int | None,
-    *,
-    verify: bool,
-    progress: Progress,
-    columns: Columns | None = None,
-    parallel: int = 8,
-) -> Facts:
-    facts = look_into(source, target, step, columns=columns)
-    options = SaveOptions(parallel=parallel)
-    result = run_import(check_path(source), check_path(target), step, columns, options, progress, verify=verify)
-    return {**facts, "step": result.step, "bytes": result.bytes_written, "seconds": result.seconds}
+def import_with(asked: Conversion, *, columns: Columns | None = None) -> Facts:
+    facts = look_into(asked, columns=columns)
+    places = asked.source, asked.target, asked.step
+    return {**facts, **facts_of(run_import(*places, columns, asked.options, asked.progress, verify=asked.verify))}
 
 
 def plan_export(
-    source: Path,
-    target: Path,
-    step: int | None,
-    *,
-    shards: int | None = None,
-    columns: Columns | None = None,
-    optimizer: str | None = None,
-    parallel: int = 8,
+    asked: Conversion, *, shards: int | None = None, columns: Columns | None = None, optimizer: str | None = None
 ) -> Facts:
     """tables: of deltas, rows before they are folded."""
-    path, out = check_path(source), check_path(target)
-    check_is_free(out)
-    plan = ExportPlan.of(chain_to_export(path, step), shards=shards, columns=columns, optimizer=optimizer)
-    return {**_facts(plan.report(out), path), "bytes": plan.bytes}
+    check_is_free(asked.target)
+    chain = chain_to_export(asked.source, asked.step)
+    plan = ExportPlan.of(chain, shards=shards, columns=columns, optimizer=optimizer)
+    return {**_facts(asked, plan.report(asked.target)), "bytes": plan.bytes}
 
 
 def export_with(
-    source: Path,
-    target: Path,
-    step: int | None,
-    *,
-    verify: bool,
-    progress: Progress,
-    shards: int | None = None,
-    columns: Columns | None = None,
-    optimizer: str | None = None,
-    parallel: int = 8,
+    asked: Conversion, *, shards: int | None = None, columns: Columns | None = None, optimizer: str | None = None
 ) -> Facts:
-    path, out = check_path(source), check_path(target)
+    places = asked.source, asked.target, asked.step
     names: dict[str, Any] = {"shards": shards, "columns": columns, "optimizer": optimizer}
-    report = run_export(path, out, step, SaveOptions(parallel=parallel), progress, verify=verify, **names)
-    return {**_facts(report, path), "bytes": report.bytes_written, "seconds": report.seconds}
+    report = run_export(*places, asked.options, asked.progress, verify=asked.verify, **names)
+    return {**_facts(asked, report), "bytes": report.bytes_written, "seconds": report.seconds}
 
 
-def _facts(report: ExportReport, source: Path) -> Facts:
-    return {
-        "step": report.step,
-        "source": str(source),
-        "target": str(report.path),
-        "tables": dict(report.rows),
-        "tensors": len(report.tensors),
-        "shards": report.shards_count,
-        "left_out": list(report.left_out),
-    }
+def _facts(asked: Conversion, report: ExportReport) -> Facts:
+    return asked.facts(
+        step=report.step,
+        tables=dict(report.rows),
+        tensors=len(report.tensors),
+        shards=report.shards_count,
+        left_out=list(report.left_out),
+    )
