@@ -174,7 +174,7 @@ def _tell(wanted: Namespace, facts: Mapping[str, Any], done: str) -> ExitCode:
     step = "" if facts["step"] is None else f" step {facts['step']}"
     taken = f" in {facts['seconds']:.1f} s" if "seconds" in facts else ""
     print(f"{done}{step}: {', '.join([*found, size(facts['bytes'])])}{taken}")
-    for noun, names in (("plain value", facts["left_out"]), ("table", facts.get("left_out_tables"))):
+    for noun, names in (("value", facts["left_out"]), ("table", facts.get("left_out_tables"))):
         if names:
             print(f"left out: {count_of(len(names), noun)}: {safe(', '.join(names)[:NAMES_CHARACTERS_MAX])}")
     return ExitCode.OK

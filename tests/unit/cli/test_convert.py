@@ -140,7 +140,7 @@ def test_what_is_refused_ends_with_its_code(source: Path, tmp_path: Path) -> Non
 def test_plain_values_are_left_out_and_named(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "run", {"x": torch.ones(1), "epoch": 3, "names": ["a", "b"]})
     lines = invoke("export", "recis", tmp_path / "run", tmp_path / "out").stdout.splitlines()
-    assert lines[1] == "left out: 3 plain values: epoch, names.0, names.1"
+    assert lines[1] == "left out: 3 values: epoch, names.0, names.1"
 
 
 def test_a_terminal_is_told_how_far_it_is(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
