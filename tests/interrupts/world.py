@@ -99,9 +99,15 @@ class World:
         return self.steps
 
     def train(self) -> None:
-        """Change the state that the next step saves. Half of the ids are new, or have been away for long."""
+        """Change the state that the next step saves. Half of the ids are new, or have been away for long.
+
+        The tables have another number of rows each time, so that a blocking save makes its plan anew each time.
+        """
         self.own.forward(self.new_ids(6) % FEW_IDS)
         self.own.optimizer.step()
+        next_ids = torch.arange(self.next_id + 3, self.next_id + 4 + self.next_id // 6 % 2) % FEW_IDS
+        for table in self.own.tables.values():
+            table.remove(next_ids)
         for name in ("w", "b"):
             self.own.tensors[name] += 1
         self.values_at = {**dict(list(self.values_at.items())[-2 * KEPT :]), self.steps + 1: self.own.values()}
