@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncckpt.native.row_rules import Rule
-from asyncckpt.native.tensors import Places, Tensors, TorchCalls
+from asyncckpt.native.tensors import Places, PythonCalls, Tensors, TorchCalls
 
 PAGE_BYTES = 4096
 LEAF_BYTES = 4 << 20
@@ -256,6 +256,12 @@ class Core(Protocol):
 
         objects: object [n], tensors of torch or anything. shapes: of the known ones the sizes, behind them the strides.
         The tensors must not change meanwhile.
+        """
+        ...
+
+    def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
+        """Visit objects as words say (native/walks.py) and return what is taken, object [slots]; None: something is not
+        as they say, or (the twin) nothing is visited. Nothing may change meanwhile.
         """
         ...
 

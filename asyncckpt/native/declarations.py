@@ -12,11 +12,11 @@ from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint8, c_uint32, c_uint
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY_NAME = "libasyncckpt.so"
 
 # It reads objects of Python, which another thread might change meanwhile.
-HOLDING_GIL = frozenset({"ac_tensors"})
+HOLDING_GIL = frozenset({"ac_tensors", "ac_walk"})
 
 OK, INVALID, SYSTEM, NO_MEMORY, CANCELLED, SHORT = range(6)
 
@@ -75,6 +75,14 @@ class AcTorch(ctypes.Structure):
     ]
 
 
+class AcPython(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("dict_next", "dict_of", "object_size", "list_item", "tuple_item")),
+        *((name, c_void_p) for name in ("hold", "let_go")),
+        ("type_offset", c_uint64),
+    ]
+
+
 _ERROR = POINTER(AcError)
 
 # Name -> (result, arguments). None is void.
@@ -107,6 +115,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ac_tensors": (
         c_int32,
         [POINTER(AcTorch), c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64), _ERROR],
+    ),
+    "ac_walk": (
+        c_int32,
+        [POINTER(AcPython), c_void_p, c_void_p, c_uint64, c_void_p, c_uint64, POINTER(c_uint64), _ERROR],
     ),
     "ac_idmap_new": (c_void_p, [c_uint64]),
     "ac_idmap_free": (None, [c_void_p]),

@@ -42,12 +42,13 @@ from asyncckpt.native.declarations import (
     AcDrainOptions,
     AcError,
     AcFile,
+    AcPython,
     AcReadOptions,
     AcRowUpdate,
     AcTorch,
     load_library,
 )
-from asyncckpt.native.tensors import PLACE, Places, Tensors, TorchCalls, check_tensors
+from asyncckpt.native.tensors import PLACE, Places, PythonCalls, Tensors, TorchCalls, check_tensors
 from asyncckpt.signals import uninterrupted
 
 # Room for the rows of a first call of ac_marked, as a fraction of all rows; a second call follows if more are marked.
@@ -145,6 +146,13 @@ class NativeCore:
         arrays = objects.ctypes.data, known.ctypes.data, len(known), shapes.ctypes.data, found.ctypes.data
         call(self._library.ac_tensors, byref(calls), *arrays, byref(alike))
         return found if alike.value == len(known) else None
+
+    def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
+        found, alike = np.full(slots, None, dtype=object), c_uint64()
+        calls = AcPython(*python.functions, python.type_offset)
+        arrays = words.ctypes.data, len(words), found.ctypes.data, slots
+        call(self._library.ac_walk, byref(calls), id(root), *arrays, byref(alike))
+        return found if alike.value else None
 
     def map_memory(self, bytes: int) -> Memory:
         if bytes <= 0:

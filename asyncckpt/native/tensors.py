@@ -31,6 +31,14 @@ class TorchCalls:
     keys_offset: int
 
 
+@dataclass(frozen=True)
+class PythonCalls:
+    """How to look into objects of Python, as ac_python: addresses of functions in their order there, and an offset."""
+
+    functions: tuple[int, ...]
+    type_offset: int
+
+
 def check_tensors(objects: NDArray[Any], known: Tensors, shapes: NDArray[np.int64]) -> None:
     """Raise ValueError unless there is one known tensor for each object, and `shapes` has what these point to."""
     fits = objects.dtype == object and known.dtype == TENSOR and shapes.dtype == np.int64

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.native import I64, core
 from asyncckpt.native.tensors import TENSOR, Places, Tensors, TorchCalls
@@ -52,13 +54,21 @@ class KnownTensors:
         calls = torch_calls()
         return None if calls is None else _known(calls, tensors)
 
-    def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
+    def places(self, tensors: Sequence[torch.Tensor] | NDArray[Any]) -> Places | None:
         """Return where tensors are that have these facts; None: one has others, or the core raises for it."""
         count = len(self.tensors)
         if len(tensors) != count:
             return None
-        objects = np.fromiter(tensors, dtype=object, count=count)  # Which keeps them alive during the call.
+        # An array keeps them alive during the call.
+        objects = tensors if isinstance(tensors, np.ndarray) else np.fromiter(tensors, dtype=object, count=count)
         return core.tensor_places(self.calls, objects, self.tensors, self.shapes)
+
+    def are_but_for_types(self, others: KnownTensors) -> bool:
+        """Return whether these have the facts of others, whatever their types."""
+        fields = [name for name in TENSOR.names or () if name != "type"]
+        return np.array_equal(self.tensors[fields], others.tensors[fields]) and np.array_equal(
+            self.shapes, others.shapes
+        )
 
 
 def torch_calls() -> TorchCalls | None:

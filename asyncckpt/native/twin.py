@@ -44,7 +44,7 @@ from asyncckpt.native.contract import (
     check_update,
     checked_row_columns,
 )
-from asyncckpt.native.tensors import Places, Tensors, TorchCalls, check_tensors
+from asyncckpt.native.tensors import Places, PythonCalls, Tensors, TorchCalls, check_tensors
 from asyncckpt.native.twin_id_map import TwinIdMap
 from asyncckpt.native.twin_update import update_rows
 
@@ -192,6 +192,9 @@ class TwinCore:
 
     def tensor_places(self, torch: TorchCalls, objects: NDArray[Any], known: Tensors, shapes: I64) -> Places | None:
         check_tensors(objects, known, shapes)
+        return None
+
+    def walk(self, python: PythonCalls, root: object, words: U64, slots: int) -> NDArray[Any] | None:
         return None
 
     def map_memory(self, bytes: int) -> Memory:

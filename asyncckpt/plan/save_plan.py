@@ -27,6 +27,7 @@ from asyncckpt.model.block import BlockSpec, TableFacts
 from asyncckpt.model.sharing import NOTHING_SHARED, Sharing
 from asyncckpt.model.table import DeferredCut, Table, TableCut, TableSchema, can_be_deferred, owns_ids
 from asyncckpt.model.table_shard import Shard
+from asyncckpt.native.tensors import Places
 from asyncckpt.plan.deferred_tables import DeferredTables, plan_deferred_tables
 from asyncckpt.plan.dense_blocks import BY_TORCH, CopyWays, TensorPieces, box_spec
 from asyncckpt.plan.image import ImagePlan, plan_image, split_rows
@@ -143,9 +144,11 @@ class PlanCache:
         if kept is None or key != kept.key or not kept.is_of(flat, shares=shares):
             if self._ranks_count == 1:
                 _check_all_here(flat)
+            flat.detach()
             plan, memory = self._make(flat, cuts, choice[0], choice[1], by_peers, shares)
             self._kept[choice] = kept = _KeptPlan(key, plan, memory)
             self.plans_made_count += 1
+        kept.walk = flat.walk
         return kept.plan
 
     def _make(
@@ -211,18 +214,25 @@ class PlanCache:
         return plan, memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class _KeptPlan:
+    """A plan, and of which kept walk the state was for which it was used last."""
+
     key: object
     plan: SavePlan
     memory: LeafMemory
+    walk: object = None
 
     def is_of(self, flat: FlatState, *, shares: bool) -> bool:
         """Return whether the plan is one for this state, whose tree is the same."""
-        facts = self.plan.facts
-        places = facts.places(flat.held)
-        if places is None and not facts.hold(flat.held):
-            return False
+        if flat.walked is not None and flat.walk is self.walk:  # All facts are what they were.
+            places: Places | None = flat.walked.places
+        else:
+            flat.detach()
+            facts = self.plan.facts
+            places = facts.places(flat.held)
+            if places is None and not facts.hold(flat.held):
+                return False
         return not shares or self.memory.is_shared_alike(flat, None if places is None else places["address"])
 
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.errors import UsageError
 from asyncckpt.format import limits
+from asyncckpt.format.strict_json import Json
 from asyncckpt.format.tree import ARRAY, SCALAR, TENSOR, VALUE, Key, Node, Path
 from asyncckpt.format.values import encode_value
 from asyncckpt.model.sharded import Sharded
+from asyncckpt.native import I64
+from asyncckpt.native.tensors import Places
+from asyncckpt.native.torch_calls import KnownTensors
 from asyncckpt.plan.sharded_leaves import as_sharded
 
 STATE_DEPTH_MAX = 64
@@ -27,9 +32,25 @@ STATE_DEPTH_MAX = 64
 TensorsArgument = Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor | Sharded | np.ndarray[Any, Any]]
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _KEY_TYPES = (int, bool, float, type(None))
-_NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
+NUMBERS = frozenset((bool, int, float, type(None)))  # Any of them can be stored.
 # Tensors of these types are all there; others may be spread over ranks.
-_PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else None))
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer if hasattr(torch.nn, "Buffer") else None))
+
+
+@dataclass(frozen=True)
+class WalkedTensors:
+    """Tensors that a kept walk has taken, object [n], with their known facts, and where they are.
+
+    attached: the numbers of those that state_dict() would detach. encoded: plain values of the state that are the same
+    as ever, by their numbers, as the manifest has them: object [values]; changing: the numbers of all others.
+    """
+
+    objects: NDArray[Any]
+    known: KnownTensors
+    places: Places
+    attached: I64
+    encoded: NDArray[Any]
+    changing: Sequence[int]
 
 
 @dataclass
@@ -39,8 +60,9 @@ class FlatState:
     Of a leaf that is spread over ranks (`sharded`, by its number), `tensors` has this rank's first piece, or an empty
     tensor where there is none; `held` are all tensors of this rank: those of the leaves, then the other pieces.
     originals: by number, the user's own objects of leaves that are spread, or arrays. text_bytes: what the texts and
-    bytes among the values take in a manifest, at least. Holds the user's tensors: keep it no longer than the capture
-    takes.
+    bytes among the values take in a manifest, at least. asked: objects and what their state_dict() has returned in this
+    save already. walk: of what kept walk (kept_walk.py) it comes; walked: the tensors, if that was followed. Holds the
+    user's tensors: keep it no longer than the capture takes.
     """
 
     tree: Node = VALUE
@@ -51,6 +73,25 @@ class FlatState:
     values: list[Any] = field(default_factory=list)
     text_bytes: int = 0
     stateful: list[tuple[Path, Any]] = field(default_factory=list)
+    asked: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    walk: object = None
+    walked: WalkedTensors | None = None
+
+    def encoded_values(self) -> tuple[Json, ...]:
+        """Return the values as the manifest has them."""
+        if self.walked is None:
+            return tuple(encode_value(value, owner="of the state") for value in self.values)
+        encoded = self.walked.encoded.copy()
+        for number in self.walked.changing:
+            encoded[number] = encode_value(self.values[number], owner="of the state")
+        return tuple(encoded.tolist())
+
+    def detach(self) -> None:
+        """Let all tensors be as state_dict() gives them, where they were taken past it."""
+        if self.walked is not None:
+            for leaf in self.walked.attached.tolist():
+                self.tensors[leaf] = self.tensors[leaf].detach()
+            self.walked = replace(self.walked, attached=self.walked.attached[:0])
 
 
 def named_state(tensors: Any, *, what: str = "tensors") -> Mapping[str, Any]:
@@ -89,9 +130,9 @@ def _named(item: Any, index: int) -> tuple[str | None, Any]:
     return (name if isinstance(name, str) and name else str(index)), item
 
 
-def flatten(state: Mapping[str, Any]) -> FlatState:
-    """Flatten a named state. UsageError naming the key path for what cannot be saved."""
-    flat = FlatState()
+def flatten(state: Mapping[str, Any], asked: dict[int, tuple[Any, Any]] | None = None) -> FlatState:
+    """Flatten a named state. UsageError naming the key path for what cannot be saved. asked: see FlatState."""
+    flat = FlatState(asked=asked or {})
     flat.tree = ("dict", *_node(state, flat, (), [])[1:])
     if not {str}.issuperset(map(type, flat.tree[1])):
         found = next(key[1] for key in flat.tree[1] if not isinstance(key, str))
@@ -101,8 +142,16 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     return flat
 
 
+def flatten_part(value: Any, path: tuple[Any, ...], asked: dict[int, tuple[Any, Any]]) -> FlatState:
+    """Flatten what is at a path of a state, and add to `asked`."""
+    flat = FlatState(asked=asked)
+    flat.tree = _node(value, flat, path, [])
+    flat.held = flat.tensors
+    return flat
+
+
 def _node(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list[int]) -> Node:
-    if type(value) in _NUMBERS:  # These two first: an optimizer has thousands of each.
+    if type(value) in NUMBERS:  # These two first: an optimizer has thousands of each.
         _value(value, flat, path)
         return VALUE
     if type(value) is dict:
@@ -130,7 +179,7 @@ def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
     flat.values.append(value)
     if len(flat.values) > limits.VALUES_MAX:
         limits.check_values_count(len(flat.values), last=_shown(path))
-    if type(value) in _NUMBERS:
+    if type(value) in NUMBERS:
         return
     if isinstance(value, (str, bytes)):
         flat.text_bytes += len(value) if isinstance(value, str) else len(value) * 4 // 3
@@ -141,7 +190,7 @@ def _value(value: Any, flat: FlatState, path: tuple[Any, ...]) -> None:
 
 def _tensor(value: torch.Tensor | Sharded, flat: FlatState, path: tuple[Any, ...]) -> None:
     sharded = None
-    if type(value) not in _PLAIN_TENSORS:
+    if type(value) not in PLAIN_TENSORS:
         sharded = as_sharded(value, salt=".".join(map(str, path)))
     if sharded is not None:
         flat.sharded[len(flat.tensors)] = sharded
@@ -162,9 +211,11 @@ def _container(value: Any, flat: FlatState, path: tuple[Any, ...], parents: list
     if isinstance(value, (list, tuple)):
         children = tuple(_node(child, flat, (*path, index), parents) for index, child in enumerate(value))
         return ("list" if isinstance(value, list) else "tuple", children)
-    value = _unwrapped(value)
-    flat.stateful.append((tuple(_key(key, path) for key in path), value))
-    node = _node(value.state_dict(), flat, path, parents)
+    value = unwrapped(value)
+    flat.stateful.append((tuple(stored_key(key, path) for key in path), value))
+    if id(value) not in flat.asked:
+        flat.asked[id(value)] = value, value.state_dict()
+    node = _node(flat.asked[id(value)][1], flat, path, parents)
     return ("state", ("dict", *node[1:]) if node[0] == "ordered" else node)
 
 
@@ -182,13 +233,13 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
     if set(map(type, names)) == {str}:
         keys: tuple[Key, ...] = tuple(names)
     else:
-        keys = tuple([name if type(name) is str else _key(name, path) for name in names])
-    if _PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
+        keys = tuple([name if type(name) is str else stored_key(name, path) for name in names])
+    if PLAIN_TENSORS.issuperset(map(type, values)):  # By far the most frequent: no path, no loop.
         flat.tensors += values
         return (kind, keys, (TENSOR,) * len(values))
     children = []
     for key, child in zip(names, values, strict=True):
-        if type(child) in _PLAIN_TENSORS:
+        if type(child) in PLAIN_TENSORS:
             flat.tensors.append(child)
             children.append(TENSOR)
         else:
@@ -196,7 +247,7 @@ def _mapping(value: Mapping[Any, Any], flat: FlatState, path: tuple[Any, ...], p
     return (kind, keys, tuple(children))
 
 
-def _key(key: Any, path: tuple[Any, ...]) -> Key:
+def stored_key(key: Any, path: tuple[Any, ...]) -> Key:
     if isinstance(key, str):
         return str.__str__(key)  # Of a str Enum too: its own str() would be another text.
     if type(key) not in _KEY_TYPES:
@@ -214,7 +265,7 @@ def _key(key: Any, path: tuple[Any, ...]) -> Key:
     return (type(key).__name__, key)
 
 
-def _unwrapped(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     """Return the module inside of DDP, DataParallel or torch.compile, so that names are the same with and without."""
     while True:
         if isinstance(value, _PARALLEL):

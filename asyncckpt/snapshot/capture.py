@@ -79,7 +79,7 @@ def live_tensors(plan: SavePlan, flat: FlatState) -> LiveTensors:
 
     for piece in np.flatnonzero(plan.ways.way[pieces.tensor] == BY_TORCH).tolist():
         check_extent(held[pieces.tensor[piece]], name(piece))
-    places = plan.facts.places(held)
+    places = plan.facts.places(held) if flat.walked is None else flat.walked.known.places(flat.walked.objects)
     return LiveTensors.of(
         held, plan.ways, name=lambda tensor: name(pieces.tensor.tolist().index(tensor)), places=places
     )

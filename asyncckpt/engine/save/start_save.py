@@ -139,7 +139,8 @@ def _begin(
     call: int | None,
 ) -> SaveJob:
     options = target.options
-    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit)
+    memory = target.memory
+    cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit, walk=memory.walk)
     snapshot: Staged | None = None
     try:
         base = _hold_newest(target, claim)

@@ -15,8 +15,8 @@ from asyncckpt.engine.ranks.replicas import NOTHING_BY_PEERS, ReplicaList, Writt
 from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.errors import closing_beside
 from asyncckpt.format.strict_json import Json
-from asyncckpt.format.values import encode_value
 from asyncckpt.model.table import CutVersion, IdsHeld, Table, TableCut, hands_over, is_overlaid, tracks_rows
+from asyncckpt.plan.kept_walk import KeptWalk
 from asyncckpt.plan.regions import TableRows
 from asyncckpt.plan.save_plan import CutTable
 from asyncckpt.plan.state import FlatState, flatten
@@ -67,9 +67,13 @@ class Cut:
         call: int | None,
         *,
         audit: bool = False,
+        walk: KeptWalk | None = None,
     ) -> Cut:
-        """Flatten the dense state and freeze every table, but (unless `audit`) for what other ranks write."""
-        cut = Cut(flat=flatten(state), tables=[])
+        """Flatten the dense state and freeze every table, but (unless `audit`) for what other ranks write.
+
+        walk: of earlier saves of this state.
+        """
+        cut = Cut(flat=flatten(state) if walk is None else walk.flatten(state), tables=[])
         try:
             left_out = None
             if ranks is not None:
@@ -104,7 +108,7 @@ class Cut:
         return tuple(map(TableRows, range(len(self.tables))))
 
     def values(self) -> tuple[Json, ...]:
-        return tuple(encode_value(value, owner="of the state") for value in self.flat.values)
+        return self.flat.encoded_values()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all live tensors: the dense ones, the storage of tables, their cache levels. Before the fence."""

@@ -63,6 +63,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "ac_read_options": declarations.AcReadOptions,
     "ac_row_update": declarations.AcRowUpdate,
     "ac_torch": declarations.AcTorch,
+    "ac_python": declarations.AcPython,
     # NumPy arrays are sent in place of these: uint64 [n, 3] or [n, 2], library._READ_ITEM, and those of tensors.py.
     "ac_segment": Segment,
     "ac_span": Span,

@@ -1,0 +1,206 @@
+"""Modules and optimizers that are followed past their state_dict() are saved as what that would have returned."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.native import torch_calls
+from asyncckpt.native.walks import WalkWords
+from asyncckpt.plan import walk_recorder
+from asyncckpt.plan.kept_walk import KeptWalk
+from asyncckpt.plan.state import FlatState, flatten
+from tests.end_to_end.registered import CHANGES, World, train
+
+STEPS = 40
+native_only = pytest.mark.skipif(not torch_calls.CAN_READ, reason="the twin follows nothing, nor does torch 2.4")
+# What torch raises where it does not allow a change of what earlier changes made, and we for what cannot be saved.
+NOT_ALLOWED = (RuntimeError, AttributeError, TypeError, KeyError, ValueError, IndexError, asyncckpt.CheckpointError)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def contents(flat: FlatState) -> object:
+    """Everything that a save takes from a flattened state, and the values of its tensors."""
+    return (
+        flat.tree,
+        [(type(value), str(value)) for value in flat.values],
+        flat.encoded_values(),
+        [(path, id(owner)) for path, owner in flat.stateful],
+        sorted(flat.originals),
+        [(t.dtype, t.shape, t.stride(), t.detach().clone().tolist()) for t in flat.tensors],
+    )
+
+
+def run_of(seed: int, seen: Callable[[World, str], None]) -> None:
+    """Change a world at random; `seen` it after every few changes, with what they were."""
+    world, deck = World(seed), list[str]()
+    try:
+        for step in range(STEPS):
+            deck = deck or world.draw.sample(sorted(CHANGES), len(CHANGES))
+            # Once for each change the state is seen twice, so that there is a walk to follow.
+            drawn = [deck.pop() for _ in range(min(len(deck), world.draw.choice([0, 0, 1, 1, 2, 3])))]
+            for change in ["a step"] * world.draw.randrange(2) + drawn:
+                with contextlib.suppress(*NOT_ALLOWED):
+                    CHANGES[change](world)
+            if step % 8 == 7:
+                world.restore()
+                world.begin()
+            seen(world, f"seed {seed}, step {step}: {drawn}")
+    finally:
+        world.restore()
+
+
+def is_alike(walk: KeptWalk, world: World) -> bool:
+    """Whether a kept walk gives what another one does; hooks that change the state may come between the two."""
+    kept, plain = outcome(walk.flatten, world.state), outcome(flatten, world.state)
+    return kept == plain or any(module._state_dict_pre_hooks for module in world.module.modules())
+
+
+def outcome(function: Callable[[Any], FlatState], state: Any) -> object:
+    try:
+        return contents(function(state))
+    except NOT_ALLOWED as error:
+        return type(error), str(error)
+
+
+def mistakes(seed: int) -> tuple[list[str], int]:
+    """Flatten by one kept walk and by none; return where they differ, and how often the walk was followed."""
+    walk, found = KeptWalk(without_max=0), list[str]()
+
+    def seen(world: World, drawn: str) -> None:
+        if not is_alike(walk, world):
+            found.append(drawn)
+
+    run_of(seed, seen)
+    return found, walk.followed_count
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_followed_is_what_a_walk_would_find(seed: int) -> None:
+    found, followed_count = mistakes(seed)
+    assert found == []
+    assert followed_count > STEPS / 8 or not torch_calls.CAN_READ
+
+
+@native_only
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_each_change_is_seen_or_followed(change: str) -> None:
+    world, walk = World(1), KeptWalk()
+    try:
+        for _ in range(3):
+            train(world)
+            walk.flatten(world.state)
+        assert walk.followed_count == 2
+        CHANGES[change](world)
+        assert is_alike(walk, world)
+        assert is_alike(walk, world)
+    finally:
+        world.restore()
+
+
+def forget_hooks(self: Any, hooks: Any) -> None:
+    self.words.anything()
+
+
+def forget_empty(self: WalkWords, value: object) -> None:
+    self.anything()
+
+
+def forget_objects(self: WalkWords, value: object, *, is_kept: bool = True) -> None:
+    self.anything()
+
+
+def forget_types(self: WalkWords, slot: int, kind: type | None = None) -> None:
+    TAKE(self, slot)
+
+
+TAKE = WalkWords.take
+FORGOTTEN: dict[str, tuple[object, str, object]] = {
+    "classes": (walk_recorder.Recorded, "is_usual", lambda self: True),
+    "sets": (walk_recorder.Recorded, "has_sets", lambda self, found: True),
+    "hooks": (WalkWords, "empty", forget_empty),
+    "one object": (WalkWords, "same", forget_objects),
+    "types": (WalkWords, "take", forget_types),
+    "methods of objects": (walk_recorder, "_has_own", lambda attributes, methods: False),
+}
+
+
+@native_only
+@pytest.mark.parametrize("check", sorted(FORGOTTEN))
+def test_a_check_that_is_left_out_would_be_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, forgotten = FORGOTTEN[check]
+    monkeypatch.setattr(owner, name, forgotten)
+    assert any(mistakes(seed)[0] for seed in range(25))
+
+
+def plain(value: Any) -> Any:
+    """A state as it comes back: objects as what their state_dict() returns."""
+    if isinstance(value, torch.nn.DataParallel):
+        value = value.module
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return torch.as_tensor(value).detach().clone()
+    if hasattr(value, "state_dict"):
+        value = dict(value.state_dict())
+    if isinstance(value, dict):
+        return type(value)((key, plain(item)) for key, item in value.items())
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        found = torch.as_tensor(other)
+        return one.dtype == found.dtype and torch.equal(one, found)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_checkpoint_holds_what_state_dict_would_have_returned(tmp_path: Path, seed: int) -> None:
+    found = list[str]()
+    world_of: list[World] = []
+    savers: list[asyncckpt.Saver] = []
+
+    def seen(world: World, drawn: str) -> None:
+        if not savers:
+            world_of.append(world)
+            savers.append(asyncckpt.Saver(path=tmp_path / "d", tensors=world.state, durability="none", keep=2))
+        if any(module._state_dict_pre_hooks for module in world.module.modules()):
+            return
+        try:
+            expected = plain(world.state)
+        except NOT_ALLOWED:
+            return
+        try:
+            future = savers[0].save_async()
+        except asyncckpt.CheckpointError as error:
+            found.append(f"{drawn}: {error}")
+            return
+        for parameter in world.module.parameters():  # Behind the fence.
+            parameter.detach().mul_(2)
+        result = future.result(60)
+        if not same(expected, asyncckpt.load(tmp_path / "d", step=result.step)):
+            found.append(drawn)
+
+    try:
+        run_of(seed, seen)
+    finally:
+        for saver in savers:
+            saver.close()
+    assert found == []
