@@ -2,8 +2,9 @@
 
 Tensors are on the simulated device of the tests: queueing a copy costs other time there than on a real one, a few calls
 in all; what is done for every tensor (taking the state apart, looking for its addresses) is the same. A module of
-10,000 small parameters and its AdamW are on the host. Beside each figure is that with the facts of tensors read by
-torch, a call for each, as where the core cannot (docs/decisions/0028-tensors-are-read-by-the-core.md).
+10,000 small parameters and its AdamW are on the host, and so is one tensor alone. Beside each figure is that with the
+state walked anew at each save (docs/decisions/0029-walks-are-kept.md), and with the facts of tensors read by torch, a
+call for each, too, as where the core cannot (docs/decisions/0028-tensors-are-read-by-the-core.md).
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import torch
 
 import asyncckpt
 from asyncckpt.native import torch_calls
+from asyncckpt.plan.kept_walk import KeptWalk
+from asyncckpt.plan.state import flatten
 from bench.figures import median_of
 from bench.report import machine, make_console, number, print_table, write_json
 from bench.rounds import scratch_folder
 from tests.simulated_device import SimulatedRuntime
 
 COUNTS = (1, 100, 10_000)
+ON_HOST = "1 tensor of the host"
 PARAMETERS = 10_000
 ELEMENTS = 1000
 CALLS = 9
 WAIT_S = 300
-WAYS = ("core", "torch")
+WAYS = ("kept", "anew", "torch")
 
 
 def run_host_part(
@@ -39,18 +43,19 @@ def run_host_part(
     """Run it, print the table, write `out`.json and .txt; return the figures."""
     console = make_console()
     counts, parameters, rounds = ((1, 50), 20, 1) if smoke else (COUNTS, PARAMETERS, rounds)
-    states = [*(f"{count:,} tensors" for count in counts), f"module of {parameters:,} parameters, AdamW"]
+    states: list[tuple[str, int | None]] = [(f"{count:,} tensors", count) for count in counts]
+    states += [(ON_HOST, 0), (f"module of {parameters:,} parameters, AdamW", None)]
     figures: list[dict[str, Any]] = []
     with scratch_folder(directory) as folder:
         for index in range(rounds):
-            for place, shown in enumerate(states):
+            for place, (shown, count) in enumerate(states):
                 for way in WAYS if index % 2 else WAYS[::-1]:
-                    with read_by(way), state_of(counts[place] if place < len(counts) else None, parameters) as state:
+                    with read_by(way), state_of(count, parameters) as state:
                         calls = times_of(state, folder / f"{index}-{place}-{way}")
                     figures.append({"state": shown, "way": way, **calls})
     kinds = [(way, kind) for kind in ("seconds", "processor_seconds") for way in WAYS]
-    rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown in states]
-    columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, by {way}" for way, kind in kinds)]
+    rows = [[shown, *(number(_median(figures, shown, *kind) * 1e3, 2) for kind in kinds)] for shown, _ in states]
+    columns = ["state", *(f"{'ms' if kind == 'seconds' else 'processor ms'}, {way}" for way, kind in kinds)]
     print_table(console, f"save_async, medians of {rounds} rounds of {CALLS} calls", columns, rows)
     write_json(Path(f"{out}.json"), {"machine": machine(), "calls": figures})
     console.save_text(f"{out}.txt")
@@ -59,14 +64,18 @@ def run_host_part(
 
 @contextmanager
 def read_by(way: str) -> Iterator[None]:
-    """Let the core read tensors, or torch."""
-    with patch.object(torch_calls, "torch_calls", lambda: None) if way == "torch" else nullcontext():
+    """Let a walk be kept, or each be one anew; let torch read the facts of tensors."""
+    anew = patch.object(KeptWalk, "flatten", lambda self, state: flatten(state)) if way == "anew" else nullcontext()
+    with anew, patch.object(torch_calls, "torch_calls", lambda: None) if way == "torch" else nullcontext():
         yield
 
 
 @contextmanager
 def state_of(count: int | None, parameters: int) -> Iterator[Mapping[str, Any]]:
-    """Make so many tensors on a device; None: a module and its optimizer, after a step, on the host."""
+    """Make so many tensors on a device; 0: one on the host; None: a module and its optimizer there, after a step."""
+    if count == 0:
+        yield {"tensor": torch.zeros(ELEMENTS)}
+        return
     if count is None:
         module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(parameters // 2)))
         optimizer = torch.optim.AdamW(module.parameters())

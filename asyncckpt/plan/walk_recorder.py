@@ -351,7 +351,7 @@ def _takes_from_torch(kind: type, parts: Iterable[str]) -> bool:
     """Return whether a class has torch's methods among `parts`, and leaves the others to the attributes of objects."""
     if kind.__getattribute__ is not _USUAL_LOOKUP:
         return False
-    own = _TORCHS_OWN["module" if issubclass(kind, torch.nn.Module) else "optimizer"]
+    own = _TORCHS_OWN[torch.nn.Module if issubclass(kind, torch.nn.Module) else torch.optim.Optimizer]
     return all(getattr(kind, name, None) is own[name] if name in own else not hasattr(kind, name) for name in parts)
 
 

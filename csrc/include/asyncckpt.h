@@ -298,7 +298,7 @@ typedef enum ac_walk_step {
 
 /* Visit `root`. *alike: 1 when all is as the words say; then found[slot] is what was taken, and the caller owns a
  * reference to each. What was there before, an object or NULL, is let go, also when *alike is 0. Nothing must change
- * meanwhile, and no function of Python may fail. AC_INVALID: the words are none. */
+ * meanwhile. Where a function of Python fails, *alike is 0, and its exception is set. AC_INVALID: the words are none. */
 AC_API int32_t ac_walk(const ac_python* python, const void* root, const uint64_t* words, uint64_t words_count,
                        const void** found, uint64_t slots, uint64_t* alike, ac_error* error);
 

@@ -30,7 +30,9 @@ class Python {
     return as<int (*)(Object, int64_t*, Object*, Object*)>(found_.dict_next)(dict, &position, &key, &value) != 0;
   }
   int64_t size(Object object) const { return as<int64_t (*)(Object)>(found_.object_size)(object); }
-  Object list_item(Object list, int64_t at) const { return as<Object (*)(Object, int64_t)>(found_.list_item)(list, at); }
+  Object list_item(Object list, int64_t at) const {
+    return as<Object (*)(Object, int64_t)>(found_.list_item)(list, at);
+  }
   Object tuple_item(Object tuple, int64_t at) const {
     return as<Object (*)(Object, int64_t)>(found_.tuple_item)(tuple, at);
   }
@@ -63,7 +65,9 @@ class Walk {
     if (python_.type(object) != word()) return false;
     if (step == AC_WALK_EMPTY) return python_.size(object) == 0;
     require(++depth_ <= depth_max, "a walk is nested too deeply");
-    const bool is_alike = step == AC_WALK_DICT ? dict(object) : step == AC_WALK_OBJECT ? own(object) : items(object, step);
+    const bool is_alike = step == AC_WALK_DICT     ? dict(object)
+                          : step == AC_WALK_OBJECT ? own(object)
+                                                   : items(object, step);
     --depth_;
     return is_alike;
   }
@@ -105,7 +109,8 @@ class Walk {
     const auto count = static_cast<int64_t>(word());
     if (python_.size(object) != count) return false;
     for (int64_t at = 0; at < count; ++at) {
-      if (!visit(step == AC_WALK_LIST ? python_.list_item(object, at) : python_.tuple_item(object, at))) return false;
+      const Object item = step == AC_WALK_LIST ? python_.list_item(object, at) : python_.tuple_item(object, at);
+      if (item == nullptr || !visit(item)) return false;
     }
     return true;
   }

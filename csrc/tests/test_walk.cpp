@@ -11,8 +11,8 @@ namespace {
 struct Object {
   uint64_t type = 1;
   int64_t references = 1;
-  std::vector<Object*> keys;
-  std::vector<Object*> values;
+  std::vector<Object*> keys = {};
+  std::vector<Object*> values = {};
   Object* attributes = nullptr;
 };
 

@@ -16,7 +16,7 @@ from bench import gpu
 from bench.gpu_copies import SHARES, WIDTHS, Gather, GatherFigures, measure_gathers
 from bench.gpu_device import BenchDevice, NoDevice
 from bench.gpu_saves import SaveCase, measure
-from bench.host_part import run_host_part
+from bench.host_part import WAYS, run_host_part
 from tests.cuda_on_cpu import cuda_on_cpu_library
 
 BYTES = 64 << 10
@@ -102,7 +102,7 @@ def test_what_was_measured_before_a_cut_is_written(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_host_part_gives_figures(tmp_path: Path) -> None:
     figures = run_host_part(directory=tmp_path, out=tmp_path / "host-part", smoke=True)
-    states = ("1 tensors", "50 tensors", "module of 20 parameters, AdamW")
-    assert {(one["state"], one["way"]) for one in figures} == {(s, way) for s in states for way in ("core", "torch")}
+    states = ("1 tensors", "50 tensors", "1 tensor of the host", "module of 20 parameters, AdamW")
+    assert {(one["state"], one["way"]) for one in figures} == {(s, way) for s in states for way in WAYS}
     assert all(math.isfinite(one["seconds"]) and math.isfinite(one["processor_seconds"]) for one in figures)
     assert (tmp_path / "host-part.txt").read_text()
