@@ -37,7 +37,7 @@ from asyncckpt.signals import STEP_S, uninterrupted
 
 CHUNK_BYTES = 16 << 20
 PATIENCE_S = 20.0
-"""How long `settle` leaves the copies to a thread that may starve beside a trainer which never steps again."""
+"""How long `settle` leaves all to the thread of `run`, which may starve beside a trainer that never steps again."""
 
 _HINT = "call wait_staged() before anything but step() changes it, or leave its optimizer out of optimizers="
 
@@ -138,7 +138,6 @@ class StepCopies:
         self._changed = threading.Condition(Guard())
         self._parts: dict[int, Part] = {}
         self._refused: Exception | None = None
-        self._is_running = False
 
     def add(self, number: int, watch: Watch, segments: U64, of: I64) -> None:
         """Add to a part, before anything else is called; segment i, of the host, is of tensor of[i] of the watch."""
@@ -157,11 +156,7 @@ class StepCopies:
         return all(part.is_copied for part in self._parts.values())
 
     def run(self, order: Sequence[int], *, threads: int) -> None:
-        """Copy all on this thread, unless another one runs; parts in this order."""
-        with self._changed:
-            if self._is_running:
-                return
-            self._is_running = True
+        """Copy all on this thread, parts in this order."""
         self._copy([self._parts[number] for number in order if number in self._parts], threads=threads)
 
     def wait(self, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +187,7 @@ class StepCopies:
     def settle(self) -> None:
         """Wait until the host has copied all, in the background. Raises as `check`, and DeadlineError."""
         parts = list(self._parts.values())
-        if not self._wait_copied(parts, seconds=PATIENCE_S if self._is_running else 0.0):
+        if not self._wait_copied(parts, seconds=PATIENCE_S):
             self._copy(parts, threads=1)
             self._wait_copied(parts)
         self.check()
