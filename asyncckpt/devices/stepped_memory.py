@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from asyncckpt.native import I64, U64
 
 # Of these by far the most are, so they are asked nothing more.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_bytes_of = attrgetter("nbytes")
 
 
 class SteppedMemory:
@@ -20,13 +22,18 @@ class SteppedMemory:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        found = [(tensor, number) for number, item in enumerate(optimizers) for tensor in _tensors_of(item)]
-        places = np.array([(tensor.data_ptr(), tensor.nbytes) for tensor, _ in found], dtype=np.uint64).reshape(-1, 2)
-        order = np.lexsort((places[:, 1], places[:, 0]))
-        self._begins, self._bytes = places[order, 0], places[order, 1].astype(np.int64)
-        self.tensors = [found[number][0] for number in order.tolist()]
-        self.owners: I64 = np.array([found[number][1] for number in order.tolist()], dtype=np.int64)
-        self._parts = {id(item): self._parts_of(item) for item in optimizers}
+        found = [_tensors_of(item) for item in optimizers]
+        tensors = [tensor for own in found for tensor in own]
+        owners = np.repeat(np.arange(len(found)), [len(own) for own in found])
+        begins, bytes = _places(tensors)
+        order = np.lexsort((bytes, begins))
+        self._begins, self._bytes = begins[order], bytes[order]
+        self.tensors = [tensors[number] for number in order.tolist()]
+        self.owners: I64 = owners[order]
+        self._parts = {
+            id(item): self._owners_of(begins[owners == number], bytes[owners == number])
+            for number, item in enumerate(optimizers)
+        }
 
     def find(self, begins: U64, bytes: I64) -> I64:
         """Return the number of a tensor that begins where a memory range does and is not shorter; -1: there is none."""
@@ -39,23 +46,27 @@ class SteppedMemory:
     def parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
         """Return the numbers of the optimizers whose memory a step of any optimizer changes."""
         known = self._parts.get(id(optimizer))
-        return self._parts_of(optimizer) if known is None else known
+        return self._owners_of(*_places(_tensors_of(optimizer))) if known is None else known
 
-    def _parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        own = list(_tensors_of(optimizer))
-        begins = np.array([tensor.data_ptr() for tensor in own], dtype=np.uint64)
-        found = self.find(begins, np.array([tensor.nbytes for tensor in own], dtype=np.int64))
+    def _owners_of(self, begins: U64, bytes: I64) -> frozenset[int]:
+        found = self.find(begins, bytes)
         return frozenset(self.owners[found[found >= 0]].tolist())
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for value in (parameter, *state.values()):
+            for value in (parameter, *optimizer.state.get(parameter, {}).values()):
                 if type(value) in _PLAIN:
-                    yield value
+                    found.append(value)
                 elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                    local = getattr(value, "_local_tensor", value)  # What a DTensor holds on this rank.
-                    assert isinstance(local, torch.Tensor)
-                    yield local
+                    found.append(getattr(value, "_local_tensor", value))  # What a DTensor holds on this rank.
+    return found
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
+    """Return the address and the bytes of every tensor. No tuple for each: thousands of these are collected."""
+    count = len(tensors)
+    begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=count)
+    return begins, np.fromiter(map(_bytes_of, tensors), dtype=np.int64, count=count)

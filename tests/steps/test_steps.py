@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -364,6 +365,29 @@ def test_a_cancelled_save_gives_its_arena_back(world: World, gate: Gate) -> None
     assert pool.statistics().arenas_count <= 2
     values = world.values()
     world.check(world.saver.save_async(2), 2, values)
+
+
+def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
+    values = world.values()
+    world.weight.grad = torch.ones(300)
+    with gate.held():
+        future = world.saver.save_async(1)
+        gate.await_copier()
+        (pending,) = world.saver._target.step_fences._pending
+
+        def interrupt() -> None:
+            with pending.steps._changed:
+                assert pending.steps._changed.wait_for(lambda: not pending.steps._parts[0].chunks, 30)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            world.optimizers[0].step()
+        thread.join(30)
+        assert torch.equal(world.weight.detach(), values["weight"])
+    world.step()
+    world.check(future, 1, values)
 
 
 def test_the_hook_goes_with_the_saver(tmp_path: Path) -> None:
