@@ -22,7 +22,8 @@ class SteppedMemory:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-        found = [_tensors_of(item) for item in optimizers]
+        self._optimizers = tuple(optimizers)  # Kept, so that their ids stay theirs.
+        found = [_tensors_of(item) for item in self._optimizers]
         tensors = [tensor for own in found for tensor in own]
         owners = np.repeat(np.arange(len(found)), [len(own) for own in found])
         begins, bytes = _places(tensors)
@@ -60,13 +61,22 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             for value in (parameter, *optimizer.state.get(parameter, {}).values()):
                 if type(value) in _PLAIN:
                     found.append(value)
-                elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                elif isinstance(value, torch.Tensor):
                     found.append(getattr(value, "_local_tensor", value))  # What a DTensor holds on this rank.
     return found
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
-    """Return the address and the bytes of every tensor. No tuple for each: thousands of these are collected."""
+    """Return the address and the bytes of every tensor; no bytes where it has no address (sparse ones, fakes).
+
+    No tuple for each: thousands of these alive at once would start a full garbage collection.
+    """
     count = len(tensors)
-    begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=count)
-    return begins, np.fromiter(map(_bytes_of, tensors), dtype=np.int64, count=count)
+    try:
+        begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=count)
+        return begins, np.fromiter(map(_bytes_of, tensors), dtype=np.int64, count=count)
+    except RuntimeError:
+        if count == 1:
+            return np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
+    found = [_places([tensor]) for tensor in tensors]
+    return np.concatenate([begins for begins, _ in found]), np.concatenate([bytes for _, bytes in found])

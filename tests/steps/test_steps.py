@@ -367,6 +367,29 @@ def test_a_cancelled_save_gives_its_arena_back(world: World, gate: Gate) -> None
     world.check(world.saver.save_async(2), 2, values)
 
 
+def test_nothing_of_a_state_is_kept_behind_the_step(world: World, gate: Gate) -> None:
+    future = world.saver.save_async(1)
+    old = weakref.ref(world.optimizers[0].state[world.weight]["exp_avg"].untyped_storage())
+    load_optimizer(world)
+    world.step()
+    future.result(30)
+    del future
+    world.saver.wait_idle()
+    gc.collect()
+    assert old() is None
+
+
+def test_steps_of_others_may_have_any_tensors(world: World, gate: Gate) -> None:
+    """A hook of ours looks at all of them, and must not fail there."""
+    sparse = torch.zeros(3, 3).to_sparse().requires_grad_()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    other.param_groups[0]["params"].append(sparse)
+    with gate.held():
+        future = world.saver.save_async(1)
+        other.step()
+    future.result(30)
+
+
 def test_ctrl_c_ends_a_wait_and_nothing_else(world: World, gate: Gate) -> None:
     values = world.values()
     world.weight.grad = torch.ones(300)

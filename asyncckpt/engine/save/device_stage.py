@@ -101,7 +101,7 @@ class StepFences:
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""
-        self._pending = [item for item in self._pending if item.devices or item.steps.is_open]
+        self._prune()
         if self._optimizers and (pending.devices or pending.steps.is_open):
             self._pending.append(pending)
 
@@ -115,19 +115,25 @@ class StepFences:
 
         return Job(run=run, fail=lambda error: None, beside=True)
 
-    @uninterrupted
     def wait(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a step wait: the current streams of this thread for devices, this thread for the host."""
         if self._pid != os.getpid():  # A forked child has no arena, and no save.
-            self._pending.clear()
+            self._pending = []
         number = next((number for number, item in enumerate(self._optimizers) if item is optimizer), None)
         if number is not None:
             self._order.remove(number)
             self._order.append(number)
-        for pending in list(self._pending):
-            if pending.steps.memory.parts_of(optimizer):
-                pending.fence()
-                pending.steps.wait(optimizer)
+        if self._pending:
+            with uninterrupted:
+                for pending in self._pending:
+                    if pending.steps.memory.parts_of(optimizer):
+                        pending.fence()
+                        pending.steps.wait(optimizer)
+                self._prune()
+
+    def _prune(self) -> None:
+        """Forget what no step has to ask for, with all tensors of that time."""
+        self._pending = [item for item in self._pending if item.devices or item.steps.is_open]
 
 
 def _copy(steps: StepCopies, order: Sequence[int]) -> None:
