@@ -26,11 +26,12 @@ from bench.multi_level import run_multi_level
 from bench.optimizers import run_optimizers
 from bench.parallel import run_parallel
 from bench.path import run_path
-from bench.peers import PEERS
+from bench.peers import PEERS, STEP_PEERS
 from bench.recis import run_recis
 from bench.rounds import REPOSITORY
 from bench.start import run_start
 from bench.state_bench import run_state
+from bench.steps_bench import run_steps
 from bench.touched import run_touched
 
 RESULTS_FOLDER = REPOSITORY / "bench" / "results"
@@ -64,8 +65,21 @@ def state(
     directory: Directory = None,
     out: Out = None,
     smoke: Smoke = False,
+    steps: Annotated[bool, typer.Option("--steps", help="a state that only optimizers change, own peers")] = False,
 ) -> None:
     """Tables and dense tensors, mutated by every training step: stall, time lost, durable, memory, CPU, load, image."""
+    if steps:
+        run_steps(
+            gib=gib,
+            rounds=rounds,
+            saves=saves,
+            peers=STEP_PEERS if peers == STATE_PEERS_TEXT else peers.split(","),
+            trainer_threads=trainer_threads.split(","),
+            directory=directory,
+            out=_out(out, "steps", smoke),
+            smoke=smoke,
+        )
+        return
     run_state(
         gib=gib,
         rounds=rounds,

@@ -25,12 +25,13 @@ from statistics import median
 
 import torch
 
+from asyncckpt.errors import UsageError
 from bench.clocks import CpuClock, cached_share, drop_page_cache, files_bytes, resident_bytes
 from bench.figures import NAN, RoundFigures, SaveFigures
 from bench.peers import open_peer, peer_factory
 from bench.peers.protocol import DURABLE_SECONDS_MAX, Handle, Peer
-from bench.state import State, differences, recommender_state, tensors_state
-from bench.trainer import PythonLoop, Trainer, Work, calibrate
+from bench.state import State, differences, recommender_state, stepped_state, tensors_state
+from bench.trainer import PhasedTrainer, PythonLoop, Trainer, Work, calibrate, phases_matmuls
 
 CALIBRATE = "calibrate"
 
@@ -44,7 +45,7 @@ class RoundSpec:
     figures_path: str
     round_index: int = 0
     trainer_threads: str = "all"
-    layout: str = "tables"  # or "many": `tensors_count` equal tensors
+    layout: str = "tables"  # or "many": `tensors_count` equal tensors; or "stepped": the same, of an optimizer
     tensors_count: int = 0
     work: str = "train"  # or "python": bytecode only
     state_bytes: int = 0
@@ -56,9 +57,16 @@ class RoundSpec:
     verify: bool = False
 
     def make_state(self, *, filled: bool = True) -> State:
+        if self.layout == "stepped":
+            return stepped_state(self.tensors_count, self.state_bytes // self.tensors_count)
         if self.layout == "many":
             return tensors_state(self.tensors_count, self.state_bytes // self.tensors_count)
         return recommender_state(self.state_bytes, hashtables=peer_factory(self.peer).hashtables, filled=filled)
+
+    def make_work(self, state: State) -> Work:
+        if self.layout == "stepped":
+            return PhasedTrainer(state, matmuls=self.matmuls)
+        return Trainer(state, matmuls=self.matmuls) if self.work == "train" else PythonLoop()
 
 
 class Durable:
@@ -135,7 +143,10 @@ def image_verdict(peer: Peer, work: Work, state: State, target: State, step: int
     work.step()
     while not durable.done():
         work.step()
-    durable.result()
+    try:
+        durable.result()
+    except UsageError as error:  # Of a control, without the wait of steps.
+        return f"refused: {error.what}"
     target.clear()
     peer.load(step, target)
     wrong = differences(target.copy(), reference)
@@ -154,7 +165,7 @@ def run_round(spec: RoundSpec) -> tuple[RoundFigures, dict[str, float]]:
         torch.set_num_threads(int(spec.trainer_threads))
     directory = Path(spec.directory)
     state = spec.make_state()
-    work: Work = Trainer(state, matmuls=spec.matmuls) if spec.work == "train" else PythonLoop()
+    work = spec.make_work(state)
     peer_factory(spec.peer)  # Its imports are no part of what a save costs.
     step_seconds(work, spec.warmup_steps_count)
     clock = CpuClock()
@@ -197,7 +208,9 @@ def main(argument: str) -> None:
     if spec.peer == CALIBRATE:
         if spec.trainer_threads != "all":
             torch.set_num_threads(int(spec.trainer_threads))
-        answer: dict[str, object] = {"matmuls": calibrate(seconds=0.010)}
+        stepped = spec.layout == "stepped"
+        matmuls = phases_matmuls(spec.make_state()) if stepped else calibrate(seconds=0.010)
+        answer: dict[str, object] = {"matmuls": matmuls}
     else:
         figures, memory = run_round(spec)
         answer = {"figures": asdict(figures), "memory": memory}

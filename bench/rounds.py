@@ -96,13 +96,16 @@ def available_peers(names: Sequence[str], console: Console) -> list[str]:
     return found
 
 
-def calibrated_matmuls(directory: Path, trainer_threads: str) -> int:
-    """Measure, once for all peers, how many products make the ten milliseconds of a step."""
+def calibrated_matmuls(directory: Path, trainer_threads: str, **state: Any) -> int:
+    """Measure, once for all peers, how many products make the ten milliseconds of a step; of a stepped state, three
+    quarters of one.
+    """
     spec = RoundSpec(
         peer=CALIBRATE,
         directory=str(directory),
         figures_path=str(directory / "calibration.json"),
         trainer_threads=trainer_threads,
+        **state,
     )
     answer, _ = run_child("bench.round", asdict(spec))
     return int(answer["matmuls"])

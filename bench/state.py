@@ -68,11 +68,12 @@ def adagrad(gradient: torch.Tensor, *, lr: float) -> Callable[[Any], object]:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that one checkpoint holds."""
+    """Everything that one checkpoint holds. optimizers: nothing but their steps changes the dense tensors."""
 
     tables: tuple[Table, ...]
     dense: Mapping[str, torch.Tensor]
     bytes: int
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     def hashtables(self) -> dict[str, Any]:
         return {table.name: table.hashtable for table in self.tables if table.hashtable is not None}
@@ -135,6 +136,25 @@ def recommender_tables(rows_count: int, *, hashtables: bool, filled: bool) -> tu
 def tensors_state(count: int, tensor_bytes: int) -> State:
     """Make a state of `count` equal tensors and no tables."""
     return State(tables=(), dense=dense_tensors(count, tensor_bytes), bytes=count * tensor_bytes)
+
+
+class Nudge(torch.optim.Optimizer):
+    """Adds to every parameter: a step that reads and writes all of the state, and needs no gradients."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], 1e-3)
+
+
+def stepped_state(count: int, tensor_bytes: int) -> State:
+    """Make a state of `count` equal tensors that one optimizer changes."""
+    dense = dense_tensors(count, tensor_bytes)
+    optimizer = Nudge(list(dense.values()))
+    return State(tables=(), dense=dense, bytes=count * tensor_bytes, optimizers=(optimizer,))
 
 
 def dense_tensors(count: int, tensor_bytes: int) -> dict[str, torch.Tensor]:

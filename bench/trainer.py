@@ -62,6 +62,30 @@ class Trainer:
         self._index += 1
 
 
+class PhasedTrainer:
+    """Forward and backward, which only read, as `matmuls` products; then a step of the optimizers, over all tensors."""
+
+    def __init__(self, state: State, *, matmuls: int) -> None:
+        self._optimizers, self._matmuls = state.optimizers, matmuls
+        self._left, self._product = torch.rand(MATRIX_SIDE, MATRIX_SIDE), torch.empty(MATRIX_SIDE, MATRIX_SIDE)
+
+    def step(self) -> None:
+        for _ in range(self._matmuls):
+            torch.mm(self._left, self._left, out=self._product)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def phases_matmuls(state: State) -> int:
+    """Return with how many products the step of the optimizers takes a quarter of the time."""
+    counted = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        PhasedTrainer(state, matmuls=0).step()
+        counted.append(time.perf_counter() - begin)
+    return calibrate(3 * min(counted))
+
+
 class PythonLoop:
     """A step of nothing but bytecode: how much of the interpreter does a save in the background take away?"""
 

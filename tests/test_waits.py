@@ -43,7 +43,6 @@ ALLOWED = {
     ("devices/current_runtime.py", "self._runtime.record(self._runtime.current_stream(device)).wait()"): EVENT,
     ("devices/host_copies.py", "runtime.record(batch.stream).wait()"): EVENT,
     ("engine/process/background.py", "woken.wait()"): "the background itself, between jobs that run",
-    ("engine/save/device_stage.py", "fences.wait()"): EVENT,
     ("follower.py", "asyncio.wait([waiter])"): MEMORY,
     ("follower.py", "waiter.exception()"): DONE,
     ("loader.py", "streams.wait()"): EVENT,

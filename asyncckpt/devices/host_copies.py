@@ -3,7 +3,8 @@
     side stream   follow the trainer's | direct, to scratch | FENCE | later ones | STEP FENCE | from scratch | END
     trainer's                                               waits for FENCE ...   step() waits for STEP FENCE
 
-1. The capture adds copies in their order: `on(device).add...`. A copy that overlaps another one comes after it.
+1. The capture adds copies in their order: `on(device).add...`. A copy that overlaps another one comes after it. What
+   the host itself copies behind the call is in `steps` (step_copies.py).
 2. `launch` queues all of them. As many as fit, from the last one back, go through scratch memory of the device; the
    others go directly to the host first. The trainer's streams wait for the fence, the host for nothing. Copies of what
    only an optimizer step changes come after the fence; the step waits for them.
@@ -17,18 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncckpt.devices.batch import Batch, settle_all
 from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, RowCopy, SegmentCopy, TensorCopy, Work
+from asyncckpt.devices.step_copies import StepCopies
+from asyncckpt.devices.stepped_memory import SteppedMemory
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.native import I64, U64
-
-NO_MEMORY: U64 = np.empty((0, 2), dtype=np.uint64)
 
 _log = logging.getLogger("asyncckpt")
 
@@ -95,10 +94,16 @@ class Launched:
 
 
 class Pending:
-    """Running copies, one batch per device. is_lost: a device has failed, and may still write to its targets."""
+    """Running copies, one batch per device, and those of the host that a step waits for.
 
-    def __init__(self, batches: Sequence[Launched] = (), *, is_lost: bool = False) -> None:
+    is_lost: a device has failed, and may still write to its targets.
+    """
+
+    def __init__(
+        self, batches: Sequence[Launched] = (), *, steps: StepCopies | None = None, is_lost: bool = False
+    ) -> None:
         self.is_lost = is_lost
+        self.steps = StepCopies(SteppedMemory()) if steps is None else steps
         self._batches = list(batches)
         self._guard = Guard()
         self._failed: Exception | None = None
@@ -106,6 +111,11 @@ class Pending:
     @property
     def devices(self) -> list[int]:
         return [item.batch.device for item in self._batches]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something is not on the host yet."""
+        return bool(self._batches) or not self.steps.is_copied
 
     def fence(self, stream: Stream = None) -> None:
         """Make a stream (None: the current ones of this thread) wait until the sources may change; not the host."""
@@ -115,7 +125,8 @@ class Pending:
             runtime.hold_back(runtime.current_stream(item.batch.device) if stream is None else stream, item.step_fence)
 
     def settle(self) -> None:
-        """Wait until all is on the host, for all devices even if one fails. Raises DeviceError, DeadlineError.
+        """Wait until all is on the host, for all devices even if one fails. Raises DeviceError, DeadlineError, and
+        UsageError for what was changed before it was copied.
 
         Any thread may call it. A second call waits for the first one and raises the same. An interrupt is raised at the
         end: the memory must not be used before the devices are done.
@@ -130,12 +141,13 @@ class Pending:
             raise errors[0]
         if self._failed is not None:
             raise self._failed
+        self.steps.settle()
 
 
 class HostCopies:
-    """The copies of one save. runtime None: there are no devices, and no copies are ever added.
+    """The copies of one save. runtime None: there are no devices, and no copies of theirs are ever added.
 
-    stepped: (address, bytes) of tensors, uint64 [n, 2], that only an optimizer step changes.
+    stepped: what only steps of optimizers change.
     """
 
     def __init__(
@@ -144,10 +156,10 @@ class HostCopies:
         *,
         scratch_bytes: int = 0,
         streams: Sequence[Stream] = (),
-        stepped: U64 = NO_MEMORY,
+        stepped: SteppedMemory | None = None,
     ) -> None:
         self.runtime = runtime
-        self._stepped = stepped[np.lexsort((stepped[:, 1], stepped[:, 0]))]
+        self.steps = StepCopies(SteppedMemory() if stepped is None else stepped)
         self._scratch_bytes = scratch_bytes
         self._streams = streams
         self._devices: dict[int, DeviceCopies] = {}
@@ -160,19 +172,6 @@ class HostCopies:
     def can_compare(self, device: int) -> bool:
         """Return whether a device can compare rows."""
         return self.runtime is not None and isinstance(self.runtime.kernels(device), ComparesRows)
-
-    def is_stepped(self, addresses: U64, bytes: I64) -> NDArray[np.bool_]:
-        """Return which memory ranges (addresses uint64 [n], bytes) only an optimizer step changes: bool [n].
-
-        True for memory that begins where such a tensor begins and is not longer.
-        """
-        if not len(self._stepped):
-            return np.zeros(len(addresses), dtype=np.bool_)
-        # The last of those that begin there is the longest.
-        found = np.maximum(np.searchsorted(self._stepped[:, 0], addresses, side="right") - 1, 0)
-        begins, lengths = self._stepped[found, 0], self._stepped[found, 1].astype(np.int64)
-        stepped: NDArray[np.bool_] = (begins == addresses) & (bytes <= lengths)
-        return stepped
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy the values of any tensor to a contiguous one on the host, now or with the other copies."""
@@ -202,7 +201,7 @@ class HostCopies:
         """
         listed = {device: item for device, item in self._devices.items() if item.copies or item.later or item.works}
         if not listed:
-            return Pending()
+            return Pending(steps=self.steps)
         runtime = self.runtime
         assert runtime is not None
         if runtime.is_capturing():
@@ -224,7 +223,7 @@ class HostCopies:
                     hint="allow more pinned host memory (pinned_memory_limit), or free memory of the device",
                 ) from error
             raise
-        self.pending = Pending(launched)
+        self.pending = Pending(launched, steps=self.steps)
         return self.pending
 
     def _queue(self, batch: Batch, item: DeviceCopies) -> Launched:

@@ -13,6 +13,7 @@ class SaveResult:
     """The result of one save.
 
     stall_seconds   how long the caller waited in the call
+    step_wait_seconds  how long steps of `optimizers=` waited for copies on the host, until the save was durable
     seconds         from the call until the checkpoint was durable (for a skipped save: until the call returned)
     bytes_logical   bytes of all tensors and table rows
     bytes_written   bytes of all files, including headers and manifest
@@ -31,6 +32,7 @@ class SaveResult:
     skipped: bool = False
     fallback: str | None = None
     stall_seconds: float = 0.0
+    step_wait_seconds: float = 0.0
     seconds: float = 0.0
     bytes_logical: int = 0
     bytes_written: int = 0
@@ -54,6 +56,7 @@ class SaverStatistics:
     rows_count: int = 0
     rows_copied: int = 0
     stall_seconds: float = 0.0
+    step_wait_seconds: float = 0.0
     plans_made_count: int = 0
     arenas_count: int = 0
     arena_bytes: int = 0

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host
 from asyncckpt.devices.host_copies import HostCopies
+from asyncckpt.devices.step_copies import Watch
 from asyncckpt.errors import UsageError
 from asyncckpt.native import I64, U64, core
 from asyncckpt.native.tensors import Places
@@ -22,11 +25,15 @@ from asyncckpt.plan.leaf_checks import check_extent
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """Tensors, how they are copied, and the addresses of those that are copied by address; 0 for others."""
+    """Tensors, how they are copied, and the addresses of those that are copied by address; 0 for others.
+
+    name: of a tensor by its number, for messages.
+    """
 
     tensors: Sequence[torch.Tensor]
     ways: CopyWays
     begins: U64
+    name: Callable[[int], str]
 
     @staticmethod
     def of(
@@ -53,11 +60,11 @@ class LiveTensors:
             raise UsageError(
                 f"tensor {name(number)!r} has no memory", hint="it stands for values that torch has not made"
             )
-        return LiveTensors(tensors=tensors, ways=ways, begins=begins)
+        return LiveTensors(tensors=tensors, ways=ways, begins=begins, name=name)
 
 
 def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, memory: torch.Tensor) -> U64:
-    """Return (source, target, bytes) of what the host has to copy by address to places in `memory`, uint8.
+    """Return (source, target, bytes) of what the host has to copy now, by address, to places in `memory`, uint8.
 
     The rest goes to `copies`; what torch has to copy on the host is copied here and now.
     """
@@ -66,16 +73,44 @@ def list_pieces(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, mem
     segments[:, 0] = begins + pieces.source_offset.astype(np.uint64)
     segments[:, 1] = pieces.place.astype(np.uint64) + np.uint64(memory.data_ptr())
     segments[:, 2] = pieces.bytes.astype(np.uint64)
+    stepped = _add_stepped(pieces, live, copies, segments)
     for device in sorted(set(ways[ways >= 0].tolist())):
-        own = ways == device
-        found, stepped = segments[own], copies.is_stepped(begins[own], live.ways.bytes[pieces.tensor[own]])
-        copies.on(device).add(found[~stepped], live.tensors)
-        copies.on(device).add(found[stepped], live.tensors, stepped=True)
+        copies.on(device).add(segments[(ways == device) & ~stepped], live.tensors)
+        copies.on(device).add(segments[(ways == device) & stepped], live.tensors, stepped=True)
     by_torch = np.flatnonzero(ways == BY_TORCH)
     rows = [pieces.rows(number, live.tensors) for number in by_torch.tolist()]
     for place, tensor in zip(tensors_over(memory, pieces.place[by_torch], rows), rows, strict=True):
         copies.put(place, tensor)
-    return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0)])
+    return np.ascontiguousarray(segments[(ways == BY_HOST) & (pieces.bytes > 0) & ~stepped])
+
+
+def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, segments: U64) -> NDArray[np.bool_]:
+    """Let steps of optimizers wait for what only they change; return which pieces that are, bool [n].
+
+    Those on the host are copied behind the call.
+    """
+    memory, tensors = copies.steps.memory, pieces.tensor
+    found = memory.find(live.begins[tensors], live.ways.bytes[tensors])
+    stepped: NDArray[np.bool_] = (found >= 0) & (pieces.bytes > 0)
+    for owner in np.unique(memory.owners[found[stepped]]).tolist():
+        own = np.flatnonzero(stepped & (memory.owners[found] == owner))
+        numbers, firsts, of = np.unique(tensors[own], return_index=True, return_inverse=True)
+        try:
+            watch = Watch(
+                held=[live.tensors[number] for number in numbers.tolist()],
+                stepped=[memory.tensors[number] for number in found[own[firsts]].tolist()],
+                name=partial(_name_of, live, numbers),
+            )
+        except RuntimeError:  # Of one of them torch does not count the writes: they are copied now.
+            stepped[own] = False
+            continue
+        by_host = live.ways.way[tensors[own]] == BY_HOST
+        copies.steps.add(owner, watch, segments[own[by_host]], of[by_host])
+    return stepped
+
+
+def _name_of(live: LiveTensors, numbers: I64, index: int) -> str:
+    return live.name(int(numbers[index]))
 
 
 def tensors_over(memory: torch.Tensor, begins: I64, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

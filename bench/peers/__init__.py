@@ -13,6 +13,9 @@ from bench.state import State
 
 FLOOR = "raw_floor"
 OURS = "asyncckpt"
+STEPS = "asyncckpt_steps"
+STEP_PEERS = (FLOOR, STEPS, "asyncckpt_dense", "dcp_thread_cached", "torch_save_thread_clone")
+STEP_CONTROL = "asyncckpt_no_wait"
 PEERS = (
     FLOOR,
     OURS,
@@ -28,7 +31,7 @@ PEERS = (
 
 def peer_factory(name: str) -> PeerFactory:
     """Import the file of a peer and return its class; an ImportError says that the peer is not installed here."""
-    if name not in PEERS:
+    if name not in {*PEERS, *STEP_PEERS, STEP_CONTROL}:
         raise ValueError(f"no peer is called {name!r}, expected one of {', '.join(PEERS)}")
     factory: PeerFactory = importlib.import_module(f"bench.peers.{name}").PEER
     return factory

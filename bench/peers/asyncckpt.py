@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import asyncckpt
 from bench.peers.protocol import DURABLE_SECONDS_MAX
@@ -30,7 +33,11 @@ class Asyncckpt:
             hashtables=state.hashtables(),
             tensors=state.plain_tensors(),
             debug=asyncckpt.DebugOptions(refresh=False),
+            device=asyncckpt.DeviceOptions(optimizers=self._optimizers(state)),
         )
+
+    def _optimizers(self, state: State) -> Sequence[torch.optim.Optimizer]:
+        return ()
 
     def prepare(self) -> None:
         self._saver.prepare().result(DURABLE_SECONDS_MAX)

@@ -57,6 +57,17 @@ def test_state_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+def test_steps_bench_gives_figures_and_its_control_is_caught(tmp_path: Path) -> None:
+    result = run_bench("state", tmp_path / "steps", "--steps", "--peers", "raw_floor,asyncckpt_steps")
+    assert result["images"]["asyncckpt_steps"] == ["ok"]
+    assert result["images"]["asyncckpt_no_wait"] != ["ok"]
+    for one in result["rounds"]["1"]:
+        for name in ("stall_seconds", "lost_seconds", "durable_seconds"):
+            assert_is_figure(one["saves"][-1][name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_many_tensors_bench_gives_figures_and_exact_images(tmp_path: Path) -> None:
     result = run_bench("many-tensors", tmp_path / "many", "--peers", "raw_floor,asyncckpt")
     assert [one["image"] for one in result["rounds"]] == ["ok", "ok"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.devices.step_copies import Watch
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.staging.arena import Arena, ArenaState
 from asyncckpt.staging.pool import pool
@@ -245,7 +246,10 @@ def test_a_step_waits_for_what_only_steps_change(seed: int, tmp_path: Path) -> N
 
 
 def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepFences, "wait", lambda self: None)
+    monkeypatch.setattr(StepFences, "wait", lambda *_: None)
+    with pytest.raises(asyncckpt.UsageError, match="was changed behind the call"):
+        saved_before_a_step(0, tmp_path / "refused")
+    monkeypatch.setattr(Watch, "check_unchanged", lambda self: None)
     assert any(saved_before_a_step(seed, tmp_path / str(seed)) for seed in range(60))
 
 
@@ -254,7 +258,7 @@ def test_more_than_a_stepped_tensor_is_waited_for_at_once(tmp_path: Path) -> Non
     runtime = SimulatedRuntime(1)
     with runtime.installed():
         flat = runtime.new_tensor((300,), torch.float32, values=torch.arange(300))
-        parameter = torch.nn.Parameter(flat[:192])
+        parameter = torch.nn.Parameter(flat.data[:192])  # With a version of its own.
         state = {"flat": flat, "parameter": parameter}
         values = {name: runtime.read(tensor) for name, tensor in state.items()}
         runtime.schedule.pace, runtime.schedule.needed_share = 0.0, 1.0

@@ -5,6 +5,7 @@ Commits of other threads (compactions, DCP) run in the same loop, beside the sav
 Its thread ends when it has nothing left to do, like those of the pools (pipeline/threads.py), where all blocking work
 runs:
 
+    copiers     what the host copies behind the call of a save
     workers     filters and writes shard files of saves, reads those of loads
     writers     single writes of what runs on a worker
     committer   the steps of a commit, which wait for nothing but the disk
@@ -43,6 +44,7 @@ HANDOVER_S_MAX = 0.0002
 _usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
 
 _loop_thread = IdleEndingThreads("asyncckpt-background", 1)
+copiers = IdleEndingThreads("asyncckpt-copier", 1)  # Apart: its priority may be low.
 workers = IdleEndingThreads("asyncckpt-worker", WORKERS_MAX)
 writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
 committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)

@@ -73,6 +73,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     """
 
     _pid = 0  # Until it is made.
+    _pending: Pending | None = None  # Of a save, what still copies the state.
 
     def __init__(self, *, step: int | None, path: Path, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
         """pools: on which it runs, beside those of all saves and loads; nobody there may wait for it."""
@@ -131,8 +132,9 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         """Block this thread until the state is captured, or the save has failed: anybody may change it. DeadlineError
         after `timeout` seconds (None: DEVICE_DEADLINE_S).
 
-        With a state on the host that is so as soon as save_async has returned. Of a state on devices, copies may still
-        be on their way then: the streams that save_async knows of wait for them, others wait after `fence`.
+        With a state on the host that is so as soon as save_async has returned, but for what only steps of `optimizers=`
+        change. Of a state on devices, copies may still be on their way then: the streams that save_async knows of wait
+        for them, others wait after `fence`.
         """
         check_timeout(timeout)
         timeout = DEVICE_DEADLINE_S if timeout is None else timeout
@@ -140,6 +142,9 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             self._check_can_end()
         if not wait_in_steps(self._staged.wait, timeout):
             raise DeadlineError(f"the state of the {self._what} was not captured within {timeout} s")
+        pending = self._pending
+        if pending is not None:
+            pending.steps.close()
 
     @uninterrupted
     def cancel(self) -> bool:
@@ -221,12 +226,14 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     def resolve(self, result: T, state: FutureState = FutureState.COMMITTED) -> None:
         self._state = state
         self._staged.set()
+        self._pending = None
         self._inner.set_result(result)
         self._claim.wake_loops()  # Behind the callbacks.
 
     def fail(self, error: BaseException) -> None:
         self._state = FutureState.CANCELLED if isinstance(error, SaveCancelledError) else FutureState.FAILED
         self._staged.set()
+        self._pending = None
         _failed.add(self)
         self._inner.set_exception(error)
         self._claim.wake_loops()
@@ -256,15 +263,13 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 class SaveFuture(CheckpointFuture[SaveResult]):
     """The future of one save."""
 
-    _pending: Pending | None = None
-
     def fence(self, stream: Any = None) -> None:
         """Let a stream (None: the current ones of this thread) wait until the state on devices may be changed.
 
         stream: a torch.cuda.Stream. The host does not wait. Needed for streams that change the state and that the Saver
         does not know.
         """
-        pending = self._pending  # The background takes it away when the copies are done.
+        pending = self._pending  # The background takes it away when the save has ended.
         if pending is not None:
             pending.fence(stream)
 
@@ -279,14 +284,13 @@ class SaveFuture(CheckpointFuture[SaveResult]):
         self.resolve(result, FutureState.SKIPPED)
 
     def expect_copies(self, pending: Pending) -> None:
-        """Note that devices still copy the state."""
+        """Note what still copies the state."""
         self._pending = pending
-        if pending.devices:
+        if pending.is_running:
             self._staged.clear()
 
     def mark_staged(self) -> None:
-        """Note that they have ended."""
-        self._pending = None
+        """Note that it has ended."""
         self._staged.set()
 
 

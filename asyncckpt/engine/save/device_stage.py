@@ -1,39 +1,46 @@
 """What a save asks of devices: copies listed while it captures, an arena pinned as far as they write to it, and steps
 of optimizers that wait for the copies, so that forward and backward need not.
 
-Parameters and the state of an optimizer change in its step only, if its owner says so. A hook before the step lets the
-current streams wait until they are copied; everything else of a state is waited for at the save.
+Parameters and the state of an optimizer change in its step only, if its owner says so. A hook before the step waits
+until they are copied: the current streams for those of devices, the trainer himself for those of the host, which the
+background copies meanwhile. Everything else of a state is waited for at the save.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.current_runtime import runtime
-from asyncckpt.devices.host_copies import NO_MEMORY, HostCopies, Pending
+from asyncckpt.devices.host_copies import HostCopies, Pending
+from asyncckpt.devices.step_copies import StepCopies
+from asyncckpt.devices.stepped_memory import SteppedMemory
+from asyncckpt.engine.process.background import Job, copiers, run_on
 from asyncckpt.engine.process.log import log_warning
-from asyncckpt.errors import DeviceError
-from asyncckpt.native import U64
+from asyncckpt.errors import DeviceError, IOFailedError
+from asyncckpt.native import core
 from asyncckpt.options import SaveOptions
+from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.arena import Arena
 from asyncckpt.staging.pool import pool
+from asyncckpt.system import lower_priority
 
 
 def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> HostCopies:
     """Return an empty list of copies for one save."""
-    found = runtime()
     return HostCopies(
-        found,
+        runtime(),
         scratch_bytes=options.device.scratch_bytes,
         streams=options.device.streams,
-        stepped=NO_MEMORY if found is None or stepped is None else stepped.memory(),
+        stepped=None if stepped is None else stepped.memory(),
     )
 
 
@@ -68,50 +75,70 @@ def _warn_once(why: str) -> None:
 
 
 class StepFences:
-    """The optimizers of one Saver. Hooks go when it does."""
+    """The optimizers of one Saver, whose steps wait. The hook goes when it does."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = list(optimizers)
+        self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
         self._pending: list[Pending] = []
+        self._pid = os.getpid()
+        if not self._optimizers:
+            return
         own = weakref.ref(self)
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             fences = own()
             if fences is not None:
-                fences.wait()
+                fences.wait(optimizer)
 
-        for optimizer in self._optimizers:
-            handle = optimizer.register_step_pre_hook(before_step)
-            weakref.finalize(self, handle.remove).atexit = False
+        # Of all optimizers: one of these may be a wrapper of another one, or have a copy, which has no hooks.
+        handle = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, handle.remove).atexit = False
 
-    def memory(self) -> U64:
-        """Return (address, bytes) of all tensors that only steps change, uint64 [n, 2]."""
-        tensors = [tensor for item in self._optimizers for tensor in _tensors(item) if not tensor.is_meta]
-        found = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-        return np.array(found, dtype=np.uint64).reshape(-1, 2)
+    def memory(self) -> SteppedMemory:
+        """Return the memory that only steps change."""
+        return SteppedMemory(self._optimizers)
 
     def expect(self, pending: Pending) -> None:
-        """Let the next step wait for these copies, on the device."""
-        self._pending = [item for item in self._pending if item.devices]
-        if self._optimizers and pending.devices:
+        """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""
+        self._prune()
+        if self._optimizers and (pending.devices or pending.steps.is_open):
             self._pending.append(pending)
 
-    def wait(self) -> None:
-        """Let the current streams of this thread wait for them."""
-        for pending in self._pending:
-            pending.fence()
+    def copy_job(self, pending: Pending) -> Job:
+        """Return a job that copies on the host, beside what else is in flight. Where it fails, the save copies."""
+        order = tuple(self._order)
+
+        async def run() -> None:
+            with suppress(IOFailedError):
+                await run_on(copiers, _copy, pending.steps, order)
+
+        return Job(run=run, fail=lambda error: None, beside=True)
+
+    def wait(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let a step wait: the current streams of this thread for devices, this thread for the host."""
+        if self._pid != os.getpid():  # A forked child has no arena, and no save.
+            self._pending = []
+        number = next((number for number, item in enumerate(self._optimizers) if item is optimizer), None)
+        if number is not None:
+            self._order.remove(number)
+            self._order.append(number)
+        if self._pending:
+            with uninterrupted:
+                for pending in self._pending:
+                    if pending.steps.memory.parts_of(optimizer):
+                        pending.fence()
+                        pending.steps.wait(optimizer)
+                self._prune()
+
+    def _prune(self) -> None:
+        """Forget what no step has to ask for, with all tensors of that time."""
+        self._pending = [item for item in self._pending if item.devices or item.steps.is_open]
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield _local(parameter)
-            state = optimizer.state.get(parameter, {})
-            yield from (_local(value) for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a DTensor holds on this rank."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    assert isinstance(local, torch.Tensor)
-    return local
+def _copy(steps: StepCopies, order: Sequence[int]) -> None:
+    """Copy on as many threads as the trainer leaves; when it leaves none, on one of low priority."""
+    free_count = core.cores_count - torch.get_num_threads()
+    if free_count < 1:
+        lower_priority()
+    steps.run(order, threads=max(1, free_count))

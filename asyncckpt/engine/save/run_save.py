@@ -1,6 +1,6 @@
 """The background half of a save: filter, write, commit, retention.
 
-1. Wait for the devices that still copy into the arena, and for retention if that is far behind.
+1. Wait for what is still copied into the arena, by devices or behind the call, and for retention if that is far behind.
 2. Make the attempt's folder.
 3. Filter the staged blocks, and write the shard files: without changes the arena is drained as it is, else a new image
    is streamed.
@@ -112,6 +112,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         path=job.target.root.path,
         fallback=job.fallback,
         stall_seconds=job.stall_seconds if job.staged is not None else seconds,
+        step_wait_seconds=0.0 if job.staged is None else job.staged.pending.steps.waited_seconds,
         seconds=seconds,
         bytes_logical=job.plan.logical_bytes + sum(table.payload_bytes for table in job.captured),
         bytes_written=committed.bytes_written,

@@ -48,6 +48,7 @@ class SaveCounts:
                 "rows_count": result.rows_count,
                 "rows_copied": result.rows_copied,
                 "stall_seconds": result.stall_seconds,
+                "step_wait_seconds": result.step_wait_seconds,
             }
         with self._guard:
             for name, value in added.items():

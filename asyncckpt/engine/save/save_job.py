@@ -92,8 +92,9 @@ class Staged:
     pending: Pending
 
     def give_back(self) -> None:
-        """Let others have the arena, when no device writes to it any more."""
+        """Let others have the arena, when nothing writes to it any more."""
         try:
+            self.pending.steps.drop()
             self.pending.settle()
         except Exception:
             pass  # Whoever waits for the snapshot gets the error.
@@ -139,7 +140,11 @@ class SaveJob:
         return None if self.cut.share is None else self.cut.share.by_peers or None
 
     def enter(self, state: FutureState) -> None:
-        """Enter the next state, unless the save was cancelled."""
+        """Enter the next state, unless the save was cancelled, or refused because the state was changed too early."""
+        if self.staged is not None:
+            if state is FutureState.COMMITTING:
+                self.staged.pending.steps.close()
+            self.staged.pending.steps.check()
         if not self.future.enter(state):
             raise SaveCancelledError(f"save of step {self.step} was cancelled")
 

@@ -91,6 +91,8 @@ def start_save(
         if pid != os.getpid():
             raise UsageError("the state forked a child, which goes on with its parent's save", hint="end it there")
         is_captured = job.staged is not None
+        if job.staged is not None and not job.staged.pending.steps.is_copied:
+            background.submit(target.step_fences.copy_job(job.staged.pending))
         background.submit(work)
         save_lock.hand_over(ticket, is_captured=is_captured)
         if not is_captured:  # The background reads what the caller owns.

@@ -23,18 +23,18 @@ class Fenced(Pending):
         self.streams.append(stream)
 
 
-class StagedMeanwhile(SaveFuture):
-    """Its copies are done as soon as somebody has looked whether they are."""
+class EndedMeanwhile(SaveFuture):
+    """Its save has ended as soon as somebody has looked whether there are copies."""
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
         if name == "_pending" and found is not None:
-            self.mark_staged()
+            self.skip()
         return found
 
 
 def test_a_fence_may_come_when_the_copies_end() -> None:
-    future, pending = StagedMeanwhile(step=1, path=Path("run"), what="save of step 1"), Fenced()
+    future, pending = EndedMeanwhile(step=1, path=Path("run"), what="save of step 1"), Fenced()
     future.expect_copies(pending)
     future.fence("stream")
     future.fence("later")

@@ -1,0 +1,82 @@
+"""The memory that only steps of optimizers change: parameters, and what optimizers keep for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from asyncckpt.native import I64, U64
+
+# Of these by far the most are, so they are asked nothing more.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_bytes_of = attrgetter("nbytes")
+
+
+class SteppedMemory:
+    """The memory of tensors that only steps of some optimizers change, as it is now.
+
+    tensors: in the order of their addresses. owners: int64 [n], the number of the optimizer of each.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._optimizers = tuple(optimizers)  # Kept, so that their ids stay theirs.
+        found = [_tensors_of(item) for item in self._optimizers]
+        tensors = [tensor for own in found for tensor in own]
+        owners = np.repeat(np.arange(len(found)), [len(own) for own in found])
+        begins, bytes = _places(tensors)
+        order = np.lexsort((bytes, begins))
+        self._begins, self._bytes = begins[order], bytes[order]
+        self.tensors = [tensors[number] for number in order.tolist()]
+        self.owners: I64 = owners[order]
+        self._parts = {
+            id(item): self._owners_of(begins[owners == number], bytes[owners == number])
+            for number, item in enumerate(optimizers)
+        }
+
+    def find(self, begins: U64, bytes: I64) -> I64:
+        """Return the number of a tensor that begins where a memory range does and is not shorter; -1: there is none."""
+        if not len(self.tensors):
+            return np.full(len(begins), -1, dtype=np.int64)
+        # The last of those that begin there is the longest.
+        found = np.maximum(np.searchsorted(self._begins, begins, side="right") - 1, 0)
+        return np.where((self._begins[found] == begins) & (bytes <= self._bytes[found]) & (bytes > 0), found, -1)
+
+    def parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """Return the numbers of the optimizers whose memory a step of any optimizer changes."""
+        known = self._parts.get(id(optimizer))
+        return self._owners_of(*_places(_tensors_of(optimizer))) if known is None else known
+
+    def _owners_of(self, begins: U64, bytes: I64) -> frozenset[int]:
+        found = self.find(begins, bytes)
+        return frozenset(self.owners[found[found >= 0]].tolist())
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in (parameter, *optimizer.state.get(parameter, {}).values()):
+                if type(value) in _PLAIN:
+                    found.append(value)
+                elif isinstance(value, torch.Tensor):
+                    found.append(getattr(value, "_local_tensor", value))  # What a DTensor holds on this rank.
+    return found
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
+    """Return the address and the bytes of every tensor; no bytes where it has no address (sparse ones, fakes).
+
+    No tuple for each: thousands of these alive at once would start a full garbage collection.
+    """
+    count = len(tensors)
+    try:
+        begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.uint64, count=count)
+        return begins, np.fromiter(map(_bytes_of, tensors), dtype=np.int64, count=count)
+    except RuntimeError:
+        if count == 1:
+            return np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
+    found = [_places([tensor]) for tensor in tensors]
+    return np.concatenate([begins for begins, _ in found]), np.concatenate([bytes for _, bytes in found])

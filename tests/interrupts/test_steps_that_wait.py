@@ -1,0 +1,59 @@
+"""Ctrl-C while a step of an optimizer copies for a save, or waits: nothing is held, and the save holds its cut."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.devices import step_copies
+from asyncckpt.devices.step_copies import StepCopies
+from tests.interrupts.places import SOME, interrupt_at
+from tests.interrupts.world import DEADLINE_S, check_nothing_is_held
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
+
+
+def nothing(*_: object, **__: object) -> None:
+    """The background copies nothing before its save has waited for long."""
+
+
+@pytest.mark.parametrize("is_left_to_the_step", [True, False])
+def test_steps(tmp_path: Path, is_left_to_the_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_copies, "CHUNK_BYTES", 256)
+    if is_left_to_the_step:
+        monkeypatch.setattr(StepCopies, "run", nothing)
+        monkeypatch.setattr(step_copies, "PATIENCE_S", 0.2)
+    parameter = torch.nn.Parameter(torch.arange(300.0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    saver = asyncckpt.Saver(
+        path=tmp_path,
+        tensors={"parameter": parameter},
+        keep=2,
+        durability="none",
+        device=asyncckpt.DeviceOptions(optimizers=[optimizer]),
+    )
+    futures: list[asyncckpt.SaveFuture] = []
+    values = torch.empty(0)
+    parameter.grad = torch.ones(300)
+
+    def prepare() -> Callable[[], object]:
+        nonlocal values
+        values = parameter.detach().clone()
+        futures[:] = [saver.save_async(on_busy="wait")]
+        return optimizer.step
+
+    def check() -> None:
+        torch.set_grad_enabled(True)  # torch's own step, interrupted before its `try`, leaves it off.
+        result = futures[0].result(DEADLINE_S)
+        check_nothing_is_held(futures)
+        assert torch.equal(asyncckpt.load(tmp_path, step=result.step)["parameter"], values)
+        now = parameter.detach()
+        assert torch.equal(now, values) or torch.equal(now, values - 1)
+
+    interrupt_at(SOME, prepare, check)
+    saver.close()

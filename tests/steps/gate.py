@@ -1,0 +1,63 @@
+"""Hold the thread that copies behind the call, so that a test decides who copies what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from asyncckpt.devices import step_copies
+from asyncckpt.devices.step_copies import Chunk
+from asyncckpt.engine.process.background import copiers
+
+WAIT_S_MAX = 30.0
+
+
+class Gate:
+    """While it is shut, the background begins its next chunk and copies nothing of it.
+
+    log: for each chunk who has copied it, when it was copied.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._open = threading.Event()
+        self._open.set()
+        self._came = threading.Event()
+
+    def shut(self) -> None:
+        self._open.clear()
+        self._came.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def await_copier(self) -> None:
+        """Wait until the background stands before a chunk."""
+        assert self._came.wait(WAIT_S_MAX)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.shut()
+        try:
+            yield
+        finally:
+            self.open()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, chunk_bytes: int = 256) -> Gate:
+    gate, copy = Gate(), Chunk.copy
+
+    def gated(self: Chunk, *, threads: int) -> None:
+        is_copier = copiers.is_current_thread()
+        if is_copier:
+            gate._came.set()
+            assert gate._open.wait(WAIT_S_MAX)
+        copy(self, threads=threads)
+        gate.log.append("background" if is_copier else "step")
+
+    monkeypatch.setattr(Chunk, "copy", gated)
+    monkeypatch.setattr(step_copies, "CHUNK_BYTES", chunk_bytes)
+    return gate

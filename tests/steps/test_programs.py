@@ -1,0 +1,234 @@
+"""Random trainings that change their state before, in and behind steps: a save holds its cut, or is refused by name.
+
+Every seed is another program, on the host or on a simulated device. The last tests take the wait away, and find it
+missing in every round.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.devices.step_copies import StepCopies, Watch
+from asyncckpt.engine.save.device_stage import StepFences
+from tests.devices.training import differing
+from tests.simulated_device import SimulatedRuntime
+from tests.steps import gate as gates
+
+pytestmark = pytest.mark.any_core
+
+SEEDS_COUNT = 40
+PARAMETERS_COUNT = 4
+ACTIONS_COUNT = 14
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Open:
+    """A save that has not been looked at. changed: what was changed otherwise before its memory was let go."""
+
+    future: asyncckpt.SaveFuture
+    values: Tensors
+    changed: set[str] = field(default_factory=set)
+    open_parts: set[int] = field(default_factory=lambda: {0, 1})
+
+
+class Program:
+    """One training of four parameters by two optimizers."""
+
+    def __init__(self, seed: int, path: Path, runtime: SimulatedRuntime | None, gate: gates.Gate) -> None:
+        self.random, self.path, self.runtime, self.gate = random.Random(seed), path, runtime, gate
+        self.state: Tensors = {}
+        self.number = 0
+        self.saves: dict[int, Open] = {}
+        self.parameters = [torch.nn.Parameter(self._new(self.random.choice([1, 40, 700]))) for _ in range(4)]
+        self.buffer = self._new(20)
+        self.optimizers = [
+            torch.optim.SGD(self.parameters[:2], lr=0.5, momentum=0.9, foreach=False),
+            torch.optim.SGD(self.parameters[2:], lr=0.25, momentum=0.5, foreach=False),
+        ]
+        for part in (0, 1):
+            self.step(part)
+        self.state = {f"parameter{number}": item for number, item in enumerate(self.parameters)} | {
+            f"momentum{number}": self.optimizers[number // 2].state[item]["momentum_buffer"]
+            for number, item in enumerate(self.parameters)
+        }
+        self.state["buffer"] = self.buffer
+
+    def _new(self, count: int) -> torch.Tensor:
+        values = torch.arange(float(count)) + self.random.randrange(100)
+        return values if self.runtime is None else self.runtime.new_tensor((count,), torch.float32, values=values)
+
+    def values(self) -> Tensors:
+        if self.runtime is None:
+            return {name: tensor.detach().clone() for name, tensor in self.state.items()}
+        return {name: self.runtime.read(tensor.detach()) for name, tensor in self.state.items()}
+
+    def run(self, saver: asyncckpt.Saver) -> None:
+        for _ in range(ACTIONS_COUNT):
+            actions: list[Callable[[], None]] = [self.forward, self.forward, self.train, self.train, self.train]
+            actions += [lambda: self.save(saver), self.hold, self.gate.open, self.wait_staged, self.change_otherwise]
+            self.random.choice(actions)()
+        self.gate.open()
+
+    def forward(self) -> None:
+        self.buffer.add_(1)
+
+    def train(self) -> None:
+        part = self.random.randrange(2)
+        if self.random.random() < 0.1:
+            self.optimizers[part].zero_grad()
+        else:
+            self.step(part)
+
+    def step(self, part: int) -> None:
+        own = self.parameters[2 * part : 2 * part + 2]
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter)
+        self.gate.open()  # Else the step would wait for the chunk of the background.
+        self.optimizers[part].step()
+        for save in self.saves.values():
+            save.open_parts.discard(part)
+
+    def save(self, saver: asyncckpt.Saver) -> None:
+        if len(self.saves) >= 3:
+            return
+        self.number += 1
+        try:
+            future = saver.save_async(self.number)
+        except asyncckpt.UsageError:  # Of an earlier one that was refused; it is looked at in the end, too.
+            return
+        self.saves[self.number] = Open(future, self.values())
+
+    def hold(self) -> None:
+        self.gate.shut()
+
+    def wait_staged(self) -> None:
+        self.gate.open()
+        for save in self.saves.values():
+            save.future.wait_staged(30)
+            save.open_parts.clear()
+
+    def change_otherwise(self) -> None:
+        if self.random.random() < 0.6:
+            return
+        number = self.random.randrange(PARAMETERS_COUNT)
+        name = f"{self.random.choice(['parameter', 'momentum'])}{number}"
+        self.state[name].detach().mul_(3)
+        for save in self.saves.values():
+            if number // 2 in save.open_parts:
+                save.changed.add(name)
+
+    def check(self) -> list[str]:
+        """Return what is wrong in any checkpoint, or with any refusal."""
+        found = []
+        for number, save in self.saves.items():
+            error = save.future.exception(30)
+            if error is not None:
+                assert isinstance(error, asyncckpt.UsageError), error
+                if not any(repr(name) in str(error) for name in save.changed):
+                    found.append(f"step {number} was refused: {error}")
+                continue
+            targets = {name: torch.zeros_like(values) for name, values in save.values.items()}
+            asyncckpt.Loader(self.path, tensors=targets, step=number).load()
+            found += [f"{name} of step {number}" for name in differing(targets, save.values)]
+        return found
+
+
+def wrong(seed: int, path: Path, gate: gates.Gate) -> list[str]:
+    runtime = SimulatedRuntime(1, seed=seed) if seed % 3 == 2 else None
+    with nullcontext() if runtime is None else runtime.installed():
+        program = Program(seed, path, runtime, gate)
+        device = asyncckpt.DeviceOptions(optimizers=program.optimizers, scratch_bytes=[0, 500, 5000][seed % 7 % 3])
+        with asyncckpt.Saver(
+            path=path, tensors=program.state, device=device, on_busy="queue", durability="none"
+        ) as saver:
+            try:
+                program.run(saver)
+                return program.check()
+            finally:
+                gate.open()
+                for save in program.saves.values():
+                    save.future.exception(30)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gates.Gate]:
+    made = gates.install(monkeypatch, chunk_bytes=700)
+    yield made
+    made.open()
+
+
+@pytest.mark.parametrize("seed", range(SEEDS_COUNT))
+def test_a_save_holds_its_cut_or_is_refused(seed: int, tmp_path: Path, gate: gates.Gate) -> None:
+    assert wrong(seed, tmp_path, gate) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(10))
+def test_saves_of_many_programs(hundred: int, tmp_path: Path, gate: gates.Gate) -> None:
+    for seed in range(1000 + 100 * hundred, 1100 + 100 * hundred):
+        assert wrong(seed, tmp_path / str(seed), gate) == [], seed
+
+
+def step_while_held(path: Path, gate: gates.Gate) -> list[str]:
+    """Step before the background has copied anything; returns what the checkpoint holds of behind the call."""
+    program = Program(1, path, None, gate)
+    with asyncckpt.Saver(
+        path=path, tensors=program.state, device=asyncckpt.DeviceOptions(optimizers=program.optimizers)
+    ) as saver:
+        with gate.held():
+            program.save(saver)
+            gate.await_copier()
+            for optimizer in program.optimizers:
+                optimizer.step()
+        return program.check()
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What is left of a method that was taken away."""
+
+
+@pytest.mark.parametrize("round", range(10))
+def test_a_step_that_does_not_wait_is_refused(
+    round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepFences, "wait", nothing)
+    assert "was changed behind the call" in step_while_held(tmp_path, gate)[0]
+
+
+@pytest.mark.parametrize("round", range(10))
+def test_a_step_that_does_not_wait_tears_what_is_not_compared(
+    round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepFences, "wait", nothing)
+    monkeypatch.setattr(Watch, "check_unchanged", nothing)
+    assert step_while_held(tmp_path, gate) != []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(StepFences, "wait"), (Watch, "check_unchanged"), (StepCopies, "_wait_copied")],
+    ids=["steps do not wait", "versions are not compared", "nobody waits for the background"],
+)
+def test_what_is_left_out_is_found(
+    owner: type, name: str, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, lambda *_, **__: True)
+    assert any(is_wrong(seed, tmp_path / str(seed), gate) for seed in range(60))
+
+
+def is_wrong(seed: int, path: Path, gate: gates.Gate) -> bool:
+    try:
+        return wrong(seed, path, gate) != []
+    except Exception:
+        return True

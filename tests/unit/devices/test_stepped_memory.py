@@ -1,0 +1,53 @@
+"""Which memory only steps of optimizers change."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from asyncckpt.devices.stepped_memory import SteppedMemory
+from asyncckpt.native import I64
+
+
+def found(memory: SteppedMemory, *tensors: torch.Tensor) -> I64:
+    begins = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
+    return memory.find(begins, np.array([tensor.nbytes for tensor in tensors], dtype=np.int64))
+
+
+def test_parameters_and_state_are_found_and_nothing_else() -> None:
+    first, second = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4))
+    optimizers = [torch.optim.SGD([first], momentum=0.5), torch.optim.SGD([second])]
+    first.grad = torch.ones(6)
+    optimizers[0].step()
+    momentum = optimizers[0].state[first]["momentum_buffer"]
+    memory = SteppedMemory(optimizers)
+    numbers = found(memory, first, momentum, second, first[:3], first[1:], torch.ones(6))
+    assert (numbers >= 0).tolist() == [True, True, True, True, False, False]
+    assert memory.owners[numbers[:4]].tolist() == [0, 0, 1, 0]
+    assert memory.tensors[numbers[1]] is momentum
+
+
+def test_longer_memory_is_not_the_parameters() -> None:
+    whole = torch.ones(6)
+    memory = SteppedMemory([torch.optim.SGD([torch.nn.Parameter(whole[:4])])])
+    assert found(memory, whole).tolist() == [-1]
+
+
+def test_an_optimizer_is_known_by_its_memory() -> None:
+    shared, own = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4))
+    memory = SteppedMemory([torch.optim.SGD([shared]), torch.optim.SGD([own, shared])])
+    assert memory.parts_of(torch.optim.SGD([own])) == {1}
+    assert len(memory.parts_of(torch.optim.SGD([shared]))) == 1
+    assert memory.parts_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])) == frozenset()
+
+
+def test_tensors_without_an_address_are_left_out() -> None:
+    dense = torch.nn.Parameter(torch.ones(6))
+    optimizer = torch.optim.SGD([dense])
+    optimizer.param_groups[0]["params"].append(torch.eye(3).to_sparse())
+    memory = SteppedMemory([optimizer])
+    assert found(memory, dense)[0] >= 0
+
+
+def test_without_optimizers_nothing_is_found() -> None:
+    assert found(SteppedMemory(), torch.ones(3)).tolist() == [-1]
