@@ -14,15 +14,16 @@ import torch
 import asyncckpt
 import asyncckpt.dcp
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
-from asyncckpt.formats import hf, recsdk, torch_file
+from asyncckpt.formats import hf, parquet, recsdk, torch_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:tables .* are left out")
+pytestmark = pytest.mark.filterwarnings("ignore:(tables|tensors) .* are left out")
 
 Export = Callable[[Path, Path], Any]
 EXPORTS: dict[str, Export] = {
     "torch": torch_file.export_checkpoint,
     "dcp": asyncckpt.dcp.export_checkpoint,
     "hf": lambda path, target: hf.export_checkpoint(path, target, shard_size=1),
+    "parquet": parquet.export_checkpoint,
     "recsdk": lambda path, target: recsdk.export_checkpoint(path, target, shards=1),
 }
 
