@@ -127,11 +127,11 @@ class OpenDcp:
     def __init__(self, folder: Path, options: SaveOptions, names: Names) -> None:
         """NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
         metadata = read_dcp_metadata(folder)
+        new = _renamed(metadata, names)
         self._files = DcpFiles(folder, metadata)
         try:
             _check_places(metadata, self._files)
             _check_whole(metadata)
-            new = _renamed(metadata, names)
             self.plan, self._names, self._chunks = _plan(metadata, new, parallel=options.parallel)
             values = [(name, self._files.value(name)) for name in self._names]
             self.values: list[Json] = [encode_value(value, owner=repr(name)) for name, value in values]
@@ -338,8 +338,10 @@ def _renamed(metadata: Metadata, names: Names) -> dict[str, DcpPath]:
     old = {name: paths[name] if name in paths and _dotted(paths[name]) == name else (name,) for name in items}
     new = {name: names.path(path) for name, path in old.items()}
     names.check_used(items)
-    if len({_dotted(path) for path in new.values()}) != len(items):
-        raise UsageError("two things would have the same name", found=sorted(map(_dotted, new.values()))[:16])
+    taken = {_dotted(path) for path in new.values()}
+    above = {_dotted(path[:end]) for path in new.values() for end in range(1, len(path))}
+    if names.new and (len(taken) != len(items) or taken & above):
+        raise UsageError("two things would have the same name", found=sorted(taken & above or taken)[:16])
     return new
 
 
