@@ -79,6 +79,17 @@ def forget_pages(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def is_cached(fd: int, size: int) -> bool:
+    """Return whether a file is in memory, by a look at a few of its pages; False where that cannot be told."""
+    flag = getattr(os, "RWF_NOWAIT", None)
+    if flag is None or not size:
+        return False
+    try:
+        return all(os.preadv(fd, [bytearray(1)], place, flag) for place in (0, size // 3, 2 * size // 3, size - 1))
+    except OSError:  # It would have to be read from the disk, or the file system cannot tell.
+        return False
+
+
 def read_into(fd: int, target: memoryview, offset: int) -> int:
     """Read at an offset into memory; return how many bytes."""
     if hasattr(os, "preadv"):

@@ -9,7 +9,6 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 TICK_S = 0.2
 ENDING_S = 10.0  # A terminal that takes no text holds nothing up.
 NAMES_CHARACTERS_MAX = 200
+BAR_CHARACTERS = 30
+# What a format has no place for: its kind, and where the facts name it.
+LEFT_OUT = {"value": "left_out", "tensor": "left_out_tensors", "column": "left_out_columns", "table": "left_out_tables"}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,15})\s*([a-z]*)")
 
@@ -42,6 +44,7 @@ class Format:
 FORMATS = {
     "dcp": Format("a directory of torch.distributed.checkpoint", ("parallel",), ()),
     "hf": Format("safetensors files as Hugging Face lays them out", ("parallel",), ("shard_size",)),
+    "parquet": Format("tables as Parquet files, one of each", ("column", "parallel"), ()),
     "recis": Format("a directory of RecIS", ("column", "parallel"), ("column", "parallel", "shards", "optimizer")),
     "recsdk": Format("the tables that RecSDK saved", ("column", "parallel"), ("column", "shards")),
     "torch": Format("a file of torch.save", ("parallel",), ()),
@@ -78,9 +81,20 @@ def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
     parser.add_argument("target", metavar="TARGET", type=Path, help=target)
     parser.add_argument(
-        "--column", metavar="SLOT=COLUMN", type=_pair, action="append", help="recis, recsdk: what a slot is called here"
+        "--column",
+        metavar="SLOT=COLUMN",
+        type=_pair,
+        action="append",
+        help="recsdk, recis: what a slot is called here; parquet: a column",
     )
     parser.add_argument("--parallel", metavar="N", type=_positive, help="shard files at most, of recis of a shard (8)")
+    parser.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        type=_pair,
+        action="append",
+        help="another name for a table, a tensor, or all that is called OLD.something",
+    )
     parser.add_argument("--no-verify", action="store_true", help="do not read it once more in the end")
     add_dry_run(parser)
     add_json(parser)
@@ -108,16 +122,21 @@ def _run(
     from asyncckpt.formats.conversion import Conversion
 
     options = dict(options)
-    of = partial(
-        Conversion.of,
-        *(wanted.source, wanted.target, wanted.step),
-        parallel=options.pop("parallel", None),
-        verify=not wanted.no_verify,
-    )
+    parallel = options.pop("parallel", None)
+
+    def of(progress: Progress | None = None) -> Conversion:
+        return Conversion.of(
+            *(wanted.source, wanted.target, wanted.step),
+            parallel=parallel,
+            verify=not wanted.no_verify,
+            progress=progress,
+            rename=_renamed(wanted.rename),
+        )
+
     if wanted.dry_run:
         return _tell(wanted, asked(lambda: plan(of(), **options), json=wanted.json), f"would {what}")
     with _shown(f"{what}ing") as progress:
-        facts = asked(lambda: convert(of(progress=progress), **options), json=wanted.json)
+        facts = asked(lambda: convert(of(progress), **options), json=wanted.json)
     return _tell(wanted, facts, f"{what}ed")
 
 
@@ -128,17 +147,21 @@ def _converter(name: str) -> Converter:
 
         return dcp
     if name == "hf":
-        from asyncckpt.formats.hf import convert as hf
+        from asyncckpt.formats import hf
 
-        return hf
+        return hf.CONVERTER
+    if name == "parquet":
+        from asyncckpt.formats import parquet
+
+        return parquet.CONVERTER
     if name == "recis":
-        from asyncckpt.formats.recis import convert as recis
+        from asyncckpt.formats import recis
 
-        return recis
+        return recis.CONVERTER
     if name == "recsdk":
-        from asyncckpt.formats.recsdk import convert as recsdk
+        from asyncckpt.formats import recsdk
 
-        return recsdk
+        return recsdk.CONVERTER
     from asyncckpt.formats.torch_file import convert as torch_file
 
     return torch_file
@@ -174,8 +197,8 @@ def _tell(wanted: Namespace, facts: Mapping[str, Any], done: str) -> ExitCode:
     step = "" if facts["step"] is None else f" step {facts['step']}"
     taken = f" in {facts['seconds']:.1f} s" if "seconds" in facts else ""
     print(f"{done}{step}: {', '.join([*found, size(facts['bytes'])])}{taken}")
-    for noun, names in (("value", facts["left_out"]), ("table", facts.get("left_out_tables"))):
-        if names:
+    for noun in LEFT_OUT:
+        if names := facts.get(LEFT_OUT[noun]):
             print(f"left out: {count_of(len(names), noun)}: {safe(', '.join(names)[:NAMES_CHARACTERS_MAX])}")
     return ExitCode.OK
 
@@ -193,7 +216,7 @@ def _shown(what: str) -> Iterator[Progress]:
 
     def tell() -> None:
         while not ended.wait(TICK_S):
-            print(f"\r\x1b[K{what}: {size(progress.bytes_done)}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{what}: {_bar(progress)}{size(progress.bytes_done)}", end="", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=tell, name="asyncckpt-shown")
     thread.start()
@@ -205,10 +228,26 @@ def _shown(what: str) -> Iterator[Progress]:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _bar(progress: Progress) -> str:
+    """Return how much of what is expected is done, once that is known."""
+    if not progress.bytes_expected:
+        return ""
+    share = min(1.0, progress.bytes_done / progress.bytes_expected)
+    return f"[{'#' * int(BAR_CHARACTERS * share):<{BAR_CHARACTERS}}] {share:.0%}  "
+
+
+def _renamed(pairs: Sequence[tuple[str, str]] | None) -> dict[str, str]:
+    """Return what --rename has said. UsageError."""
+    given = dict(pairs or ())
+    if len(given) != len(pairs or ()):
+        raise UsageError("--rename gives one name two new ones", found=[f"{old}={new}" for old, new in pairs or ()])
+    return given
+
+
 def _pair(text: str) -> tuple[str, str]:
     slot, found, column = text.partition("=")
     if not found or not slot or not column:
-        raise ArgumentTypeError(f"{text!r} is not SLOT=COLUMN")
+        raise ArgumentTypeError(f"{text!r} is not two names with = between them")
     return slot, column
 
 

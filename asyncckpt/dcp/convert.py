@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from asyncckpt.format.values import encode_value
 from asyncckpt.format.weights_only import why_refused
 from asyncckpt.native import Progress
 from asyncckpt.options import Durability, SaveOptions
+from asyncckpt.plan.rename import Names
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.file_memory import FileMemory
@@ -86,19 +87,27 @@ def import_checkpoint(
     check_type("verify", verify, bool)
     options = SaveOptions(durability=durability, parallel=parallel)
     source, target = check_path(dcp_dir), check_path(path)
-    found = run_import(source, target, check_step(step), options, Progress(), verify=verify)
+    found = run_import(source, target, check_step(step), options, Progress(), Names(), verify=verify)
     assert found.step is not None
     return found.step
 
 
 @uninterrupted
 def run_import(
-    source: Path, path: Path, step: int | None, options: SaveOptions, progress: Progress, *, verify: bool
+    source: Path,
+    path: Path,
+    step: int | None,
+    options: SaveOptions,
+    progress: Progress,
+    names: Names,
+    *,
+    verify: bool,
 ) -> Converted:
     """Do the same, with arguments that are checked, and say how far it is."""
     begun = time.perf_counter()
-    with closing(OpenDcp(source, options)) as found:
+    with closing(OpenDcp(source, options, names)) as found:
         with closing(CoordinatedAttempt(path, step, options)) as attempt:
+            progress.bytes_expected = found.facts().bytes * (2 if verify else 1)
             target = ShardTarget(attempt.transaction.folder, attempt.attempt, options, progress)
             with save_lock_held("save", attempt.root.path, attempt.attempt.step):
                 written, digests = stream_boxes(found.plan, found.sources(), target)
@@ -115,14 +124,15 @@ def run_import(
 class OpenDcp:
     """A checkpoint of DCP, with its files open and everything checked but the chunks; its plain values are read."""
 
-    def __init__(self, folder: Path, options: SaveOptions) -> None:
-        """NotFoundError, CorruptError, UnsupportedError, IOFailedError."""
+    def __init__(self, folder: Path, options: SaveOptions, names: Names) -> None:
+        """NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
         metadata = read_dcp_metadata(folder)
+        new = _renamed(metadata, names)
         self._files = DcpFiles(folder, metadata)
         try:
             _check_places(metadata, self._files)
             _check_whole(metadata)
-            self.plan, self._names, self._chunks = _plan(metadata, parallel=options.parallel)
+            self.plan, self._names, self._chunks = _plan(metadata, new, parallel=options.parallel)
             values = [(name, self._files.value(name)) for name in self._names]
             self.values: list[Json] = [encode_value(value, owner=repr(name)) for name, value in values]
         except UsageError as error:  # The checkpoint is wrong, and not the call.
@@ -158,7 +168,7 @@ def export_checkpoint(
     DCP; asyncckpt.formats.torch_file keeps them.
     """
     check_type("verify", verify, bool)
-    done = run_export(check_path(path), check_path(dcp_dir), check_step(step), Progress(), verify=verify)
+    done = run_export(check_path(path), check_path(dcp_dir), check_step(step), Progress(), Names(), verify=verify)
     if done.tables:
         warn(f"tables {list(done.tables)} are left out: DCP has none", RuntimeWarning)
 
@@ -184,22 +194,27 @@ class _OneStep(StorageReader):
         return Converted(stored.chain.step, tuple(tensors), tuple(stored.values), 1, size, tuple(self.tables()))
 
 
-def plan_export(path: Path, step: int | None) -> Converted:
+def plan_export(path: Path, step: int | None, names: Names) -> Converted:
     """Return what an export would write; reads no data."""
     reader = _OneStep(path, step=step)
     try:
+        _renamed(reader.read_metadata(), names)
         return reader.facts()
     finally:
         reader.reset()
 
 
 @uninterrupted
-def run_export(path: Path, folder: Path, step: int | None, progress: Progress, *, verify: bool) -> Converted:
+def run_export(
+    path: Path, folder: Path, step: int | None, progress: Progress, names: Names, *, verify: bool
+) -> Converted:
     """Do the same, with arguments that are checked, and say how far it is. Warns of nothing."""
     begun = time.perf_counter()
     check_is_free(folder)
     reader = _OneStep(path, step=step)
     planned, metadata = reader.facts(), reader.read_metadata()
+    new = _renamed(metadata, names)
+    progress.bytes_expected = planned.bytes * (2 if verify else 1)
     with NewEntry(folder, kind="dcp", durability="fsync") as entry, FileMemory(entry.scratch_file()) as memory:
         made = entry.make_folder()
         state: dict[str, Any] = {}
@@ -208,22 +223,28 @@ def run_export(path: Path, folder: Path, step: int | None, progress: Progress, *
             if isinstance(item, TensorStorageMetadata):
                 value = memory.empty(item.size, item.properties.dtype)
             set_element(state, metadata.planner_data[name], value)
-        _convert(state, reader, entry.temporary, step=planned.step)
+        state = _convert(state, reader, entry.temporary, new, step=planned.step)
         entry.sync()
         bytes = sum(made.size(name) for name in made.names())
         progress.advance(bytes)
         if verify:
-            _compare(entry.temporary, state, metadata, folder, progress)
+            _compare(entry.temporary, state, new, folder, progress)
         entry.give_name(lambda: folder.is_dir())
     return replace(planned, bytes=bytes, seconds=time.perf_counter() - begun)
 
 
-def _convert(state: dict[str, Any], reader: StorageReader, folder: Path, *, step: int | None) -> None:
-    """Fill a state from a checkpoint, and write it by torch's own means."""
+def _convert(
+    state: dict[str, Any], reader: _OneStep, folder: Path, new: Mapping[str, DcpPath], *, step: int | None
+) -> dict[str, Any]:
+    """Fill a state from a checkpoint, and write it by torch's own means, under its new names; return it."""
     try:
         # As torch's own converters (format_utils) do it: `load` and `save` of torch 2.4 lack no_dist.
         _load_state_dict(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-        _save_state_dict(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        places: Any = reader.read_metadata().planner_data
+        out: dict[str, Any] = {}
+        for name, path in new.items():
+            set_element(out, path, get_element(state, places[name]))
+        _save_state_dict(out, storage_writer=FileSystemWriter(folder), no_dist=True)
     except (CheckpointException, Exception) as error:
         # What fails on the one rank that there is, DCP wraps once more.
         causes = error.failures.values() if isinstance(error, CheckpointException) else ()
@@ -234,20 +255,24 @@ def _convert(state: dict[str, Any], reader: StorageReader, folder: Path, *, step
             raise io_failed(f"folder {str(folder)!r} cannot be written", cause) from error
         reason = why_refused(Exception(f"{type(cause).__name__}: {cause}"))
         raise UnsupportedError(f"step {step} cannot be written by DCP: {reason}") from error
+    return out
 
 
-def _compare(folder: Path, state: dict[str, Any], metadata: Metadata, path: Path, progress: Progress) -> None:
+def _compare(folder: Path, state: dict[str, Any], new: Mapping[str, DcpPath], path: Path, progress: Progress) -> None:
     """Compare what was written with the state, item by item. CorruptError."""
-    with closing(DcpFiles(folder, read_dcp_metadata(folder))) as files:
-        for name, item in metadata.state_dict_metadata.items():
-            written: Any = get_element(state, metadata.planner_data[name])
+    metadata = read_dcp_metadata(folder)
+    with closing(DcpFiles(folder, metadata)) as files:
+        for place in new.values():
+            name = _dotted(place)
+            item = metadata.state_dict_metadata.get(name)
+            written: Any = get_element(state, place)
             if isinstance(item, TensorStorageMetadata):
                 index = MetadataIndex(name, torch.Size([0] * len(item.size)))
                 found = files.tensor(index, shape=tuple(item.size), dtype=item.properties.dtype)
                 is_same = torch.equal(_raw(found), _raw(written))
                 progress.advance(found.nbytes)
             else:
-                is_same = _is_same_value(files, name, written)
+                is_same = item is not None and _is_same_value(files, name, written)
             if not is_same:
                 what = f"{name!r} of {str(path)!r} was not read back as it was written"
                 raise CorruptError(what, hint="nothing was published; look at the disk")
@@ -284,16 +309,41 @@ def _check_whole(metadata: Metadata) -> None:
         raise CorruptError(f"the DCP checkpoint is damaged: {error}") from error
 
 
-def _plan(metadata: Metadata, *, parallel: int) -> tuple[BoxPlan, list[str], Sequence[MetadataIndex]]:
-    """Return the plan of all chunks, the names of the values in the order of the tree, and the chunk of every box."""
-    items = metadata.state_dict_metadata
-    tensors = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
-    keys = LocalKeys(tensors=tuple(tensors), values=tuple(name for name in items if name not in tensors))
-    paths: dict[str, DcpPath] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+def _plan(
+    metadata: Metadata, new: Mapping[str, DcpPath], *, parallel: int
+) -> tuple[BoxPlan, list[str], Sequence[MetadataIndex]]:
+    """Return the plan of all chunks, the names of the values in the order of the tree, and the chunk of every box.
+
+    new: where every item is going to be. The plan has new names, the rest those of the source.
+    """
+    items = {_dotted(new[name]): (name, item) for name, item in metadata.state_dict_metadata.items()}
+    tensors = {key: item for key, (_, item) in items.items() if isinstance(item, TensorStorageMetadata)}
+    keys = LocalKeys(tensors=tuple(tensors), values=tuple(key for key in items if key not in tensors))
+    paths = {_dotted(path): path for path in new.values()}
     chunks: list[ChunkFacts] = [
-        (name, chunk.offsets, chunk.sizes, item.size, item.properties.dtype)
-        for name, item in tensors.items()
+        (key, chunk.offsets, chunk.sizes, item.size, item.properties.dtype)
+        for key, item in tensors.items()
         for chunk in item.chunks
     ]
-    plan, stored, value_names = plan_chunks(chunks, keys, paths, rank=0, parallel=parallel)
-    return plan, value_names, [MetadataIndex(name, begin) for name, begin, *_ in map(chunks.__getitem__, stored)]
+    plan, stored, values = plan_chunks(chunks, keys, paths, rank=0, parallel=parallel)
+    places = [MetadataIndex(items[key][0], begin) for key, begin, *_ in map(chunks.__getitem__, stored)]
+    return plan, [items[key][0] for key in values], places
+
+
+def _renamed(metadata: Metadata, names: Names) -> dict[str, DcpPath]:
+    """Return where every item is going to be, by its name. UsageError."""
+    paths: dict[str, DcpPath] = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    items = list(metadata.state_dict_metadata)
+    # A name whose path does not spell it was given by a planner: it is a name, and not a path.
+    old = {name: paths[name] if name in paths and _dotted(paths[name]) == name else (name,) for name in items}
+    new = {name: names.path(path) for name, path in old.items()}
+    names.check_used(items)
+    taken = {_dotted(path) for path in new.values()}
+    above = {_dotted(path[:end]) for path in new.values() for end in range(1, len(path))}
+    if names.new and (len(taken) != len(items) or taken & above):
+        raise UsageError("two things would have the same name", found=sorted(taken & above or taken)[:16])
+    return new
+
+
+def _dotted(path: DcpPath) -> str:
+    return ".".join(map(str, path))

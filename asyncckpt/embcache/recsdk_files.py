@@ -95,6 +95,15 @@ class StoredPart:
     counts: StoredArray | None
     seen: tuple[NDArray[np.int64], NDArray[np.int64]] | None
 
+    @property
+    def arrays(self) -> Iterator[StoredArray]:
+        """All that it has, as they are stored."""
+        base, above = self.embedding.base, self.embedding.place[:-2]
+        yield StoredArray(base, (*above, KEY, DATA_FILE), INT64, self.ids.shape)
+        yield from (self.embedding, *self.momenta, *((self.counts,) if self.counts is not None else ()))
+        for file, values in zip((EVICT_KEY_FILE, EVICT_TIME_FILE), self.seen or (), strict=False):
+            yield StoredArray(base, (*above, EVICT_TIMESTAMP, file), INT64, values.shape)
+
 
 @dataclass(frozen=True)
 class RecsdkCheckpoint:

@@ -1,10 +1,17 @@
-"""Commit what another library wrote as a step of ours: block by block, so memory holds windows and two buffers."""
+"""Commit what another library wrote as a step of ours: block by block, so memory holds windows and two buffers.
+
+A format opens its files as an Importable, which says all that this needs; `look_into` and `run_import` are the same for
+each of them.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from asyncckpt.commit.claims import claims, step_exists
@@ -12,38 +19,95 @@ from asyncckpt.commit.discover import is_committed
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
-from asyncckpt.engine.compact.copy_blocks import BlockCopy, CopiedBlocks, copy_blocks
+from asyncckpt.engine.compact.copy_blocks import CopiedBlocks, write_blocks
 from asyncckpt.engine.load.verify import verify as verify_step
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import NotFoundError, UsageError
-from asyncckpt.format.manifest import Chain
+from asyncckpt.format.manifest import RankPart
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
+from asyncckpt.formats.conversion import Conversion, Facts
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.source import ByteSource
 from asyncckpt.native import Progress
-from asyncckpt.options import BusyPolicy, SaveOptions
+from asyncckpt.options import BusyPolicy
+from asyncckpt.plan.rename import Names
 from asyncckpt.shard.reader import ChainReader
+from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.target import ShardTarget
+from asyncckpt.signals import uninterrupted
 
 
-def commit_import(
-    path: Path, step: int | None, chain: Chain, reader: ChainReader, options: SaveOptions, progress: Progress
-) -> SaveResult:
-    """Copy all blocks of a chain of one manifest into a new step; returns when it is durable. Waits while a save or
-    load of this process is in flight."""
+@dataclass(frozen=True)
+class Importable:
+    """An open checkpoint of another library.
+
+    parts      what its ranks hold, as it is going to be
+    source_of  returns the bytes of a block, by its number in all parts
+    facts      what it is, for people (conversion.py)
+    step       which one it becomes; None: one more than the newest
+    check      reads what is to be checked before anything is written
+    """
+
+    parts: Sequence[RankPart]
+    source_of: Callable[[int], ByteSource]
+    facts: Facts
+    step: int | None
+    check: Callable[[], None] = lambda: None
+
+    def renamed(self, names: Names) -> Importable:
+        """Return the same under other names. UsageError."""
+        facts = dict(self.facts)
+        if "tables" in facts:
+            facts["tables"] = {names.name(name): rows for name, rows in self.facts["tables"].items()}
+        return replace(self, parts=names.parts(self.parts), facts=facts)
+
+
+def blocks_of(reader: ChainReader) -> Callable[[int], ByteSource]:
+    """Return the blocks that a reader gives, for `source_of`."""
+    return partial(stored_source, reader, rows=None)
+
+
+def look_into(asked: Conversion, opening: AbstractContextManager[Importable]) -> Facts:
+    """Say what an import would do. Raises what it would before it reads data."""
+    with opening as opened:
+        found = opened.renamed(asked.names)
+        check_step_is_free(asked.target, found.step)
+        return asked.facts(step=found.step, **found.facts)
+
+
+@uninterrupted
+def run_import(asked: Conversion, opening: AbstractContextManager[Importable]) -> tuple[SaveResult, Facts]:
+    """Import, and return when it is durable; with the facts of the source."""
     begun = time.perf_counter()
-    with save_lock.held("save", path, step, busy=BusyPolicy("wait")):
-        step, files_bytes = _copy(path, step, chain, reader, options, progress)
+    with opening as opened:
+        found = opened.renamed(asked.names)
+        found.check()
+        asked.expect(sum(block.placed.spec.bytes for part in found.parts for block in part.blocks))
+        result = commit_import(asked, found)
+    if asked.verify:
+        verify_import(asked.target, result.step, asked.progress)
+    result = replace(result, seconds=time.perf_counter() - begun)
+    done = {"step": result.step, "bytes": result.bytes_written, "seconds": result.seconds}
+    return result, asked.facts(**{**found.facts, **done})
+
+
+def commit_import(asked: Conversion, found: Importable) -> SaveResult:
+    """Copy all blocks into a new step; returns when it is durable. Waits while a save or load of this process is in
+    flight."""
+    begun = time.perf_counter()
+    with save_lock.held("save", asked.target, found.step, busy=BusyPolicy("wait")):
+        step, files_bytes = _copy(asked, found)
     return SaveResult(
         step=step,
         kind="full",
-        path=path,
+        path=asked.target,
         seconds=time.perf_counter() - begun,
-        bytes_logical=sum(block.placed.spec.bytes for block in chain.blocks),
+        bytes_logical=sum(block.placed.spec.bytes for part in found.parts for block in part.blocks),
         bytes_written=files_bytes,
-        rows_count=sum(facts.rows_count for facts in chain.newest.tables),
+        rows_count=sum(facts.rows_count for part in found.parts for facts in part.tables),
     )
 
 
@@ -70,38 +134,35 @@ def check_step_is_free(path: Path, step: int | None) -> None:
         return
 
 
-def _copy(
-    path: Path, step: int | None, chain: Chain, reader: ChainReader, options: SaveOptions, progress: Progress
-) -> tuple[int, int]:
+def _copy(asked: Conversion, found: Importable) -> tuple[int, int]:
     """Copy and commit; return the step, and the bytes of all files."""
     with (
-        CheckpointRoot.for_writing(path) as root,
-        held_directory(root, options.durability) as commits,
-        claims.save(root, step) as claim,
+        CheckpointRoot.for_writing(asked.target) as root,
+        held_directory(root, asked.options.durability) as commits,
+        claims.save(root, found.step) as claim,
         Transaction.begin(commits, claim) as transaction,
     ):
-        target = ShardTarget(transaction.folder, transaction.attempt, options, progress)
+        target = ShardTarget(transaction.folder, transaction.attempt, asked.options, asked.progress)
         try:
-            draft = _write(chain, reader, transaction, target)
+            draft = _write(found, transaction, target)
             published = background.run(lambda: transaction.commit(draft), "an import")
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, claim.step) from error
         return claim.step, published.manifest_bytes + sum(file.bytes for file in draft.head.files)
 
 
-def _write(chain: Chain, reader: ChainReader, transaction: Transaction, target: ShardTarget) -> Draft:
-    parts = chain.newest.parts
+def _write(found: Importable, transaction: Transaction, target: ShardTarget) -> Draft:
     written: list[CopiedBlocks] = []
     first = 0
-    for part in parts:
+    for part in found.parts:
         numbers = range(first, first + len(part.blocks))
-        copies = [BlockCopy(number, None, reader.block(number).placed.spec) for number in numbers]
-        written.append(copy_blocks(copies, reader, target, rank=part.rank))
+        specs = [block.placed.spec for block in part.blocks]
+        written.append(write_blocks(specs, [found.source_of(number) for number in numbers], target, rank=part.rank))
         first += len(part.blocks)
-    bodies = [render_body(part.tables, part.tree, own.blocks) for part, own in zip(parts, written, strict=True)]
+    bodies = [render_body(part.tables, part.tree, own.blocks) for part, own in zip(found.parts, written, strict=True)]
     files = tuple(file for own in written for file in own.files)
     return Draft(
-        head=transaction.head(ranks_count=len(parts), files=files, values=()),
+        head=transaction.head(ranks_count=len(found.parts), files=files, values=()),
         body=bodies[0],
         digests=written[0].digests,
         others=_others(written, bodies),

@@ -7,19 +7,22 @@ A format has a module with the four functions of Converter. Facts are `step`, `s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import warn
+from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
-from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
-from asyncckpt.options import SaveOptions
+from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.plan.rename import Names
 from asyncckpt.storage.directory import check_path
 
 Facts = dict[str, Any]
@@ -27,7 +30,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversion:
-    """From where to where, which step (None: the newest; of an import, the next), and how."""
+    """From where to where, which step (None: the newest; of an import, the next), how, and under which names."""
 
     source: Path
     target: Path
@@ -35,20 +38,32 @@ class Conversion:
     options: SaveOptions
     verify: bool
     progress: Progress
+    names: Names = field(default_factory=Names)
 
     @staticmethod
     def of(
-        source: Path,
-        target: Path,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
         step: int | None = None,
         *,
         parallel: int | None = None,
+        durability: Durability = "fsync",
         verify: bool = True,
         progress: Progress | None = None,
+        rename: Mapping[str, str] | None = None,
     ) -> Conversion:
         """Check what was given. UsageError."""
-        options = SaveOptions() if parallel is None else SaveOptions(parallel=parallel)
-        return Conversion(check_path(source), check_path(target), step, options, verify, progress or Progress())
+        check_choice("durability", durability, DURABILITIES)
+        check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX, optional=True)
+        check_type("verify", verify, bool)
+        options = SaveOptions(durability=durability)
+        options = options if parallel is None else replace(options, parallel=parallel)
+        places = check_path(source), check_path(target), check_step(step)
+        return Conversion(*places, options, verify, progress or Progress(), Names.of(rename))
+
+    def expect(self, bytes: int) -> None:
+        """Say how many bytes are going to be written; as many are read back."""
+        self.progress.bytes_expected = bytes * (2 if self.verify else 1)
 
     def facts(self, **more: Any) -> Facts:
         """Return those that every conversion has, and more, which stand instead of them."""
@@ -74,15 +89,22 @@ class Converter(Protocol):
 class ExportReport:
     """What was exported, of which step.
 
-    tensors   names of the dense tensors
-    left_out  names of plain values, and tables those of tables, which the format has no place for
+    tensors       names of the dense tensors
+    rows          of the tables, by name
+    left_out      names of plain values that the format has no place for; left_out_tensors: of dense tensors;
+                  left_out_columns: of columns, `table@column`; tables: of tables
+    shards_count  of tables; None: the format has none
     """
 
     step: int
     path: Path
-    tensors: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    left_out_tensors: tuple[str, ...] = ()
+    left_out_columns: tuple[str, ...] = ()
+    shards_count: int | None = None
     files_count: int = 1
     values_count: int = 0
     bytes_written: int = 0
@@ -91,22 +113,20 @@ class ExportReport:
     def facts(self) -> Facts:
         return {
             "step": self.step,
+            **({"tables": dict(self.rows)} if self.rows else {}),
             "tensors": len(self.tensors),
             "bytes": self.bytes_written,
             "left_out": list(self.left_out),
             "left_out_tables": list(self.tables),
+            "left_out_tensors": list(self.left_out_tensors),
+            "left_out_columns": list(self.left_out_columns),
         }
 
 
-def facts_of(result: SaveResult) -> Facts:
-    """Return what an import that is done says."""
-    return {"step": result.step, "bytes": result.bytes_written, "seconds": result.seconds}
-
-
-def warn_of_tables(tables: Sequence[str], library: str) -> None:
-    """Warn of tables that an export has left out."""
-    if tables:
-        warn(f"tables {list(tables)} are left out: {library} has none", RuntimeWarning)
+def warn_of_left_out(what: str, names: Sequence[str], library: str) -> None:
+    """Warn of tables or tensors that an export has left out."""
+    if names:
+        warn(f"{what} {list(names)} are left out: {library} has none", RuntimeWarning)
 
 
 def chain_to_export(path: Path, step: int | None) -> Chain:

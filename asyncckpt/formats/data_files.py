@@ -1,7 +1,7 @@
 """Safetensors files of other libraries: opened by descriptor, every header checked, read and digested by ranges.
 
 Other libraries keep no digests, so flipped bytes within the data go unseen. Files are never mapped: one that is
-truncated meanwhile would kill the process.
+truncated meanwhile would kill the process. What is in memory already is taken from there, and not from the disk.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DataFiles:
         if raw[8:9] != b"{":
             raise CorruptError(f"{owner} is no safetensors file", hint=looks_like(prefix))
         self.sizes.append(size)
-        self.direct.append(set_direct(fd))
+        self.direct.append(not system.is_cached(fd, size) and set_direct(fd))
         return decode_header(raw, file_bytes=size, owner=owner).entries
 
     def close(self) -> None:

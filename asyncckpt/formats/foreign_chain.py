@@ -7,17 +7,21 @@ blocks count as sound when they were read.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncckpt.format import limits
+from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest, ManifestHead, RankPart
 from asyncckpt.formats.data_files import DataFiles, FileArray
 from asyncckpt.model.block import BlockSpec, PlacedBlock
 from asyncckpt.model.table import Role
+from asyncckpt.model.table_shard import slice_info
 from asyncckpt.native import Progress
-from asyncckpt.plan.image import split_rows
+from asyncckpt.plan.image import array_spec, split_rows
 from asyncckpt.shard.reader import ChainReader, FilesOfManifest
 from asyncckpt.storage.directory import Directory
+
+WHOLE = (0, 1)
 
 
 def chain_of(parts: Sequence[RankPart], files: DataFiles, *, step: int, writer: str) -> Chain:
@@ -56,6 +60,17 @@ def dense_blocks(name: str, array: FileArray, leaf: int) -> Iterator[BlockFacts]
     yield from placed_blocks(spec, array)
 
 
+def table_spec(table: str, column: str, dtype: str, shape: tuple[int, ...], role: Role) -> BlockSpec:
+    """Return a column of a table that holds all ids."""
+    spec = array_spec(f"{table}@{column}", dtype_by_name(dtype, owner=column).dtype, shape, role)
+    return replace(spec, table=table, column=column, slice_info=slice_info(WHOLE))
+
+
+def unplaced(spec: BlockSpec) -> BlockFacts:
+    """Return a block that is in no file."""
+    return BlockFacts(placed=PlacedBlock(spec=spec, key=spec.name, file_index=0, offset=0), digest=b"", filtered=False)
+
+
 def placed_blocks(spec: BlockSpec, array: FileArray) -> Iterator[BlockFacts]:
     """Return the blocks of an array, at their places: several of one that is too large for one."""
     offset = array.offset
@@ -67,6 +82,8 @@ def placed_blocks(spec: BlockSpec, array: FileArray) -> Iterator[BlockFacts]:
 
 class ForeignReader(ChainReader):
     """Reads blocks of files that somebody else keeps open. What was read counts as sound."""
+
+    has_digests = False
 
     def __init__(self, files: DataFiles, folder: Directory, chain: Chain, *, threads: int, progress: Progress) -> None:
         self._data_files = files

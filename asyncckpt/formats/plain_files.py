@@ -50,9 +50,14 @@ class WrittenArrays:
     def check(self, opened: OpenArrays, arrays: Iterable[FileArray], path: Path, progress: Progress) -> None:
         """Read all of it and compare. path: what it is going to be. CorruptError."""
         for array in arrays:
-            if digest_of(opened, array, progress) != self.digests[array.key]:
-                what = f"array {array.key!r} of {str(path)!r} was not read back as it was written"
-                raise CorruptError(what, hint="nothing was published; look at the disk")
+            check_digest(array.key, digest_of(opened, array, progress), self.digests, path)
+
+
+def check_digest(key: str, digest: bytes, written: Mapping[str, bytes], path: Path) -> None:
+    """Compare the digest of what was read with that of what was written under a key. CorruptError."""
+    if digest != written[key]:
+        what = f"array {key!r} of {str(path)!r} was not read back as it was written"
+        raise CorruptError(what, hint="nothing was published; look at the disk")
 
 
 def write_plain_files(

@@ -6,7 +6,8 @@ source. So memory that a source makes for a chunk lives as long as the copy take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -55,6 +56,37 @@ class RowsSource:
 
     def release(self) -> None:
         self._held = None
+
+
+class MadeBytes:
+    """`size` bytes that are made one array after the other, for byte ranges that ascend without gaps.
+
+    What makes them goes with the last of them: it holds a window, and there may be thousands of sources.
+    """
+
+    def __init__(self, made: Iterator[NDArray[np.uint8]], size: int) -> None:
+        self._arrays = made
+        self._size = size
+        self._held: deque[tuple[int, NDArray[np.uint8]]] = deque()  # (first byte, bytes)
+        self._made = 0
+        self._given = 0
+
+    def pieces(self, begin: int, end: int) -> NDArray[np.uint64]:
+        while self._made < end:
+            found = next(self._arrays)
+            self._held.append((self._made, found))
+            self._made += len(found)
+        self._given = end
+        spans = [
+            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
+        ]
+        return np.array(spans, dtype=np.uint64).reshape(-1, 2)
+
+    def release(self) -> None:
+        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
+            self._held.popleft()
+        if self._given == self._size:
+            self._arrays = iter(())
 
 
 class DeviceRows(RowsSource):

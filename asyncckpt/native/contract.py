@@ -95,8 +95,12 @@ class DrainOptions:
 
 @dataclass
 class Progress:
-    """Shared with a running call: `bytes_done` grows; `cancel()` from any thread ends it soon."""
+    """Shared with a running call: `bytes_done` grows; `cancel()` from any thread ends it soon.
 
+    bytes_expected: about how many there are going to be; 0: not known.
+    """
+
+    bytes_expected: int = 0
     _done: U64 = field(default_factory=lambda: np.zeros(1, dtype=np.uint64))
     _cancel: NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
 

@@ -170,6 +170,8 @@ class ChainReader:
     Raises CorruptError for files that are not what the manifests say.
     """
 
+    has_digests = True
+
     def __init__(
         self,
         data: Directory,

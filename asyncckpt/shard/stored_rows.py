@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,8 +16,8 @@ import numpy as np
 from asyncckpt.format.dtypes import dtype_by_name
 from asyncckpt.format.encodings import decode, stored_as
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.model.source import ByteSource, as_bytes
-from asyncckpt.native import I64, U8, U64, core
+from asyncckpt.model.source import ByteSource, MadeBytes, as_bytes
+from asyncckpt.native import I64, U8, core
 from asyncckpt.shard.reader import ChainReader
 
 WINDOW_BYTES = 16 << 20
@@ -42,10 +41,10 @@ def stored_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSou
     spec = reader.block(number).placed.spec
     size = copied_spec(spec, rows).bytes
     if rows is None:
-        return _StoredBytes(_windows(reader, number, WINDOW_BYTES), size)
+        return MadeBytes(_windows(reader, number, WINDOW_BYTES), size)
     if _rows_apart(spec) == spec:
-        return _StoredBytes(_chosen_rows(reader, number, rows), size)
-    return _StoredBytes(_decoded_rows(reader, number, rows), size)
+        return MadeBytes(_chosen_rows(reader, number, rows), size)
+    return MadeBytes(_decoded_rows(reader, number, rows), size)
 
 
 def plain_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSource:
@@ -55,7 +54,7 @@ def plain_source(reader: ChainReader, number: int, rows: I64 | None) -> ByteSour
         return stored_source(reader, number, rows)
     shape = spec.shape if rows is None else (len(rows), *spec.shape[1:])
     size = math.prod(shape) * dtype_by_name(spec.dtype, owner=spec.name).itemsize
-    return _StoredBytes(_plain_rows(reader, number, rows), size)
+    return MadeBytes(_plain_rows(reader, number, rows), size)
 
 
 def _rows_apart(spec: BlockSpec) -> BlockSpec:
@@ -86,48 +85,18 @@ def _undone(raw: U8, spec: BlockSpec, apart: BlockSpec) -> U8:
     return as_bytes(values)
 
 
-class _StoredBytes:
-    """A ByteSource over `size` bytes that are made one array after the other, for byte ranges that ascend without gaps.
-
-    What makes them goes with the last of them: it holds a window, and there may be thousands of sources.
-    """
-
-    def __init__(self, made: Iterator[U8], size: int) -> None:
-        self._arrays = made
-        self._size = size
-        self._held: deque[tuple[int, U8]] = deque()  # (first byte, bytes)
-        self._made = 0
-        self._given = 0
-
-    def pieces(self, begin: int, end: int) -> U64:
-        while self._made < end:
-            found = next(self._arrays)
-            self._held.append((self._made, found))
-            self._made += len(found)
-        self._given = end
-        spans = [
-            (raw.ctypes.data + max(0, begin - at), min(end, at + len(raw)) - max(begin, at)) for at, raw in self._held
-        ]
-        return np.array(spans, dtype=np.uint64).reshape(-1, 2)
-
-    def release(self) -> None:
-        while self._held and self._held[0][0] + len(self._held[0][1]) <= self._given:
-            self._held.popleft()
-        if self._given == self._size:
-            self._arrays = iter(())
-
-
 def _windows(reader: ChainReader, number: int, window_bytes: int) -> Iterator[U8]:
-    """Read a block from its begin to its end. The last window comes when the digest of all of it has been checked."""
-    digester = core.digester()
+    """Read a block from its begin to its end. The last window comes when all of it has been checked, by its digest."""
+    digester = core.digester() if reader.has_digests else None
     total = reader.block(number).placed.spec.bytes
     for begin in range(0, total, window_bytes):
         window = np.empty(min(window_bytes, total - begin), dtype=np.uint8)
         reader.add(number, window.ctypes.data, begin=begin, bytes=len(window))
         reader.run()
-        digester.update(window.ctypes.data, len(window))
+        if digester is not None:
+            digester.update(window.ctypes.data, len(window))
         if begin + len(window) == total:
-            reader.check(number, digester.end())
+            reader.check(number, b"" if digester is None else digester.end())
         yield window
 
 

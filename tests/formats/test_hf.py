@@ -116,6 +116,7 @@ def test_what_has_no_place_is_refused_or_named(tmp_path: Path) -> None:
         report = hf.export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert (report.tables, report.left_out) == (("user",), ("epoch",))
     refused: list[tuple[str, dict[str, Any]]] = [
+        ("'__metadata__' of step 1 cannot be", {"__metadata__": torch.ones(1)}),
         ("'x' has a dtype", {"x": torch.ones(1, dtype=torch.complex128)}),
         (r"would be called 'a\.b'", {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}),
         ("no dense tensors", {"epoch": 3}),

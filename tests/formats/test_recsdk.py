@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 
 import asyncckpt
 from asyncckpt.embcache import PathRules, Saver
-from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, UnsupportedError, UsageError
+from asyncckpt.errors import ConflictError, CorruptError, UnsupportedError, UsageError
 from asyncckpt.formats import recsdk
 from tests.embcache.models import Net, image
 from tests.embcache.recsdk_writer import Rows, write_merged, write_ranks
@@ -154,7 +152,7 @@ def test_deltas_are_folded_and_what_has_no_place_is_listed(tmp_path: Path) -> No
         table.remove(torch.arange(10))
         saver.save(2, kind="delta")
     report = recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert report.left_out == ("w", "epoch", "user@odd")
+    assert (report.left_out, report.left_out_tensors, report.left_out_columns) == (("epoch",), ("w",), ("user@odd",))
     part = read_part(tmp_path / "out" / "user")
     assert sorted(part.ids.tolist()) == list(range(10, 60))
     order = np.argsort(part.ids)
@@ -230,30 +228,6 @@ def test_an_import_does_not_go_into_its_own_source(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_no_room_for_what_is_put_in_order_is_an_error_of_ours(tmp_path: Path) -> None:
-    """In a process of its own, which may write no file of more than 64 KiB."""
-    write_merged(tmp_path / "old", {"user": rows_of(count=20_000)})
-    program = f"""
-import resource, signal
-from asyncckpt.errors import IOFailedError
-from asyncckpt.formats import recsdk
-from asyncckpt.formats.conversion import Conversion
-from asyncckpt.formats.recsdk.convert import look_into
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-from pathlib import Path
-print(look_into(Conversion.of(Path({str(tmp_path / "old")!r}), Path({str(tmp_path / "run")!r})))["tables"])
-try:
-    recsdk.import_checkpoint({str(tmp_path / "old")!r}, {str(tmp_path / "run")!r})
-except IOFailedError as error:
-    print("refused:", error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert "refused: the save failed: File too large" in done.stdout, done.stderr
-    assert "{'user': 2000" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]
-
-
 def test_a_checkpoint_without_embeddings_is_refused_by_a_dry_run_too(tmp_path: Path) -> None:
     asyncckpt.save(tmp_path / "run", {"w": torch.ones(2)})
     for shards in (None, 2):
@@ -278,7 +252,7 @@ def test_limits_hold_for_a_dry_run_too(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_more_files_than_a_process_may_have_open_are_written(tmp_path: Path) -> None:
+def test_more_files_than_a_process_may_have_open_are_written_and_read(tmp_path: Path) -> None:
     table = asyncckpt.HashTable("user", 2, optimizer_slots={"a": torch.float32})
     table.insert(torch.arange(100), torch.ones(100, 2))
     asyncckpt.save(tmp_path / "run", {}, hashtables={"user": table})
@@ -287,11 +261,9 @@ def test_more_files_than_a_process_may_have_open_are_written(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_NOFILE, (fewer, hard_max))
     try:
         assert recsdk.export_checkpoint(tmp_path / "run", tmp_path / "out", shards=32).rows == {"user": 100}
-        with pytest.raises(IOFailedError, match="ulimit -n"):
-            recsdk.import_checkpoint(tmp_path / "out", tmp_path / "back")
+        assert recsdk.import_checkpoint(tmp_path / "out", tmp_path / "back").rows_count == 100
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, hard_max))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_the_commands_do_the_same(tmp_path: Path) -> None:

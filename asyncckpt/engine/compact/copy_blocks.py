@@ -38,8 +38,15 @@ class CopiedBlocks:
 
 def copy_blocks(copies: Sequence[BlockCopy], reader: ChainReader, target: ShardTarget, *, rank: int) -> CopiedBlocks:
     """Write the shard files of one rank. Every stored block is verified on the way: CorruptError."""
-    image = plan_image([copy.spec for copy in copies], parallel=target.options.parallel, rank=rank)
     sources = [stored_source(reader, copy.number, copy.rows) for copy in copies]
+    return write_blocks([copy.spec for copy in copies], sources, target, rank=rank)
+
+
+def write_blocks(
+    specs: Sequence[BlockSpec], sources: Sequence[ByteSource], target: ShardTarget, *, rank: int
+) -> CopiedBlocks:
+    """Write blocks into the shard files of one rank."""
+    image = plan_image(specs, parallel=target.options.parallel, rank=rank)
     files, digests = write_apart(image, sources, target)
     return CopiedBlocks(files=files, blocks=image.blocks, digests=digests)
 

@@ -11,25 +11,26 @@ from asyncckpt.formats.conversion import Conversion, Facts
 
 
 def look_into(asked: Conversion) -> Facts:
-    with closing(convert.OpenDcp(asked.source, asked.options)) as found:
+    with closing(convert.OpenDcp(asked.source, asked.options, asked.names)) as found:
         check_step_is_free(asked.target, asked.step)
         return {**_facts(asked, found.facts()), "step": asked.step}
 
 
 def import_with(asked: Conversion) -> Facts:
     done = convert.run_import(
-        asked.source, asked.target, asked.step, asked.options, asked.progress, verify=asked.verify
+        *(asked.source, asked.target, asked.step, asked.options, asked.progress, asked.names), verify=asked.verify
     )
     return {**_facts(asked, done), "seconds": done.seconds}
 
 
 def plan_export(asked: Conversion) -> Facts:
     check_is_free(asked.target)
-    return _facts(asked, convert.plan_export(asked.source, asked.step))
+    return _facts(asked, convert.plan_export(asked.source, asked.step, asked.names))
 
 
 def export_with(asked: Conversion) -> Facts:
-    done = convert.run_export(asked.source, asked.target, asked.step, asked.progress, verify=asked.verify)
+    places = asked.source, asked.target, asked.step
+    done = convert.run_export(*places, asked.progress, asked.names, verify=asked.verify)
     return {**_facts(asked, done), "seconds": done.seconds}
 
 

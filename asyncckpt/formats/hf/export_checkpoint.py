@@ -7,35 +7,30 @@ once. Tensors go to the shards in their order, each into the last one while ther
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import look_again, newest_step
-from asyncckpt.commit.new_entry import NewEntry, check_is_free
-from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.process.future import as_checkpoint_error
+from asyncckpt.arguments import check_int
+from asyncckpt.commit.new_entry import NewEntry
 from asyncckpt.errors import NotFoundError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.limits import I64_MAX, check_step
+from asyncckpt.format.limits import I64_MAX
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
-from asyncckpt.formats.conversion import ExportReport, warn_of_tables
+from asyncckpt.formats.conversion import Conversion, ExportReport, warn_of_left_out
 from asyncckpt.formats.hf.directory import DTYPES, INDEX_FILE, SINGLE_FILE, SUFFIX, HfFiles
 from asyncckpt.formats.plain_files import OutArray, write_json, write_plain_files
+from asyncckpt.formats.run_export import run_export
 from asyncckpt.formats.stored_tensors import tensor_source, tensor_spec
 from asyncckpt.model.block import BlockSpec
-from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, Durability, SaveOptions
+from asyncckpt.options import Durability
 from asyncckpt.plan.contents import StoredDense, contents_of
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
 
 SHARD_BYTES = 5_000_000_000
+HEADER_STRINGS = "__metadata__"
 METADATA = {"format": "pt"}  # Without which transformers refuses a file.
 _CODES = {name: code for code, name in DTYPES.items()}
 
@@ -52,12 +47,16 @@ class ExportPlan:
     @staticmethod
     def of(chain: Chain, *, shard_size: int = SHARD_BYTES) -> ExportPlan:
         """Check everything. UnsupportedError for dtypes and names that cannot be written, CorruptError."""
+        check_int("shard_size", shard_size, at_least=1, at_most=I64_MAX)
         contents = contents_of(chain)
         for name, dtype in contents.unreadable.items():
             dtype_by_name(dtype, owner=name)
         if not contents.dense:
             raise UnsupportedError(f"step {chain.step} holds no dense tensors", hint="there is nothing to export")
         for dense in contents.dense.values():
+            if path_name(dense.path) == HEADER_STRINGS:
+                what = f"tensor {HEADER_STRINGS!r} of step {chain.step} cannot be in a safetensors file"
+                raise UnsupportedError(what, hint="its header has strings under this name: --rename OLD=NEW")
             if dense.name != path_name(dense.path):
                 what = f"two tensors of step {chain.step} would be called {path_name(dense.path)!r}"
                 raise UnsupportedError(what, hint="keys with dots in them are not told apart there")
@@ -77,8 +76,15 @@ class ExportPlan:
 
     def report(self, path: Path) -> ExportReport:
         names = tuple(dense.name for _, own in self.files for dense, _ in own)
-        facts = {"files_count": len(self.files), "bytes_written": self.bytes}
-        return ExportReport(self.chain.step, path, names, self.left_out, self.tables, **facts)
+        return ExportReport(
+            self.chain.step,
+            path,
+            names,
+            left_out=self.left_out,
+            tables=self.tables,
+            files_count=len(self.files),
+            bytes_written=self.bytes,
+        )
 
     def arrays(self, reader: ChainReader) -> Iterator[tuple[str, list[OutArray]]]:
         """Return the files with what is in them."""
@@ -111,49 +117,23 @@ def export_checkpoint(
     UnsupportedError for a dtype or name that cannot be written, UsageError, IOFailedError; but IndeterminateError says
     that it is there, and perhaps not durable. Takes 300 MiB; of a tensor that ranks hold in boxes, all of it.
     """
-    check_int("shard_size", shard_size, at_least=1, at_most=I64_MAX)
-    check_choice("durability", durability, DURABILITIES)
-    check_type("verify", verify, bool)
-    source, target, options = check_path(path), check_path(hf_dir), SaveOptions(durability=durability)
-    report = run_export(source, target, check_step(step), options, Progress(), verify=verify, shard_size=shard_size)
-    warn_of_tables(report.tables, "safetensors")
+    asked = Conversion.of(path, hf_dir, step, durability=durability, verify=verify)
+    report = export(asked, shard_size=shard_size)
+    warn_of_left_out("tables", report.tables, "safetensors")
     return report
 
 
-@uninterrupted
-def run_export(
-    path: Path,
-    hf_dir: Path,
-    step: int | None,
-    options: SaveOptions,
-    progress: Progress,
-    *,
-    verify: bool,
-    shard_size: int = SHARD_BYTES,
-) -> ExportReport:
-    """Do the same, with arguments that are checked, and say how far it is. Warns of nothing."""
-    begun = time.perf_counter()
-    with CheckpointRoot.for_reading(path) as root:
-
-        def look() -> tuple[ExportPlan, ChainReader]:
-            chain = read_chain(root, newest_step(root) if step is None else step)
-            plan = ExportPlan.of(chain, shard_size=shard_size)
-            return plan, ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
-
-        check_is_free(hf_dir)
-        plan, reader = look_again(root, look)
-        with reader:
-            try:
-                written = _write(plan, reader, hf_dir, options, progress, verify=verify)
-            except (OSError, MemoryError) as error:
-                raise as_checkpoint_error(error, plan.chain.step) from error
-    return replace(plan.report(hf_dir), bytes_written=written, seconds=time.perf_counter() - begun)
+def export(asked: Conversion, *, shard_size: int = SHARD_BYTES) -> ExportReport:
+    """Do the same, as it is asked for. Warns of nothing."""
+    plan, written, seconds = run_export(asked, partial(ExportPlan.of, shard_size=shard_size), partial(_write, asked))
+    report: ExportReport = plan.report(asked.target)
+    return replace(report, bytes_written=written, seconds=seconds)
 
 
-def _write(
-    plan: ExportPlan, reader: ChainReader, path: Path, options: SaveOptions, progress: Progress, *, verify: bool
-) -> int:
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> int:
     """Write the folder and give it its name; return the bytes of its files of tensors."""
+    path, options, progress = asked.target, asked.options, asked.progress
+    asked.expect(plan.bytes)
     with NewEntry(path, kind="hf", durability=options.durability) as entry:
         folder = entry.make_folder()
         written = write_plain_files(list(plan.arrays(reader)), folder, options, progress, metadata=METADATA)
@@ -161,7 +141,7 @@ def _write(
             write_json(folder, INDEX_FILE, plan.index, options, indent=2)
         entry.sync()
         with HfFiles.open(entry.temporary) as found:
-            if verify:
+            if asked.verify:
                 written.check(found, found.arrays.values(), path, progress)
         entry.give_name(lambda: _is_there(path))
     return written.bytes_count

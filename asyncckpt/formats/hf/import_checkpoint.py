@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain, RankPart
 from asyncckpt.format.tree import TENSOR
-from asyncckpt.formats.commit_import import commit_import, verify_import
+from asyncckpt.formats.commit_import import Importable, blocks_of, run_import
+from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, dense_blocks
 from asyncckpt.formats.hf.directory import HfFiles
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.options import Durability
 from asyncckpt.shard.reader import READ_THREADS
-from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
 
 
 def import_checkpoint(
@@ -44,26 +40,18 @@ def import_checkpoint(
     another process writes to, IndeterminateError, IOFailedError. Waits while a save or load of this process is in
     flight. Takes 300 MiB, whatever the size.
     """
-    check_choice("durability", durability, DURABILITIES)
-    check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
-    check_type("verify", verify, bool)
-    options = SaveOptions(durability=durability, parallel=parallel)
-    return run_import(check_path(hf_path), check_path(path), check_step(step), options, Progress(), verify=verify)
+    asked = Conversion.of(hf_path, path, step, durability=durability, parallel=parallel, verify=verify)
+    return run_import(asked, open_import(asked))[0]
 
 
-@uninterrupted
-def run_import(
-    source: Path, path: Path, step: int | None, options: SaveOptions, progress: Progress, *, verify: bool
-) -> SaveResult:
-    """Do the same, with arguments that are checked, and say how far it is."""
-    begun = time.perf_counter()
-    with HfFiles.open(source) as found:
+@contextmanager
+def open_import(asked: Conversion) -> Iterator[Importable]:
+    """Open what is to be imported. NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
+    with HfFiles.open(asked.source) as found:
         chain = _chain(found)
+        facts = {"tensors": len(found.arrays), "shards": len(found.files.names), "bytes": found.bytes}
         with ForeignReader(found.files, found.folder, chain, threads=READ_THREADS, progress=Progress()) as reader:
-            result = commit_import(path, step, chain, reader, options, progress)
-    if verify:
-        verify_import(path, result.step, progress)
-    return replace(result, seconds=time.perf_counter() - begun)
+            yield Importable(chain.newest.parts, blocks_of(reader), facts, asked.step)
 
 
 def _chain(found: HfFiles) -> Chain:

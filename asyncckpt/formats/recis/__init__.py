@@ -8,9 +8,11 @@ recis.import_checkpoint("ckpt_1000", "run")
 recis.export_checkpoint("run", "ckpt_1000", optimizer="sparse_adam")
 """
 
+from asyncckpt.formats.block_format import BlockFormat
+from asyncckpt.formats.conversion import ExportReport
 from asyncckpt.formats.recis.checkpoint_reader import CheckpointReader
-from asyncckpt.formats.recis.export_checkpoint import ExportReport, export_checkpoint
-from asyncckpt.formats.recis.import_checkpoint import import_checkpoint
+from asyncckpt.formats.recis.export_checkpoint import ExportPlan, export, export_checkpoint
+from asyncckpt.formats.recis.import_checkpoint import import_checkpoint, open_import
 from asyncckpt.formats.recis.loader import Loader
 from asyncckpt.formats.recis.save import save
 from asyncckpt.formats.recis.split_state import split_sparse_dense_state_dict
@@ -24,3 +26,4 @@ __all__ = [
     "save",
     "split_sparse_dense_state_dict",
 ]
+CONVERTER = BlockFormat(open_import, ExportPlan.of, export)

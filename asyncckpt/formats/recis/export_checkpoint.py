@@ -7,54 +7,29 @@ and one that is spread otherwise once for every slice.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import look_again, newest_step
-from asyncckpt.commit.new_entry import check_is_free
-from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.engine.process.future import as_checkpoint_error
+from asyncckpt.arguments import check_int
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name, unique_names
+from asyncckpt.formats.conversion import Conversion, ExportReport
 from asyncckpt.formats.exported_table import ExportedTable
 from asyncckpt.formats.recis.names import slice_of
 from asyncckpt.formats.recis.out_names import check_names, out_spec, slots_of
 from asyncckpt.formats.recis.stored import Columns
 from asyncckpt.formats.recis.write_directory import OutBlock, RecisWriter
+from asyncckpt.formats.run_export import run_export
 from asyncckpt.formats.stored_tensors import tensor_source, tensor_spec
-from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.options import Durability
 from asyncckpt.plan.contents import Contents, StoredDense, contents_of
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
 
 SHARDS_MAX = 65_536
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What was exported, of which step.
-
-    rows      of every table
-    tensors   names of the dense tensors
-    left_out  names of plain values, which RecIS has no place for
-    """
-
-    step: int
-    path: Path
-    shards_count: int
-    rows: Mapping[str, int]
-    tensors: tuple[str, ...]
-    left_out: tuple[str, ...]
-    bytes_written: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +48,11 @@ class ExportPlan:
         return sum(self.chain.blocks[number].placed.spec.bytes for number in self.contents.blocks())
 
     @staticmethod
-    def of(chain: Chain, *, shards: int | None, columns: Columns | None, optimizer: str | None) -> ExportPlan:
+    def of(
+        chain: Chain, *, shards: int | None = None, columns: Columns | None = None, optimizer: str | None = None
+    ) -> ExportPlan:
         """Check everything. UsageError, UnsupportedError, CorruptError."""
+        check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
         contents = contents_of(chain)
         names = check_names(columns, optimizer)
         for name, dtype in contents.unreadable.items():
@@ -95,7 +73,15 @@ class ExportPlan:
         """Return what is known before anything is read: rows of deltas are counted when they are folded."""
         rows = {name: sum(layer.rows_count for layer in table.layers) for name, table in self.contents.tables.items()}
         values = tuple(path_name(at) for at in self.contents.values)
-        return ExportReport(self.chain.step, path, self.shards_count, rows, tuple(self.dense), values)
+        return ExportReport(
+            self.chain.step,
+            path,
+            tuple(self.dense),
+            rows,
+            values,
+            shards_count=self.shards_count,
+            bytes_written=self.bytes,
+        )
 
 
 def export_checkpoint(
@@ -126,68 +112,38 @@ def export_checkpoint(
     where slices are not those of the checkpoint, 8 to 24 bytes for each row of the largest table, and 8 for each row of
     a slice.
     """
-    check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
-    check_choice("durability", durability, DURABILITIES)
-    check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
-    check_type("verify", verify, bool)
-    options = SaveOptions(durability=durability, parallel=parallel)
-    source, target = check_path(path), check_path(recis_dir)
-    return run_export(
-        source,
-        target,
-        check_step(step),
-        options,
-        Progress(),
-        verify=verify,
-        shards=shards,
-        columns=columns,
-        optimizer=optimizer,
-    )
+    asked = Conversion.of(path, recis_dir, step, durability=durability, parallel=parallel, verify=verify)
+    return export(asked, shards=shards, columns=columns, optimizer=optimizer)
 
 
-@uninterrupted
-def run_export(
-    path: Path,
-    recis_dir: Path,
-    step: int | None,
-    options: SaveOptions,
-    progress: Progress,
-    *,
-    verify: bool,
-    shards: int | None,
-    columns: Columns | None,
-    optimizer: str | None,
-) -> ExportReport:
-    """Do the same, with arguments that are checked, and say how far it is."""
-    begun = time.perf_counter()
-    with CheckpointRoot.for_reading(path) as root:
+def export(asked: Conversion, **names: Any) -> ExportReport:
+    """Do the same, as it is asked for."""
+    plan, out, seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
+    rows = {table.name: table.rows_count for table in out.tables}
+    report: ExportReport = plan.report(asked.target)
+    return replace(report, rows=rows, bytes_written=out.bytes_written, seconds=seconds)
 
-        def look() -> tuple[ExportPlan, ChainReader]:
-            chain = read_chain(root, newest_step(root) if step is None else step)
-            plan = ExportPlan.of(chain, shards=shards, columns=columns, optimizer=optimizer)
-            return plan, ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
 
-        check_is_free(recis_dir)
-        plan, reader = look_again(root, look)
-        with reader:
-            try:
-                count = plan.shards_count
-                with RecisWriter(
-                    recis_dir, shards_count=count, options=options, progress=progress, verify=verify
-                ) as out:
-                    tables = [ExportedTable(table, reader) for table in plan.contents.tables.values()]
-                    for number in range(count):
-                        out.write_shard(number, list(_blocks(plan, tables, reader, number)))
-                    out.publish()
-                    written = out.bytes_written
-            except (OSError, MemoryError) as error:
-                raise as_checkpoint_error(error, plan.chain.step) from error
-    report = plan.report(recis_dir)
-    rows = {table.name: table.rows_count for table in tables}
-    seconds = time.perf_counter() - begun
-    return ExportReport(
-        report.step, recis_dir, count, rows, report.tensors, report.left_out, bytes_written=written, seconds=seconds
-    )
+@dataclass(frozen=True)
+class _Written:
+    tables: Sequence[ExportedTable]
+    bytes_written: int
+
+
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> _Written:
+    asked.expect(plan.bytes)
+    with RecisWriter(
+        asked.target,
+        shards_count=plan.shards_count,
+        options=asked.options,
+        progress=asked.progress,
+        verify=asked.verify,
+    ) as out:
+        tables = [ExportedTable(table, reader) for table in plan.contents.tables.values()]
+        for number in range(plan.shards_count):
+            out.write_shard(number, list(_blocks(plan, tables, reader, number)))
+        out.publish()
+        return _Written(tables, out.bytes_written)
 
 
 def _named(contents: Contents) -> dict[str, StoredDense]:

@@ -7,25 +7,17 @@ more shards than before. The checkpoint loads into any number of ranks.
 from __future__ import annotations
 
 import os
-import re
-import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import Chain
-from asyncckpt.formats.commit_import import check_is_apart, commit_import, verify_import
+from asyncckpt.formats.commit_import import Importable, blocks_of, check_is_apart, run_import
+from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.recis.directory import RecisDirectory
 from asyncckpt.formats.recis.stored import Columns, RecisReader, StoredAs, as_chain, check_columns, step_of
 from asyncckpt.model.result import SaveResult
 from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
+from asyncckpt.options import Durability
 from asyncckpt.shard.reader import READ_THREADS
-from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
-
-_STEP_FOLDER = re.compile(r"ckpt_([0-9]{1,12})")
 
 
 def import_checkpoint(
@@ -53,47 +45,24 @@ def import_checkpoint(
     IOFailedError. Waits while a save or load of this process is in flight. Takes 300 MiB, and 16 bytes for each row of
     the largest shard of a table.
     """
-    check_choice("durability", durability, DURABILITIES)
-    check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
-    check_type("verify", verify, bool)
-    options = SaveOptions(durability=durability, parallel=parallel)
-    source, target = check_path(recis_dir), check_path(path)
-    return run_import(source, target, check_step(step), columns, options, Progress(), verify=verify)
+    asked = Conversion.of(recis_dir, path, step, durability=durability, parallel=parallel, verify=verify)
+    return run_import(asked, open_import(asked, columns=columns))[0]
 
 
-@uninterrupted
-def run_import(
-    source: Path,
-    path: Path,
-    step: int | None,
-    columns: Columns | None,
-    options: SaveOptions,
-    progress: Progress,
-    *,
-    verify: bool,
-) -> SaveResult:
-    """Do the same, with arguments that are checked, and say how far it is."""
-    begun = time.perf_counter()
-    check_is_apart(source, path)
-    with RecisDirectory.open(source) as directory:
-        step = wanted_step(source, step)
-        chain = import_chain(directory, columns)
+@contextmanager
+def open_import(asked: Conversion, *, columns: Columns | None = None) -> Iterator[Importable]:
+    """Open what is to be imported. NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
+    check_is_apart(asked.source, asked.target)
+    with RecisDirectory.open(asked.source) as directory:
+        checked = check_columns(columns, directory.slots)
+        chain = as_chain(directory, StoredAs(step=0, schemas={}, columns=checked, paths={}))
+        facts = {
+            "tables": {name: sum(part.rows_count for part in parts) for name, parts in directory.tables.items()},
+            "tensors": len(directory.dense),
+            "shards": max((len(parts) for parts in directory.tables.values()), default=1),
+            "bytes": directory.bytes,
+        }
+        step = step_of(asked.source) if asked.step is None else asked.step
         reader = RecisReader(directory, chain, threads=READ_THREADS, progress=Progress())
         with reader:
-            reader.check_ids()
-            result = commit_import(path, step, chain, reader, options, progress)
-    if verify:
-        verify_import(path, result.step, progress)
-    return replace(result, seconds=time.perf_counter() - begun)
-
-
-def wanted_step(source: Path, step: int | None) -> int | None:
-    """Return the step that was asked for, else that of a folder `ckpt_<step>`; None: the next one."""
-    match = _STEP_FOLDER.fullmatch(source.name)
-    return int(match[1]) if step is None and match is not None else step
-
-
-def import_chain(directory: RecisDirectory, columns: Columns | None) -> Chain:
-    """Return the checkpoint as it is going to be imported."""
-    checked = check_columns(columns, directory.slots)
-    return as_chain(directory, StoredAs(step=step_of(directory), schemas={}, columns=checked, paths={}))
+            yield Importable(chain.newest.parts, blocks_of(reader), facts, step, check=reader.check_ids)

@@ -90,7 +90,7 @@ class Loader:
     def _load(self, directory: RecisDirectory) -> LoadReport:
         targets = dense_targets(self._state, tables=iter(self._tables))
         wanted = StoredAs(
-            step=check_step(step_of(directory)),
+            step=check_step(step_of(directory.path) or 0),
             schemas={name: table.schema() for name, table in self._tables.items()},
             columns=check_columns(self._columns, directory.slots),
             paths=_paths(targets),

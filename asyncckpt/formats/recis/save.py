@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.format.tree import VALUE, leaves, path_name, tensor_names
-from asyncckpt.formats.recis.export_checkpoint import ExportReport
+from asyncckpt.formats.conversion import ExportReport
 from asyncckpt.formats.recis.names import SLICE_SIZE
 from asyncckpt.formats.recis.out_names import check_names, out_spec, slots_of
 from asyncckpt.formats.recis.stored import Columns
@@ -82,7 +83,8 @@ def save(
             cut.end(ok=is_written)
     seconds = time.perf_counter() - begun
     found = tuple(block.table for block in dense)
-    return ExportReport(0, Path(target), 1, rows, found, values, bytes_written=out.bytes_written, seconds=seconds)
+    more: dict[str, Any] = {"shards_count": 1, "bytes_written": out.bytes_written, "seconds": seconds}
+    return ExportReport(0, Path(target), found, rows, values, **more)
 
 
 def _table_blocks(item: CutTable, names: Mapping[str, str], optimizer: str | None) -> Iterable[OutBlock]:

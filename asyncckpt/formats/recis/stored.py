@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path as FolderPath
 
 import numpy as np
 
@@ -45,10 +46,10 @@ class StoredAs:
     paths: Mapping[str, Path]
 
 
-def step_of(directory: RecisDirectory) -> int:
-    """Return the step that the folder's name says, as RecIS' `ckpt_<step>`; 0 where it says none."""
-    match = _STEP_FOLDER.fullmatch(directory.path.name)
-    return 0 if match is None else int(match[1])
+def step_of(path: FolderPath) -> int | None:
+    """Return the step that a folder's name says, as RecIS' `ckpt_<step>`; None where it says none."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def check_columns(columns: Columns | None, slots: Collection[str]) -> Columns:

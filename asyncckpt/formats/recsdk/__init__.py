@@ -8,7 +8,10 @@ recsdk.export_checkpoint("run", "for_recsdk", shards=8)
 `asyncckpt.embcache.Saver.load` reads what RecSDK wrote straight into the tables of a model.
 """
 
-from asyncckpt.formats.recsdk.export_checkpoint import ExportReport, export_checkpoint
-from asyncckpt.formats.recsdk.import_checkpoint import import_checkpoint
+from asyncckpt.formats.block_format import BlockFormat
+from asyncckpt.formats.conversion import ExportReport
+from asyncckpt.formats.recsdk.export_checkpoint import ExportPlan, export, export_checkpoint
+from asyncckpt.formats.recsdk.import_checkpoint import import_checkpoint, open_import
 
 __all__ = ["ExportReport", "export_checkpoint", "import_checkpoint"]
+CONVERTER = BlockFormat(open_import, ExportPlan.of, export)

@@ -9,18 +9,16 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import look_again, newest_step
-from asyncckpt.commit.new_entry import NewEntry, check_is_free
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.arguments import check_int
+from asyncckpt.commit.new_entry import NewEntry
 from asyncckpt.embcache.recsdk_files import (
     ADMIT_COUNT,
     ATTRIBUTE_FILE,
@@ -32,27 +30,26 @@ from asyncckpt.embcache.recsdk_files import (
     KEY,
     META_FILE,
     MOMENTUM,
+    RecsdkCheckpoint,
     read_recsdk_checkpoint,
 )
-from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.errors import NotFoundError, UnsupportedError, UsageError
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
+from asyncckpt.formats.conversion import Conversion, ExportReport
 from asyncckpt.formats.data_files import WINDOW_BYTES
 from asyncckpt.formats.exported_table import ExportedTable
-from asyncckpt.formats.plain_files import OutArray, WrittenArrays, write_plain_files, write_small_file
-from asyncckpt.formats.recsdk.open_files import OpenRecsdk
+from asyncckpt.formats.plain_files import OutArray, check_digest, write_plain_files, write_small_file
+from asyncckpt.formats.run_export import run_export
 from asyncckpt.model.block import BlockSpec
 from asyncckpt.model.source import ByteSource, SpanSource, one_behind_the_other
 from asyncckpt.model.table import ID_COLUMN, Role
 from asyncckpt.model.table_shard import Shard
 from asyncckpt.native import I64, Progress, core
-from asyncckpt.options import DURABILITIES, Durability, SaveOptions
+from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.shard.reader import ChainReader
-from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import Directory, check_path
+from asyncckpt.storage.directory import Directory
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
@@ -62,31 +59,18 @@ NAMES_EXPECTED = "a name of at most 100 bytes, no number of 14 digits, without '
 
 
 @dataclass(frozen=True)
-class ExportReport:
-    """What was exported, of which step.
-
-    rows      of every table
-    left_out  names of tensors, plain values, columns (`table@column`) and tables that RecSDK has no place for
-    """
-
-    step: int
-    path: Path
-    shards_count: int | None
-    rows: Mapping[str, int]
-    left_out: tuple[str, ...]
-    bytes_written: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class ExportPlan:
-    """What to export, checked. folders: of every table, the folder of RecSDK of each column that it takes."""
+    """What to export, checked. folders: of every table, the folder of RecSDK of each column that it takes.
+
+    tables, columns: those that it has no place for.
+    """
 
     chain: Chain
     contents: Contents
     shards_count: int | None
     folders: Mapping[str, Mapping[str, str]]
-    left_out: tuple[str, ...]
+    tables: tuple[str, ...]
+    columns: tuple[str, ...]
 
     @property
     def bytes(self) -> int:
@@ -94,28 +78,39 @@ class ExportPlan:
         return sum(self.chain.blocks[number].placed.spec.bytes for number in self.contents.blocks())
 
     @staticmethod
-    def of(chain: Chain, *, shards: int | None, columns: Mapping[str, str] | None) -> ExportPlan:
+    def of(chain: Chain, *, shards: int | None = None, columns: Mapping[str, str] | None = None) -> ExportPlan:
         """Check everything. UsageError, UnsupportedError, CorruptError."""
         check_int("shards", shards, at_least=1, at_most=SHARDS_MAX, optional=True)
         contents = contents_of(chain)
         folders: dict[str, dict[str, str]] = {}
-        left_out = [*contents.dense, *map(path_name, contents.values)]
+        tables: list[str] = []
+        columns_left: list[str] = []
         for name, table in contents.tables.items():
             specs = {column: chain.blocks[blocks[0]].placed.spec for column, blocks in table.columns.items()}
             if EMBEDDING_COLUMN not in specs:
-                left_out.append(name)
+                tables.append(name)
                 continue
             folders[name] = _folders_of(name, specs, columns)
-            left_out += [f"{name}@{column}" for column in specs if column not in folders[name]]
+            columns_left += [f"{name}@{column}" for column in specs if column not in folders[name]]
         if not folders:
             what = f"step {chain.step} has no table with embeddings, and RecSDK has nothing else"
-            raise UnsupportedError(what, found=left_out[:16])
-        return ExportPlan(chain, contents, shards, folders, tuple(left_out))
+            raise UnsupportedError(what, found=[*contents.dense, *tables][:16])
+        return ExportPlan(chain, contents, shards, folders, tuple(tables), tuple(columns_left))
 
     def report(self, path: Path) -> ExportReport:
         """Return what is known before anything is read: rows of deltas are counted when they are folded."""
         rows = {name: sum(layer.rows_count for layer in self.contents.tables[name].layers) for name in self.folders}
-        return ExportReport(self.chain.step, path, self.shards_count, rows, self.left_out)
+        return ExportReport(
+            self.chain.step,
+            path,
+            rows=rows,
+            left_out=tuple(map(path_name, self.contents.values)),
+            tables=self.tables,
+            left_out_tensors=tuple(self.contents.dense),
+            left_out_columns=self.columns,
+            shards_count=self.shards_count,
+            bytes_written=self.bytes,
+        )
 
 
 def export_checkpoint(
@@ -143,56 +138,29 @@ def export_checkpoint(
     IndeterminateError says that it is there, and perhaps not durable. Takes 300 MiB, 16 to 40 bytes for each row of the
     largest table, and in the end, when it is opened, as much for each row of all tables as an import of it.
     """
-    check_choice("durability", durability, DURABILITIES)
-    check_type("verify", verify, bool)
-    source, target = check_path(path), check_path(recsdk_dir)
-    options = SaveOptions(durability=durability)
-    return run_export(
-        source, target, check_step(step), options, Progress(), verify=verify, shards=shards, columns=columns
-    )
+    asked = Conversion.of(path, recsdk_dir, step, durability=durability, verify=verify)
+    return export(asked, shards=shards, columns=columns)
 
 
-@uninterrupted
-def run_export(
-    path: Path,
-    target: Path,
-    step: int | None,
-    options: SaveOptions,
-    progress: Progress,
-    *,
-    verify: bool,
-    shards: int | None,
-    columns: Mapping[str, str] | None,
-) -> ExportReport:
-    """Do the same, with arguments that are checked, and say how far it is."""
-    begun = time.perf_counter()
-    with CheckpointRoot.for_reading(path) as root:
+def export(asked: Conversion, **names: Any) -> ExportReport:
+    """Do the same, as it is asked for."""
+    plan, (rows, size), seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
+    report: ExportReport = plan.report(asked.target)
+    return replace(report, rows=rows, bytes_written=size, seconds=seconds)
 
-        def look() -> tuple[ExportPlan, ChainReader]:
-            chain = read_chain(root, newest_step(root) if step is None else step)
-            plan = ExportPlan.of(chain, shards=shards, columns=columns)
-            return plan, ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
 
-        check_is_free(target)
-        plan, reader = look_again(root, look)
-        with reader, NewEntry(target, kind="recsdk", durability=options.durability) as entry:
-            try:
-                writer = _Writer(entry.make_folder(), options, progress)
-                rows = writer.write(plan, reader)
-                entry.sync()
-                found = read_recsdk_checkpoint(entry.temporary)
-                written = WrittenArrays(writer.bytes_written, writer.digests)
-                parts = [(name, part) for name, own in found.tables.items() for part in own]
-                for name, part in parts if verify else ():
-                    # One by one: all files of many ranks are more than a process may have open.
-                    with OpenRecsdk.of(entry.temporary, replace(found, tables={name: (part,)})) as opened:
-                        written.check(opened, [array for array in opened.arrays if array.bytes], target, progress)
-                entry.give_name(lambda: _is_there(target))
-            except (OSError, MemoryError) as error:
-                raise as_checkpoint_error(error, plan.chain.step) from error
-    seconds = time.perf_counter() - begun
-    done = plan.report(target)
-    return ExportReport(done.step, target, shards, rows, done.left_out, writer.bytes_written, seconds)
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> tuple[dict[str, int], int]:
+    """Write the folder and give it its name; return the rows of every table, and the bytes of all data."""
+    asked.expect(plan.bytes)
+    with NewEntry(asked.target, kind="recsdk", durability=asked.options.durability) as entry:
+        writer = _Writer(entry.make_folder(), asked.options, asked.progress)
+        rows = writer.write(plan, reader)
+        entry.sync()
+        found = read_recsdk_checkpoint(entry.temporary)
+        if asked.verify:
+            writer.check(found, asked.target)
+        entry.give_name(lambda: _is_there(asked.target))
+    return rows, writer.bytes_written
 
 
 class _Writer:
@@ -220,6 +188,17 @@ class _Writer:
         if plan.shards_count is None:
             write_small_file(self._folder, META_FILE, b"incremental=False\n", self._options)
         return rows
+
+    def check(self, found: RecsdkCheckpoint, path: Path) -> None:
+        """Read all of it once more and compare. path: what it is going to be. CorruptError."""
+        arrays = [array for parts in found.tables.values() for part in parts for array in part.arrays if array.bytes]
+        for array in arrays:
+            digester, step = core.digester(), max(1, WINDOW_BYTES // array.row_bytes)
+            for begin in range(0, array.shape[0], step):
+                window = array.read(begin, min(begin + step, array.shape[0]))
+                digester.update(window.ctypes.data, window.nbytes)
+                self._progress.advance(window.nbytes)
+            check_digest("/".join(array.place), digester.end(), self.digests, path)
 
     def _write_part(
         self,

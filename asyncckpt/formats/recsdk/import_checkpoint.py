@@ -1,45 +1,38 @@
 """Make a checkpoint of ours of one of RecSDK's: the parts of all ranks become one table, block by block.
 
 Which ids a rank of RecSDK holds is its own business, so the tables are whole ones, of one rank; they load into any
-number of ranks. Admission counts and eviction timestamps, which stand otherwise there, are put in order in memory and
-in a file without a name: 16 bytes for each row.
+number of ranks. Admission counts and eviction timestamps, which stand otherwise there, are put in order when they are
+read.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.embcache.recsdk_files import ADMIT_COUNT, EMBEDDING, KEY, MOMENTUM
-from asyncckpt.engine.process.future import as_checkpoint_error
+from asyncckpt.embcache.recsdk_files import EMBEDDING, MOMENTUM, StoredPart, read_recsdk_checkpoint
 from asyncckpt.errors import CorruptError, UnsupportedError, UsageError
-from asyncckpt.format.dtypes import known_dtype
-from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
-from asyncckpt.formats.commit_import import check_is_apart, commit_import, verify_import
-from asyncckpt.formats.data_files import DataFiles, FileArray
-from asyncckpt.formats.foreign_chain import ForeignReader, chain_of, placed_blocks
-from asyncckpt.formats.recsdk.open_files import OpenPart, OpenRecsdk
-from asyncckpt.model.block import BlockSpec, TableFacts
+from asyncckpt.format.manifest import BlockFacts, RankPart
+from asyncckpt.formats.commit_import import Importable, check_is_apart, run_import
+from asyncckpt.formats.conversion import Conversion
+from asyncckpt.formats.foreign_chain import WHOLE, table_spec, unplaced
+from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import SaveResult
+from asyncckpt.model.source import RowsSource
 from asyncckpt.model.table import ID_COLUMN, Role
-from asyncckpt.model.table_shard import slice_info
-from asyncckpt.native import I64, Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
-from asyncckpt.shard.reader import READ_THREADS
-from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
+from asyncckpt.native import U8
+from asyncckpt.options import Durability
+from asyncckpt.plan.image import split_rows
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
-WHOLE = (0, 1)
 RESERVED = (ID_COLUMN, EMBEDDING_COLUMN, COUNT_COLUMN, LAST_SEEN_COLUMN)
 
 
@@ -63,104 +56,64 @@ def import_checkpoint(
     `key` is the id, `embedding` the embedding, `admit_count` the metadata `count` (none is 0), `evict_timestamp` the
     metadata `last_seen` (of ids without one 0). Nothing is committed when an error is raised: NotFoundError,
     CorruptError, UnsupportedError (also for files that hold only a part of the rows), UsageError, ConflictError,
-    IndeterminateError, IOFailedError. Waits while a save or load of this process is in flight. Takes 300 MiB, 50 bytes
-    for each row of all tables, and 4 open files for each rank of a table, more where there are more columns.
+    IndeterminateError, IOFailedError. Waits while a save or load of this process is in flight. Takes 300 MiB, 8 bytes
+    for each row of all tables and 24 for each timestamp, and in the beginning 8 more for each row of the largest table.
     """
-    check_choice("durability", durability, DURABILITIES)
-    check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
-    check_type("verify", verify, bool)
-    options = SaveOptions(durability=durability, parallel=parallel)
-    source, target = check_path(recsdk_dir), check_path(path)
-    return run_import(source, target, check_step(step), columns, options, Progress(), verify=verify)
+    asked = Conversion.of(recsdk_dir, path, step, durability=durability, parallel=parallel, verify=verify)
+    return run_import(asked, open_import(asked, columns=columns))[0]
 
 
-@uninterrupted
-def run_import(
-    source: Path,
-    path: Path,
-    step: int | None,
-    columns: Mapping[str, str] | None,
-    options: SaveOptions,
-    progress: Progress,
-    *,
-    verify: bool,
-) -> SaveResult:
-    """Do the same, with arguments that are checked, and say how far it is."""
-    begun = time.perf_counter()
-    check_is_apart(source, path)
-    with OpenRecsdk.open(source) as opened:
-        try:
-            chain = import_chain(opened, columns, _scratch_file(path))
-        except (OSError, MemoryError) as error:
-            raise as_checkpoint_error(error, step) from error
-        with ForeignReader(opened.files, opened.folder, chain, threads=READ_THREADS, progress=Progress()) as reader:
-            result = commit_import(path, step, chain, reader, options, progress)
-    if verify:
-        verify_import(path, result.step, progress)
-    return replace(result, seconds=time.perf_counter() - begun)
-
-
-def import_chain(opened: OpenRecsdk, columns: Mapping[str, str] | None, made_in: int) -> Chain:
-    """Return the checkpoint as it is going to be imported. UnsupportedError, UsageError, CorruptError; OSError of what
-    is written.
-
-    made_in: the descriptor of an empty file, or of os.devnull where nothing is going to be read; it is closed with the
-    others.
-    """
-    made = _Made(opened.files, made_in)
-    if opened.found.is_incremental:
-        what = f"checkpoint in {str(opened.path)!r} holds only rows that were used since an earlier save"
+@contextmanager
+def open_import(asked: Conversion, *, columns: Mapping[str, str] | None = None) -> Iterator[Importable]:
+    """Look at what is to be imported; its files are opened when they are read. NotFoundError, CorruptError,
+    UnsupportedError, UsageError, IOFailedError."""
+    check_is_apart(asked.source, asked.target)
+    found = read_recsdk_checkpoint(asked.source)
+    if found.is_incremental:
+        what = f"checkpoint in {str(asked.source)!r} holds only rows that were used since an earlier save"
         raise UnsupportedError(what, hint="load the full one and then this one with asyncckpt.embcache, and save that")
-    momenta = {name: len(parts[0].stored.momenta) for name, parts in opened.tables.items()}
+    momenta = {name: len(parts[0].momenta) for name, parts in found.tables.items()}
     slots = _slots(columns, max(momenta.values(), default=0))
-    blocks: list[BlockFacts] = []
-    facts: list[TableFacts] = []
-    for name, parts in opened.tables.items():
-        _check_name(name, opened.path)
-        if {len(part.stored.momenta) for part in parts} != {momenta[name]}:
-            what = f"table {name!r} in {str(opened.path)!r} has not as many momenta in each rank"
-            raise CorruptError(what, found=[len(part.stored.momenta) for part in parts])
-        found = list(_columns(name, parts, slots, made))
-        blocks += [block for column in found for block in _blocks(name, column)]
-        rows_count = sum(len(part.stored.ids) for part in parts)
-        facts.append(TableFacts(name=name, rows_count=rows_count, shard=WHOLE))
-    part = RankPart(rank=0, tables=tuple(facts), tree=("dict", (), ()), values=(), blocks=tuple(blocks))
-    return chain_of([part], opened.files, step=0, writer="RecSDK")
+    blocks: list[tuple[BlockFacts, RowsSource]] = []
+    rows: dict[str, int] = {}
+    for name, parts in found.tables.items():
+        _check_name(name, asked.source)
+        if {len(part.momenta) for part in parts} != {momenta[name]}:
+            what = f"table {name!r} in {str(asked.source)!r} has not as many momenta in each rank"
+            raise CorruptError(what, found=[len(part.momenta) for part in parts])
+        rows[name] = sum(len(part.ids) for part in parts)
+        blocks += [block for column in _columns(name, parts, slots) for block in _blocks(name, column)]
+    tables = tuple(TableFacts(name=name, rows_count=count, shard=WHOLE) for name, count in rows.items())
+    own = tuple(block for block, _ in blocks)
+    part = RankPart(rank=0, tables=tables, tree=("dict", (), ()), values=(), blocks=own)
+    facts = {
+        "tables": rows,
+        "tensors": 0,
+        "shards": max(map(len, found.tables.values())),
+        "bytes": sum(block.placed.spec.bytes for block in own),
+    }
+    yield Importable([part], lambda number: blocks[number][1], facts, asked.step)
 
 
-def _scratch_file(path: Path) -> int:
-    """Make a file without a name on the disk where a directory is, or is going to be; return its descriptor."""
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return os.dup(file.fileno())
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a column that one rank has written: `read(begin, end)` returns some of them."""
+
+    count: int
+    read: Callable[[int, int], NDArray[np.generic]]
+
+    def bytes_from(self, first: int, begin: int, end: int) -> U8:
+        """Return rows [first + begin, first + end)."""
+        return np.ascontiguousarray(self.read(first + begin, first + end)).reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True)
 class _Column:
     name: str
     role: Role
-    arrays: Sequence[FileArray]
-
-
-class _Made:
-    """Arrays that are made, in a file without a name behind those of RecSDK."""
-
-    def __init__(self, files: DataFiles, fd: int) -> None:
-        self._files, self._fd, self._number = files, fd, len(files.fds)
-        files.names.append("made")
-        files.fds.append(fd)
-        files.sizes.append(0)
-        files.direct.append(False)
-
-    def add(self, values: I64) -> FileArray:
-        begin = self._files.sizes[self._number]
-        with os.fdopen(os.dup(self._fd), "wb") as file:
-            file.seek(begin)
-            file.write(values.tobytes())
-        self._files.sizes[self._number] += values.nbytes
-        dtype = known_dtype("int64")
-        assert dtype is not None
-        return FileArray(f"made/{begin}", self._number, dtype, values.shape, begin, values.nbytes)
+    dtype: str
+    row_shape: tuple[int, ...]
+    parts: Sequence[_Rows]
 
 
 def _slots(columns: Mapping[str, str] | None, momenta_count: int) -> dict[str, str]:
@@ -190,64 +143,59 @@ def _check_name(name: str, path: Path) -> None:
         raise UnsupportedError(f"table {name!r} in {str(path)!r} cannot be imported", hint="no name may hold '@'")
 
 
-def _columns(name: str, parts: Sequence[OpenPart], slots: Mapping[str, str], made: _Made) -> Iterator[_Column]:
-    yield _Column(ID_COLUMN, Role.ID, [part.arrays[KEY] for part in parts])
-    widths = {part.stored.embedding.shape[1] for part in parts}
-    momenta = [f"{MOMENTUM}{number}" for number in range(1, len(parts[0].stored.momenta) + 1)]
-    for stored, column, role in (
-        (EMBEDDING, EMBEDDING_COLUMN, Role.WEIGHT),
-        *((momentum, slots[momentum], Role.OPTIMIZER) for momentum in momenta),
-    ):
-        arrays = [part.arrays[stored] for part in parts]
+def _columns(name: str, parts: Sequence[StoredPart], slots: Mapping[str, str]) -> Iterator[_Column]:
+    yield _Column(ID_COLUMN, Role.ID, "int64", (), [_ids(part) for part in parts])
+    wanted = [(EMBEDDING, EMBEDDING_COLUMN, Role.WEIGHT, [part.embedding for part in parts])]
+    for number in range(len(parts[0].momenta)):
+        momentum = f"{MOMENTUM}{number + 1}"
+        wanted.append((momentum, slots[momentum], Role.OPTIMIZER, [part.momenta[number] for part in parts]))
+    for stored, column, role, arrays in wanted:
         widths = {array.shape[1] for array in arrays}
         if len(widths) > 1:
             what = f"{stored} of table {name!r} has not rows of one size in each rank"
             raise CorruptError(what, found=sorted(widths))
-        yield _Column(column, role, arrays)
-    if any(ADMIT_COUNT in part.arrays for part in parts):
-        yield _Column(COUNT_COLUMN, Role.METADATA, [made.add(_counts(part)) for part in parts])
-    if any(part.stored.seen is not None for part in parts):
-        yield _Column(LAST_SEEN_COLUMN, Role.METADATA, [made.add(_times(part)) for part in parts])
+        yield _Column(column, role, "float32", arrays[0].shape[1:], [_Rows(a.shape[0], a.read) for a in arrays])
+    if any(part.counts is not None for part in parts):
+        yield _Column(COUNT_COLUMN, Role.METADATA, "int64", (), [_counts(part) for part in parts])
+    if any(part.seen is not None for part in parts):
+        yield _Column(LAST_SEEN_COLUMN, Role.METADATA, "int64", (), [_times(part) for part in parts])
 
 
-def _counts(part: OpenPart) -> I64:
+def _ids(part: StoredPart) -> _Rows:
+    return _Rows(len(part.ids), lambda begin, end: part.ids[begin:end])
+
+
+def _counts(part: StoredPart) -> _Rows:
     """Return the counts of a part; -1 means that there is none."""
-    stored = part.stored
-    if stored.counts is None:
-        return np.zeros(len(stored.ids), dtype=np.int64)
-    return np.maximum(stored.counts.read(0, len(stored.ids)).astype(np.int64), 0)
+    counts = part.counts
+    if counts is None:
+        return _Rows(len(part.ids), lambda begin, end: np.zeros(end - begin, dtype=np.int64))
+    return _Rows(len(part.ids), lambda begin, end: np.maximum(counts.read(begin, end).astype(np.int64), 0))
 
 
-def _times(part: OpenPart) -> I64:
+def _times(part: StoredPart) -> _Rows:
     """Return the timestamps in the order of the ids; 0 for those that have none."""
-    ids, found = part.stored.ids, np.zeros(len(part.stored.ids), dtype=np.int64)
-    keys, times = part.stored.seen or (ids[:0], ids[:0])
-    if len(keys):
-        order = np.argsort(keys)
-        place = order[np.minimum(np.searchsorted(keys, ids, sorter=order), len(keys) - 1)]
-        known = keys[place] == ids
-        found[known] = times[place[known]]
-    return found
+    keys, times = part.seen or (part.ids[:0], part.ids[:0])
+    order = cache(lambda: np.argsort(keys))
+
+    def read(begin: int, end: int) -> NDArray[np.generic]:
+        ids, found = part.ids[begin:end], np.zeros(end - begin, dtype=np.int64)
+        if len(keys):
+            place = order()[np.minimum(np.searchsorted(keys, ids, sorter=order()), len(keys) - 1)]
+            known = keys[place] == ids
+            found[known] = times[place[known]]
+        return found
+
+    return _Rows(len(part.ids), read)
 
 
-def _blocks(table: str, column: _Column) -> Iterator[BlockFacts]:
-    """Return the blocks of a column: the rows of all parts, one behind the other."""
-    first = column.arrays[0]
-    rows_count = sum(array.shape[0] for array in column.arrays)
-    shape = (rows_count, *first.shape[1:])
-    whole = BlockSpec(
-        name=f"{table}@{column.name}",
-        role=column.role,
-        dtype=first.dtype.name,
-        stored_dtype=first.dtype.stored,
-        stored_itemsize=first.dtype.itemsize,
-        shape=shape,
-        stored_shape=shape,
-        table=table,
-        column=column.name,
-        slice_info=slice_info(WHOLE),
-    )
+def _blocks(table: str, column: _Column) -> Iterator[tuple[BlockFacts, RowsSource]]:
+    """Return the blocks of a column with their bytes: the rows of all parts, one behind the other."""
+    rows_count = sum(part.count for part in column.parts)
+    whole = table_spec(table, column.name, column.dtype, (rows_count, *column.row_shape), column.role)
     begin = 0
-    for array in [array for array in column.arrays if array.shape[0]] or [first]:
-        yield from placed_blocks(whole.part(begin, begin + array.shape[0]), array)
-        begin += array.shape[0]
+    for part in [part for part in column.parts if part.count] or column.parts[:1]:
+        for spec in split_rows(whole.part(begin, begin + part.count)):
+            fetch = partial(part.bytes_from, spec.row_begin - begin)
+            yield unplaced(spec), RowsSource(fetch, row_bytes=whole.bytes // max(1, rows_count))
+        begin += part.count

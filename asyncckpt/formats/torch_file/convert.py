@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from asyncckpt.commit.new_entry import check_is_free
 from asyncckpt.formats.commit_import import check_step_is_free
-from asyncckpt.formats.conversion import Conversion, ExportReport, Facts, chain_to_export, facts_of
-from asyncckpt.formats.torch_file.export_checkpoint import ExportPlan, run_export
+from asyncckpt.formats.conversion import Conversion, ExportReport, Facts
+from asyncckpt.formats.run_export import plan_export as plan_export_of
+from asyncckpt.formats.torch_file.export_checkpoint import ExportPlan, export
 from asyncckpt.formats.torch_file.import_checkpoint import FoundState, run_import
 
 
 def look_into(asked: Conversion) -> Facts:
-    found = FoundState.of(asked.source)
+    found = FoundState.of(asked.source, asked.names)
     check_step_is_free(asked.target, asked.step)
     return asked.facts(
         tensors=len(found.flat.tensors),
@@ -22,19 +22,16 @@ def look_into(asked: Conversion) -> Facts:
 
 def import_with(asked: Conversion) -> Facts:
     facts = look_into(asked)
-    done = run_import(asked.source, asked.target, asked.step, asked.options, asked.progress, verify=asked.verify)
-    return {**facts, **facts_of(done)}
+    done = run_import(asked)
+    return {**facts, "step": done.step, "bytes": done.bytes_written, "seconds": done.seconds}
 
 
 def plan_export(asked: Conversion) -> Facts:
-    check_is_free(asked.target)
-    plan = ExportPlan.of(chain_to_export(asked.source, asked.step))
-    return _facts(asked, plan.report(asked.target))
+    return _facts(asked, plan_export_of(asked, ExportPlan.of).report(asked.target))
 
 
 def export_with(asked: Conversion) -> Facts:
-    durability = asked.options.durability
-    report = run_export(asked.source, asked.target, asked.step, durability, asked.progress, verify=asked.verify)
+    report = export(asked)
     return {**_facts(asked, report), "seconds": report.seconds}
 
 

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from asyncckpt import system
-from asyncckpt.arguments import check_choice, check_type
 from asyncckpt.commit.discover import look_again, newest_step
-from asyncckpt.commit.new_entry import NewEntry, check_is_free
+from asyncckpt.commit.new_entry import NewEntry
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.load.run_load import LoadRequest, load_open, open_step
 from asyncckpt.engine.load.whole_state import WholeRequest
@@ -32,19 +31,19 @@ from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.errors import CorruptError, UnsupportedError
 from asyncckpt.format.dtypes import dtype_by_name
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import path_name
 from asyncckpt.format.weights_only import why_refused
-from asyncckpt.formats.conversion import ExportReport, chain_to_export, warn_of_tables
+from asyncckpt.formats.conversion import Conversion, ExportReport, warn_of_left_out
+from asyncckpt.formats.run_export import plan_export
 from asyncckpt.formats.torch_file.archive import read_archive
 from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, BusyPolicy, Durability
+from asyncckpt.options import BusyPolicy, Durability
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.shard.reader import READ_THREADS
 from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.file_memory import FileMemory
-from asyncckpt.storage.directory import check_path, io_failed
+from asyncckpt.storage.directory import io_failed
 
 
 @dataclass(frozen=True)
@@ -109,28 +108,23 @@ def export_checkpoint(
     perhaps not durable. Waits while a save or load of this process is in flight. Tensors take room on the disk once
     more, until it has ended, and no memory; those that overlap without being equal do.
     """
-    check_choice("durability", durability, DURABILITIES)
-    check_type("verify", verify, bool)
-    source, target = check_path(path), check_path(file)
-    report = run_export(source, target, check_step(step), durability, Progress(), verify=verify)
-    warn_of_tables(report.tables, "a file of torch.save")
+    report = export(Conversion.of(path, file, step, durability=durability, verify=verify))
+    warn_of_left_out("tables", report.tables, "a file of torch.save")
     return report
 
 
 @uninterrupted
-def run_export(
-    path: Path, file: Path, step: int | None, durability: Durability, progress: Progress, *, verify: bool
-) -> ExportReport:
-    """Do the same, with arguments that are checked, and say how far it is. Warns of nothing."""
+def export(asked: Conversion) -> ExportReport:
+    """Do the same, as it is asked for. Warns of nothing."""
     begun = time.perf_counter()
-    check_is_free(file)
-    ExportPlan.of(chain_to_export(path, step))  # What is refused makes no folders.
+    plan_export(asked, ExportPlan.of)  # What is refused makes no folders.
+    file, durability, progress = asked.target, asked.options.durability, asked.progress
     with NewEntry(file, kind="torch", durability=durability) as entry, FileMemory(entry.scratch_file()) as memory:
-        plan, state = _load(path, step, memory, progress)
+        plan, state = _load(asked, memory)
         try:
             size = _write(entry, state, durability)
             progress.advance(size)
-            if verify:
+            if asked.verify:
                 _compare(read_archive(entry.temporary), state, file, progress)
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, plan.step) from error
@@ -138,8 +132,9 @@ def run_export(
     return replace(plan.report(file), bytes_written=size, seconds=time.perf_counter() - begun)
 
 
-def _load(path: Path, step: int | None, memory: FileMemory, progress: Progress) -> tuple[ExportPlan, Any]:
+def _load(asked: Conversion, memory: FileMemory) -> tuple[ExportPlan, Any]:
     """Load what is to be written; refuse it, if it cannot be, before a byte of data is read."""
+    path, step = asked.source, asked.step
     request = LoadRequest(threads=READ_THREADS, whole=WholeRequest(empty=memory.empty))
     with (
         save_lock.held("load", path, step, busy=BusyPolicy("wait")),
@@ -147,10 +142,12 @@ def _load(path: Path, step: int | None, memory: FileMemory, progress: Progress) 
     ):
         opened = look_again(root, lambda: open_step(root, request, newest_step(root) if step is None else step))
         with opened.reader:
-            plan = ExportPlan.of(opened.chain)
+            plan = ExportPlan.of(asked.names.chain(opened.chain))
+            size = plan.report(asked.target).bytes_written
+            asked.progress.bytes_expected = size * (3 if asked.verify else 2)  # It is read from here, too.
             tree = load_open(root, request, opened).tree
-            progress.advance(opened.reader.bytes_read)
-    return plan, _plain(tree)
+            asked.progress.advance(opened.reader.bytes_read)
+    return plan, asked.names.state(_plain(tree))
 
 
 def _write(entry: NewEntry, state: Any, durability: Durability) -> int:

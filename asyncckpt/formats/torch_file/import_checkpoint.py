@@ -8,21 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.engine.save.start_save import start_save
 from asyncckpt.errors import UnsupportedError, UsageError
-from asyncckpt.format.limits import check_step
 from asyncckpt.format.tree import encode_tree, tensor_names
 from asyncckpt.formats.commit_import import verify_import
+from asyncckpt.formats.conversion import Conversion
 from asyncckpt.formats.torch_file.archive import check_storages, read_archive
 from asyncckpt.model.result import SaveResult
-from asyncckpt.native import Progress
-from asyncckpt.options import DURABILITIES, PARALLEL_MAX, SAVE_DEADLINE_S, BusyPolicy, Durability, SaveOptions
+from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, Durability
 from asyncckpt.plan.leaf_checks import check_leaf
+from asyncckpt.plan.rename import Names
 from asyncckpt.plan.state import FlatState, flatten
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
 
 
 def import_checkpoint(
@@ -48,11 +46,7 @@ def import_checkpoint(
     IOFailedError. Waits while a save or load of this process is in flight. The file is mapped: tensors take no memory
     but 300 MiB of buffers; plain values do.
     """
-    check_choice("durability", durability, DURABILITIES)
-    check_int("parallel", parallel, at_least=1, at_most=PARALLEL_MAX)
-    check_type("verify", verify, bool)
-    options = SaveOptions(durability=durability, parallel=parallel)
-    return run_import(check_path(file), check_path(path), check_step(step), options, Progress(), verify=verify)
+    return run_import(Conversion.of(file, path, step, durability=durability, parallel=parallel, verify=verify))
 
 
 @dataclass(frozen=True)
@@ -63,9 +57,9 @@ class FoundState:
     flat: FlatState
 
     @staticmethod
-    def of(path: Path) -> FoundState:
+    def of(path: Path, names: Names) -> FoundState:
         """Read and check everything but data. UnsupportedError for what cannot be saved."""
-        state = read_archive(path)
+        state = names.state(read_archive(path))
         owner = f"file {str(path)!r}"
         try:
             flat = flatten(state)
@@ -79,18 +73,18 @@ class FoundState:
 
 
 @uninterrupted
-def run_import(
-    source: Path, path: Path, step: int | None, options: SaveOptions, progress: Progress, *, verify: bool
-) -> SaveResult:
-    """Do the same, with arguments that are checked, and say how far it is."""
+def run_import(asked: Conversion) -> SaveResult:
+    """Do the same, as it is asked for."""
     begun = time.perf_counter()
-    found = FoundState.of(source)
-    with Saver(path=path, tensors=found.state, durability=options.durability, parallel=options.parallel) as saver:
-        busy = BusyPolicy("wait")
+    found = FoundState.of(asked.source, asked.names)
+    asked.expect(sum(tensor.nbytes for tensor in found.flat.tensors))
+    durability, parallel = asked.options.durability, asked.options.parallel
+    with Saver(path=asked.target, tensors=found.state, durability=durability, parallel=parallel) as saver:
+        busy, progress = BusyPolicy("wait"), asked.progress
         saving = start_save(
-            saver._target, step=step, kind="full", metadata=None, busy=busy, staged=False, progress=progress
+            saver._target, step=asked.step, kind="full", metadata=None, busy=busy, staged=False, progress=progress
         )
         result = saving.result(SAVE_DEADLINE_S)
-    if verify:
-        verify_import(path, result.step, progress)
+    if asked.verify:
+        verify_import(asked.target, result.step, progress)
     return replace(result, seconds=time.perf_counter() - begun)

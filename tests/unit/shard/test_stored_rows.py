@@ -23,6 +23,8 @@ ROWS, ROW_BYTES, WINDOW_BYTES, CHUNK_BYTES = 1000, 24, 1000, 700
 class Reader:
     """One stored block in memory."""
 
+    has_digests = True
+
     def __init__(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         self._raw = raw
         spec = BlockSpec(

@@ -1,0 +1,43 @@
+"""A format that is read and written block by block, as the command line asks for it (conversion.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from asyncckpt.formats.commit_import import Importable, look_into, run_import
+from asyncckpt.formats.conversion import Conversion, ExportReport, Facts
+from asyncckpt.formats.run_export import plan_export
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A Converter. opens: a source that is to be imported; plans: an export of a chain; exports: does it.
+
+    Each takes the options of the format.
+    """
+
+    opens: Callable[..., AbstractContextManager[Importable]]
+    plans: Callable[..., Any]
+    exports: Callable[..., ExportReport]
+
+    def look_into(self, asked: Conversion, **options: Any) -> Facts:
+        return look_into(asked, self.opens(asked, **options))
+
+    def import_with(self, asked: Conversion, **options: Any) -> Facts:
+        return run_import(asked, self.opens(asked, **options))[1]
+
+    def plan_export(self, asked: Conversion, **options: Any) -> Facts:
+        report: ExportReport = plan_export(asked, partial(self.plans, **options)).report(asked.target)
+        return _facts(asked, report)
+
+    def export_with(self, asked: Conversion, **options: Any) -> Facts:
+        report = self.exports(asked, **options)
+        return {**_facts(asked, report), "seconds": report.seconds}
+
+
+def _facts(asked: Conversion, report: ExportReport) -> Facts:
+    return asked.facts(**report.facts(), shards=report.shards_count or report.files_count)

@@ -1,0 +1,127 @@
+"""Other names for what is converted: of tables, dense tensors and values, OLD -> NEW.
+
+OLD is a name, or what names begin with up to a dot: `encoder` means `encoder` and `encoder.weight`; of several that
+fit, the longest counts. A tensor stays in the mapping that it is in, where there are mappings in mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from asyncckpt.errors import UsageError
+from asyncckpt.format.manifest import BlockFacts, Chain, RankPart
+from asyncckpt.format.tree import MAPPINGS, Node, Path, key_value, path_name, rebuild, tensor_names
+from asyncckpt.plan.state import flatten
+
+
+@dataclass(frozen=True)
+class Names:
+    """OLD -> NEW. It remembers which of them were used."""
+
+    new: Mapping[str, str] = field(default_factory=dict)
+    _used: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(new: Mapping[str, str] | None) -> Names:
+        """Check them. UsageError."""
+        if new is None:
+            return Names()
+        is_text = isinstance(new, Mapping) and all(isinstance(text, str) for pair in new.items() for text in pair)
+        if not is_text or not all(text for pair in new.items() for text in pair):
+            raise UsageError("rename is no mapping of old names to new ones", found=new)
+        return Names(new)
+
+    def name(self, name: str) -> str:
+        """Return what a name becomes."""
+        begin = name
+        while begin not in self.new:
+            begin, dot, _ = begin.rpartition(".")
+            if not dot:
+                return name
+        self._used.add(begin)
+        return self.new[begin] + name[len(begin) :]
+
+    def path(self, path: Path) -> Path:
+        """Return what a path becomes, of a tree or of DCP. UsageError for a name that leads out of its mapping."""
+        found: list[Any] = []
+        for end, key in enumerate(path, 1):
+            old, above = ".".join(map(_text, path[:end])), ".".join(map(_text, found))
+            new, begin = self.name(old), f"{above}." if found else ""
+            if not new.startswith(begin) or not new[len(begin) :]:
+                raise UsageError(f"{old!r} cannot become {new!r}", expected=f"a name that begins with {begin!r}")
+            found.append(key if new == f"{begin}{_text(key)}" else new[len(begin) :])
+        return tuple(found)
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise UsageError for an OLD that no name has begun with. names: those that there are."""
+        unused = sorted(self.new.keys() - self._used)
+        if unused:
+            raise UsageError("rename names what is not there", found=unused, expected=sorted(names)[:16])
+
+    def tree(self, node: Node, path: Path = ()) -> Node:
+        """Return a tree under its new names."""
+        if len(node) == 1:
+            return node
+        if node[0] == "state":
+            return ("state", self.tree(node[1], path))
+        if node[0] not in MAPPINGS:
+            children = (self.tree(child, (*path, ("int", index))) for index, child in enumerate(node[1]))
+            return (node[0], tuple(children))
+        keys = tuple(self.path((*path, key))[-1] for key in node[1])
+        twice = [key for key in keys if keys.count(key) > 1] if keys != node[1] else []
+        if twice:
+            raise UsageError("two things would have the same name", found=path_name((*self.path(path), twice[0])))
+        pairs = zip(node[1], node[2], strict=True)
+        return (node[0], keys, tuple(self.tree(child, (*path, key)) for key, child in pairs))
+
+    def state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of tensors and plain values under its new names."""
+        if not self.new:
+            return state
+        flat = flatten(state)
+        found: dict[str, Any] = rebuild(self.tree(flat.tree), iter(flat.tensors), iter(flat.values))
+        self.check_used(state)
+        return found
+
+    def parts(self, parts: Sequence[RankPart]) -> Sequence[RankPart]:
+        """Return what ranks hold under its new names. UsageError."""
+        if not self.new:
+            return parts
+        found = [self._part(part) for part in parts]
+        self.check_used({block.placed.spec.table or block.placed.spec.name for part in parts for block in part.blocks})
+        return found
+
+    def chain(self, chain: Chain) -> Chain:
+        """Return a checkpoint under its new names; its blocks have the numbers they had. UsageError."""
+        if not self.new:
+            return chain
+        found = [replace(m, parts=tuple(self._part(part) for part in m.parts)) for m in chain.manifests]
+        self.check_used({block.placed.spec.table or block.placed.spec.name for block in chain.blocks})
+        return Chain(tuple(found))
+
+    def _part(self, part: RankPart) -> RankPart:
+        tables = tuple(replace(facts, name=self.name(facts.name)) for facts in part.tables)
+        names = {facts.name for facts in tables}
+        if len(names) != len(tables):
+            raise UsageError("two tables would have the same name", found=sorted(facts.name for facts in tables)[:16])
+        tree = self.tree(part.tree)
+        leaves = tensor_names(tree, tables=names)
+        blocks = tuple(self._blocks(part.blocks, leaves))
+        tied = tuple(replace(leaf, name=leaves[leaf.leaf]) for leaf in part.sharing.tied)
+        return replace(part, tables=tables, tree=tree, blocks=blocks, sharing=replace(part.sharing, tied=tied))
+
+    def _blocks(self, blocks: Iterable[BlockFacts], leaves: Sequence[str]) -> Iterator[BlockFacts]:
+        for block in blocks:
+            spec = block.placed.spec
+            if spec.table is not None:
+                table = self.name(spec.table)
+                spec = replace(spec, table=table, name=f"{table}@{spec.column}")
+            else:
+                spec = replace(spec, name=self.name(spec.name) if spec.leaf is None else leaves[spec.leaf])
+            yield replace(block, placed=replace(block.placed, spec=spec))
+
+
+def _text(key: Any) -> str:
+    return str(key_value(key) if isinstance(key, tuple) else key)
