@@ -121,8 +121,7 @@ class StepFences:
             self._pending = []
         number = next((number for number, item in enumerate(self._optimizers) if item is optimizer), None)
         if number is not None:
-            self._order.remove(number)
-            self._order.append(number)
+            self._order = [*(other for other in self._order if other != number), number]  # In one go: see signals.py.
         if self._pending:
             with uninterrupted:
                 for pending in self._pending:
