@@ -25,7 +25,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SealedHead
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SaveTimes, SealedHead
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import GarbageReport, PruneReport, VerifyReport
 from asyncckpt.model.table import Role
@@ -45,6 +45,7 @@ __all__ = [
     "GarbageReport",
     "PruneReport",
     "RankInfo",
+    "SaveTimes",
     "TableInfo",
     "VerifyReport",
     "collect_garbage",
@@ -130,6 +131,7 @@ class CheckpointSummary:
     blocks_count   of all ranks, without padding
     ranks_count    how many ranks saved it together
     pinned         whether retention must keep it
+    times          how long the save took; None where that is not known: of imports, of DCP, of earlier versions
     """
 
     step: int
@@ -147,6 +149,7 @@ class CheckpointSummary:
     ranks_count: int
     digest: str
     pinned: bool
+    times: SaveTimes | None
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,7 @@ def _summary(
         ranks_count=head.ranks_count,
         digest=sealed.digest,
         pinned=pinned,
+        times=head.times,
     )
 
 

@@ -39,6 +39,7 @@ FLOORS = {
     "commit": 4,
     "engine": 5,
     "saver": 6,
+    "events": 6,
     "nn": 6,
     "optim": 6,
     "table": 6,
