@@ -177,25 +177,43 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
         return committed_steps(root)
 
 
-@uninterrupted
 def summaries(path: str | os.PathLike[str]) -> dict[int, CheckpointSummary | CheckpointError]:
     """Return every committed checkpoint of a directory in short, or why it cannot be read, by step, ascending.
 
     Raises NotFoundError if it is not a checkpoint directory.
     """
-    found: dict[int, CheckpointSummary | CheckpointError] = {}
-    with CheckpointRoot.for_reading(check_path(path)) as root:
-        listed = root.manifests.names()
-        pinned = pins_among(listed)
-        for step, names in sorted(by_step(listed).items()):
-            uninterrupted.look()
-            try:
-                found[step] = _short(root, step, names, pinned=step in pinned)
-            except NotFoundError:  # It was removed since it was listed.
-                continue
-            except CheckpointError as error:
-                found[step] = error
-    return found
+    return KnownSummaries(path).now()
+
+
+class KnownSummaries:
+    """The same, again and again: a manifest that can be read is read once, as long as it is the same file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = check_path(path)
+        self._known: dict[int, tuple[object, CheckpointSummary]] = {}
+
+    @uninterrupted
+    def now(self) -> dict[int, CheckpointSummary | CheckpointError]:
+        found: dict[int, CheckpointSummary | CheckpointError] = {}
+        kept: dict[int, tuple[object, CheckpointSummary]] = {}
+        with CheckpointRoot.for_reading(self._path) as root:
+            listed = root.manifests.names()
+            pinned = pins_among(listed)
+            for step, names in sorted(by_step(listed).items()):
+                uninterrupted.look()
+                try:
+                    version = (step in pinned, *((name, *root.manifests.version(name)) for name in names))
+                    known = self._known.get(step)
+                    if known is None or known[0] != version:
+                        known = version, _short(root, step, names, pinned=step in pinned)
+                    kept[step] = known
+                    found[step] = known[1]
+                except NotFoundError:  # It was removed since it was listed.
+                    continue
+                except CheckpointError as error:
+                    found[step] = error
+        self._known = kept
+        return found
 
 
 def _short(root: CheckpointRoot, step: int, names: Sequence[str], *, pinned: bool) -> CheckpointSummary:
