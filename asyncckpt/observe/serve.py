@@ -18,7 +18,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from asyncckpt.checkpoints import KnownSummaries
@@ -88,7 +88,7 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
-        port = self.server.server_address[1]
+        port = cast(tuple[str, int], self.server.server_address)[1]
         if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this is served to this machine alone\n")
         elif asked.path == "/":

@@ -67,8 +67,9 @@ def start_save(
     recorder = target.recorder()
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
     before_wait = check_may_wait_for if staged else lambda other: None
-    with recorder.span("lock"):
-        is_taken = save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
+    waiting = time.perf_counter()
+    is_taken = save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
+    recorder.note("lock", waiting)
     if not is_taken:
         if call is not None:
             assert target.ranks is not None
@@ -174,9 +175,10 @@ def _begin(
             warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
         recorder.note("cut", cutting)
         if staged and stage.fallback is None:
-            with recorder.span("capture"):
-                snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
-                cut.fence()
+            capturing = time.perf_counter()
+            snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
+            cut.fence()
+            recorder.note("capture", capturing)
         else:  # The background reads what this thread has queued for its devices.
             wait_for(cut.tensors(), streams=options.device.streams)
         future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
