@@ -39,7 +39,10 @@ function choose(point, follows = false) {
   state.page = Math.floor(index / PAGE_ROWS);
   draw();
 }
-const most = (unit) => (value) => unit ** Math.floor(Math.log(Math.max(value, 1)) / Math.log(unit));
+function sizeTicks(most) {
+  const step = 2 ** Math.max(0, Math.ceil(Math.log2(most / 5)));
+  return Array.from({ length: Math.floor(most / step) + 1 }, (_, number) => number * step);
+}
 const timeUnit = (value) => [1e-6, 1e-3, 1, 60, 3600].findLast((unit) => value >= unit) ?? 1e-6;
 const common = { tip, choose };
 const charts = {
@@ -48,7 +51,7 @@ const charts = {
   stalls: new Chart(at("stalls"), { ...common, label: "Stall of each save", log: true, x: (_, index) => index,
     y: (point) => seconds(point.stall), form: lasting, unit: timeUnit, colour: () => "stall" }),
   sizes: new Chart(at("sizes"), { ...common, label: "Size of each checkpoint", bars: true, x: (_, index) => index,
-    y: (point) => (point.error ? null : point.bytes), form: size, unit: most(1024) }),
+    y: (point) => (point.error ? null : point.bytes), form: size, ticksOf: sizeTicks }),
   chains: new Chart(at("chains"), { ...common, label: "Chain of each checkpoint", x: (_, index) => index, least: 2,
     y: (point) => point.depth, form: (value) => (value === 0 ? "full" : `${value} deep`),
     ticksOf: (deepest) => ticks(deepest, Math.min(5, deepest)).filter(Number.isInteger), links: chainLinks }),

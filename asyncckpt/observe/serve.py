@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from asyncckpt.checkpoints import KnownSummaries
+from asyncckpt.checkpoints import CheckpointSummary, KnownSummaries
 from asyncckpt.errors import CheckpointError, IOFailedError, NotFoundError
 from asyncckpt.observe.facts import report_of
 from asyncckpt.observe.page import page_of
@@ -39,6 +39,7 @@ class Watched:
         self._known = KnownSummaries(path)
         self._lock = threading.Lock()
         self._looked: float | None = None
+        self._found: Mapping[int, CheckpointSummary | CheckpointError] | None = None
         self._facts = b""
         self._seen = 0
 
@@ -51,12 +52,17 @@ class Watched:
             return str(self._seen), self._facts
 
     def _look(self) -> None:
+        problem: str | None = None
         try:
-            report = report_of(self._path, self._known.now())
+            found = self._known.now()
         except NotFoundError:
-            report = report_of(self._path, {})
+            found = {}
         except CheckpointError as error:
-            report = {**report_of(self._path, {}), "problem": str(error)}
+            found, problem = {}, str(error)
+        if problem is None and found == self._found:
+            return
+        self._found = found if problem is None else None
+        report = {**report_of(self._path, found), "problem": problem}
         del report["made"]
         facts = json.dumps({**report, "seen": str(self._seen)}).encode("ascii")
         if facts != self._facts:

@@ -32,7 +32,9 @@ function lasting(seconds) {
   if (seconds < 1) return `${digits(seconds * 1e3)} ms`;
   if (seconds < 120) return `${digits(seconds)} s`;
   if (seconds < 7200) return `${digits(seconds / 60)} min`;
-  return seconds < 172800 ? `${digits(seconds / 3600)} h` : `${digits(seconds / 86400)} days`;
+  if (seconds < 172800) return `${digits(seconds / 3600)} h`;
+  if (seconds < 63072000) return `${digits(seconds / 86400)} days`;
+  return `${(seconds / 31557600).toLocaleString("en-US", { notation: "compact", maximumFractionDigits: 1 })} y`;
 }
 const two = (value) => String(value).padStart(2, "0");
 function clock(seconds, form = "all") {

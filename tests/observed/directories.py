@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 from asyncckpt.checkpoints import CheckpointSummary, SaveTimes, TableInfo
 from asyncckpt.errors import CheckpointError, CorruptError
@@ -18,6 +19,16 @@ HOSTILE = (
     "&lt;b&gt;",
     "\u202egnp.exe\u0000\u2028",
 )
+
+
+def extremes() -> dict[int, CheckpointSummary | CheckpointError]:
+    """Numbers that a manifest may hold, and no save writes."""
+    most, base = 2**63 - 1, long_run(20)[2500]
+    assert isinstance(base, CheckpointSummary)
+    times = [SaveTimes(0, 0, 0, 0), SaveTimes(most, most, most, most), base.times, SaveTimes(1, None, most, 0)]
+    facts = {"parents": (7,), "kind": "delta", "bytes": most, "tables": {"t": most}, "created": "9999-12-31T23:59:59Z"}
+    last = {10**12 - 1: replace(base, step=10**12 - 1, **facts)}
+    return {**{step: replace(base, step=step, times=its) for step, its in enumerate(times)}, **last}
 
 
 def long_run(

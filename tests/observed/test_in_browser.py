@@ -18,7 +18,7 @@ import asyncckpt
 from asyncckpt.observe.facts import report_of
 from asyncckpt.observe.page import page_of
 from tests.observed.browser import Browser, open_browser
-from tests.observed.directories import HOSTILE, long_run
+from tests.observed.directories import HOSTILE, extremes, long_run
 from tests.observed.test_serve import served
 
 CHARTS = ("timeline", "stalls", "sizes", "chains")
@@ -84,6 +84,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hostile": long_run(120, names=HOSTILE),
         "one": dict(list(long_run(20).items())[3:4]),
         "none": {},
+        "extreme": extremes(),
         "damaged": dict(list(long_run(20).items())[13:14]),
     }
     for name, found in known.items():
@@ -113,7 +114,7 @@ def silent(browser: Browser, *own: str) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("name", ["usual", "long", "hostile", "one", "none", "damaged"])
+@pytest.mark.parametrize("name", ["usual", "long", "hostile", "one", "none", "damaged", "extreme"])
 def test_a_page_is_whole_at_every_width_and_in_both_themes(
     browser: Browser, pages: Path, name: str, width: int, dark: bool
 ) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +76,19 @@ def test_what_cannot_be_listed_is_shown_on_the_page(tmp_path: Path) -> None:
     with served(tmp_path) as port:
         found: dict[str, Any] = json.loads(ask(port, "/data")[1])
     assert "manifests" in found["problem"]
+
+
+def test_watch_serves_until_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncckpt", "watch", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        said = program.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/ until Ctrl-C$", said)
+        assert found is not None, said
+        assert ask(int(found[1]), "/")[0] == 200
+        program.send_signal(signal.SIGINT)
+        assert program.communicate(timeout=60) == ("", "")
+    assert program.returncode == 0
 
 
 def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
