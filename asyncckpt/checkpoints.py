@@ -182,14 +182,17 @@ def summaries(path: str | os.PathLike[str]) -> dict[int, CheckpointSummary | Che
 
     Raises NotFoundError if it is not a checkpoint directory.
     """
-    return KnownSummaries(path).now()
+    return KnownSummaries(path, remembers=False).now()
 
 
 class KnownSummaries:
-    """The same, again and again: a manifest that can be read is read once, as long as it is the same file."""
+    """The same, again and again: a manifest that can be read is read once, as long as it is the same file.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = check_path(path)
+    remembers: whether there will be another time; else no file is asked whether it is still the same.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, remembers: bool = True) -> None:
+        self._path, self._remembers = check_path(path), remembers
         self._known: dict[int, tuple[object, CheckpointSummary]] = {}
 
     @uninterrupted
@@ -202,7 +205,8 @@ class KnownSummaries:
             for step, names in sorted(by_step(listed).items()):
                 uninterrupted.look()
                 try:
-                    version = (step in pinned, *((name, *root.manifests.version(name)) for name in names))
+                    files = names if self._remembers else ()
+                    version = (step in pinned, *((name, *root.manifests.version(name)) for name in files))
                     known = self._known.get(step)
                     if known is None or known[0] != version:
                         known = version, _short(root, step, names, pinned=step in pinned)
