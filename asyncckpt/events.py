@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Event", "EventName", "TraceFile", "all_of", "log_events", "opentelemetry_events", "prometheus_events"]
 
 EventFunction = Callable[[Event], object]
-EVENTS_OF_A_SAVE_MAX = 100
+EVENTS_OF_A_SAVE_MAX = 1000  # Of more, which are parts of hundreds of chunks, the oldest go.
 OPEN_SAVES_MAX = 100
 SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 

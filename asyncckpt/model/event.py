@@ -3,7 +3,9 @@
     thread of the caller   call        training waits; in it: lock (for another save or load), cut (take the state
                                        apart, choose the kind, plan), capture (copy into the arena)
     asyncckpt-worker       devices     wait for copies from devices
-                           write       all shard files of this rank; in it: filter, rows (which a delta holds)
+                           write       all shard files of this rank; in it: filter, rows (which a delta holds), and
+                                       drain (of the arena), or fill (of a chunk buffer) and sync
+    asyncckpt-writer       chunk       one chunk buffer is written, while the other one is filled
     asyncckpt-commit       begin       sweep leftovers, make the attempt's folder
                            prove, publish
     asyncckpt-background   commit      from the proof until it is durable; in it the manifest is written
@@ -30,8 +32,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 EventName = Literal[
-    "call", "lock", "cut", "capture", "devices", "begin", "filter", "rows", "write", "prove", "publish", "commit",
-    "retention", "save", "compaction",
+    "call", "lock", "cut", "capture", "devices", "begin", "filter", "rows", "drain", "fill", "chunk", "sync", "write",
+    "prove", "publish", "commit", "retention", "save", "compaction",
 ]  # fmt: skip
 
 
@@ -101,6 +103,8 @@ class Recorder:
 
     def timed(self, name: EventName, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function that does the same and notes how long it took, on whichever thread it is called."""
+        if self._put is None:
+            return function
 
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             with self.span(name):

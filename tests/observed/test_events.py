@@ -18,7 +18,21 @@ from asyncckpt.engine.process import event_line
 from asyncckpt.events import Event, all_of, log_events, outcome
 from asyncckpt.options import RankOptions
 
-NAMES = ["lock", "cut", "capture", "call", "devices", "begin", "rows", "write", "prove", "publish", "commit", "save"]
+NAMES = [
+    "lock",
+    "cut",
+    "capture",
+    "call",
+    "devices",
+    "begin",
+    "rows",
+    "drain",
+    "write",
+    "prove",
+    "publish",
+    "commit",
+    "save",
+]
 
 
 def saver(path: Path, on_event: Callable[[Event], object] | None, **options: Any) -> asyncckpt.Saver:

@@ -40,13 +40,32 @@ def test_a_trace_of_queued_saves_is_well_formed(tmp_path: Path) -> None:
     assert faults(trace) == []
     events = trace["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
-    assert names >= {"call", "capture", "begin", "filter", "write", "commit", "prove", "publish", "retention"}
+    assert names >= {"call", "capture", "begin", "filter", "drain", "write", "commit", "prove", "publish", "retention"}
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks >= {"asyncckpt-worker", "asyncckpt-commit", "asyncckpt-background", "asyncckpt-retention"}
     ends = [event for event in events if event["ph"] == "b"]
     assert [event["name"] for event in ends] == [*(f"save of step {step}" for step in range(5)), "compaction of step 4"]
     assert all(event["args"]["outcome"] == "committed" for event in ends)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "trace.json"]
+
+
+def test_a_trace_of_a_streamed_save_shows_its_two_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncckpt.shard.stream.CHUNK_BYTES", 1 << 16)
+    saver = asyncckpt.Saver(
+        path=tmp_path / "run", tensors={"w": torch.ones(1 << 17)}, on_event=TraceFile(tmp_path / "trace.json")
+    )
+    with saver:
+        saver.save(1)
+    trace = read(tmp_path / "trace.json")
+    assert faults(trace) == []
+    named = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    tracks = [
+        (event["name"], named[event["tid"]].rstrip(" 23456789")) for event in trace["traceEvents"] if event["ph"] == "X"
+    ]
+    chunks = (4 << 17 >> 16) + 1
+    assert tracks.count(("fill", "asyncckpt-worker")) == chunks
+    assert tracks.count(("chunk", "asyncckpt-writer")) == chunks
+    assert tracks.count(("sync", "asyncckpt-worker")) == 1
 
 
 def test_a_trace_keeps_the_newest_saves(tmp_path: Path) -> None:

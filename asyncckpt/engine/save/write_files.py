@@ -58,7 +58,7 @@ def _write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
             planned = planned_blocks(job)
             blocks = filter_blocks(job, planned)
     job.enter(FutureState.WRITING)
-    target = ShardTarget(folder, attempt, options, job.future.native_progress)
+    target = ShardTarget(folder, attempt, options, job.future.native_progress, job.recorder)
     is_compared = job.captured and (options.debug.audit or options.deltas is not None)
     with job.recorder.span("rows"):
         selections = select_rows(job) if is_compared else Selections()
