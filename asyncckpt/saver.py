@@ -19,7 +19,7 @@ from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.closing import Closing
-from asyncckpt.engine.process.event_line import EventFunction, EventLine
+from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventFunction, EventLine
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.process.running_calls import RunningCalls
@@ -322,7 +322,7 @@ class Saver(Closing):
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
         if self._target.events is not None:
-            self._target.events.wait()
+            self._target.events.wait(EVENTS_WAIT_S)
         self._finalizer()
 
     def _start(

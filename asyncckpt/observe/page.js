@@ -111,7 +111,7 @@ function drawSteps() {
     on: { click: () => { state.page += by; drawSteps(); } } });
   at("pages").replaceChildren(...(pages === 1 ? [] : [html("span", { text: `${count(state.page + 1)} of ${count(pages)}` }),
     turn(-1, "Newer", state.page === 0), turn(1, "Older", state.page === pages - 1)]));
-  const heads = [["step", "number"], ["kind", ""], ["upon", "number"], ["saved", "rare"], ["size", "number"],
+  const heads = [["step", "number"], ["kind", ""], ["upon", "number rare"], ["saved", "rare"], ["size", "number"],
     ["rows", "number rare"], ["stall", "number"], ["written", "number rare"]];
   const cell = (text, kind = "number") => html("td", { class: kind }, text);
   const rows = newestFirst.map((point) => html("tr", { "aria-selected": String(point.step === state.chosen), "data-step": point.step,
@@ -119,7 +119,7 @@ function drawSteps() {
     cell(html("button", { type: "button", text: count(point.step), "aria-label": `show step ${point.step}` })),
     html("td", {}, kindOf(point), point.pinned ? html("span", { class: "badge", text: "pinned" }) : null),
     ...(point.error ? [html("td", { class: "name", colspan: 6, text: shown(point.error) })] : [
-      cell(point.upon === null ? "–" : count(point.upon)), cell(point.created === null ? "–" : clock(point.created), "rare"),
+      cell(point.upon === null ? "–" : count(point.upon), "number rare"), cell(point.created === null ? "–" : clock(point.created), "rare"),
       cell(size(point.bytes)), cell(count(point.rows), "number rare"),
       cell(point.written === null ? "–" : point.stall === null ? "blocking" : lasting(seconds(point.stall))),
       cell(point.written === null ? "–" : lasting(seconds(point.written)), "number rare")])));

@@ -141,8 +141,7 @@ def test_events_behind_too_many_are_dropped_and_counted(
 def test_close_goes_on_without_a_function_that_never_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_line, "EVENTS_WAIT_S", 0.01)
-    monkeypatch.setattr(event_line.EventLine.wait, "__defaults__", (0.01,))
+    monkeypatch.setattr("asyncckpt.saver.EVENTS_WAIT_S", 0.01)
     gate = threading.Event()
     own = saver(tmp_path, lambda event: gate.wait())
     own.save_async(1).result()
@@ -271,9 +270,9 @@ for step in range(3):
 """
 NEVER_RETURNS = """
 import threading, torch, asyncckpt
+import asyncckpt.saver
 from asyncckpt.engine.process import event_line
-event_line.EVENTS_WAIT_S = 0.1
-event_line.EventLine.wait.__defaults__ = (0.1,)
+event_line.EVENTS_WAIT_S = asyncckpt.saver.EVENTS_WAIT_S = 0.1
 saver = asyncckpt.Saver(path={path!r}, tensors={{"w": torch.ones(3)}}, on_event=lambda event: threading.Event().wait())
 saver.save_async(2).result()
 """

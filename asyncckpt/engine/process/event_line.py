@@ -60,7 +60,7 @@ class EventLine:
         """Return a done callback that hands on how a save has ended. It holds nothing of the Saver."""
         return partial(_ended, self, name, begun, path, rank)
 
-    def wait(self, timeout: float = EVENTS_WAIT_S) -> None:
+    def wait(self, timeout: float) -> None:
         """Wait until what was put has been taken; a warning when it was not in time. Returns at once where the function
         itself calls.
         """
