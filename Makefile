@@ -53,7 +53,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
-	test-gpu lint bench bench-gpu gpu-package wheel matrix clean distclean
+	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -95,6 +95,9 @@ test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a 
 test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
 	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON)/$$shape \
 		$(PYTEST) tests/strategies/test_megatron.py $(ARGS) || exit 1; done
+
+test-browser: $(READY) ## what `make test` does too: pages of report and watch in Chromium; says why not where there is none
+	$(PYTEST) -rs tests/observed/test_in_browser.py $(ARGS)
 
 test-gpu: $(GPU_READY) ## the suite for GPUs, here and now; fails where there is none (GPU_PYTHON=python3 for another Python)
 	@$(GPU_RUN) -m tests.gpu.device

@@ -25,7 +25,7 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.limits import check_step
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SealedHead
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, RankPart, SaveTimes, SealedHead
 from asyncckpt.model.block import TableFacts
 from asyncckpt.model.result import GarbageReport, PruneReport, VerifyReport
 from asyncckpt.model.table import Role
@@ -45,6 +45,7 @@ __all__ = [
     "GarbageReport",
     "PruneReport",
     "RankInfo",
+    "SaveTimes",
     "TableInfo",
     "VerifyReport",
     "collect_garbage",
@@ -130,6 +131,7 @@ class CheckpointSummary:
     blocks_count   of all ranks, without padding
     ranks_count    how many ranks saved it together
     pinned         whether retention must keep it
+    times          how long the save took; None where that is not known: of imports, of DCP, of earlier versions
     """
 
     step: int
@@ -147,6 +149,7 @@ class CheckpointSummary:
     ranks_count: int
     digest: str
     pinned: bool
+    times: SaveTimes | None
 
 
 @dataclass(frozen=True)
@@ -174,25 +177,47 @@ def list_steps(path: str | os.PathLike[str]) -> list[int]:
         return committed_steps(root)
 
 
-@uninterrupted
 def summaries(path: str | os.PathLike[str]) -> dict[int, CheckpointSummary | CheckpointError]:
     """Return every committed checkpoint of a directory in short, or why it cannot be read, by step, ascending.
 
     Raises NotFoundError if it is not a checkpoint directory.
     """
-    found: dict[int, CheckpointSummary | CheckpointError] = {}
-    with CheckpointRoot.for_reading(check_path(path)) as root:
-        listed = root.manifests.names()
-        pinned = pins_among(listed)
-        for step, names in sorted(by_step(listed).items()):
-            uninterrupted.look()
-            try:
-                found[step] = _short(root, step, names, pinned=step in pinned)
-            except NotFoundError:  # It was removed since it was listed.
-                continue
-            except CheckpointError as error:
-                found[step] = error
-    return found
+    return KnownSummaries(path, remembers=False).now()
+
+
+class KnownSummaries:
+    """The same, again and again: a manifest that can be read is read once, as long as it is the same file.
+
+    remembers: whether there will be another time; else no file is asked whether it is still the same.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, remembers: bool = True) -> None:
+        self._path, self._remembers = check_path(path), remembers
+        self._known: dict[int, tuple[object, CheckpointSummary]] = {}
+
+    @uninterrupted
+    def now(self) -> dict[int, CheckpointSummary | CheckpointError]:
+        found: dict[int, CheckpointSummary | CheckpointError] = {}
+        kept: dict[int, tuple[object, CheckpointSummary]] = {}
+        with CheckpointRoot.for_reading(self._path) as root:
+            listed = root.manifests.names()
+            pinned = pins_among(listed)
+            for step, names in sorted(by_step(listed).items()):
+                uninterrupted.look()
+                try:
+                    files = names if self._remembers else ()
+                    version = (step in pinned, *((name, *root.manifests.version(name)) for name in files))
+                    known = self._known.get(step)
+                    if known is None or known[0] != version:
+                        known = version, _short(root, step, names, pinned=step in pinned)
+                    kept[step] = known
+                    found[step] = known[1]
+                except NotFoundError:  # It was removed since it was listed.
+                    continue
+                except CheckpointError as error:
+                    found[step] = error
+        self._known = kept
+        return found
 
 
 def _short(root: CheckpointRoot, step: int, names: Sequence[str], *, pinned: bool) -> CheckpointSummary:
@@ -251,6 +276,7 @@ def _summary(
         ranks_count=head.ranks_count,
         digest=sealed.digest,
         pinned=pinned,
+        times=head.times,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +17,12 @@ from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
-from asyncckpt.engine.process.background import background, check_may_wait
+from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.closing import Closing
+from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventFunction, EventLine
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
+from asyncckpt.engine.process.running_calls import RunningCalls
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.engine.ranks.open_directory import Opened, announce_refused, open_directory, which_shard
 from asyncckpt.engine.ranks.saver_ranks import announce_failed
@@ -54,7 +55,7 @@ from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import TensorsArgument, named_state
-from asyncckpt.signals import STEP_S, uninterrupted, wait_until_done
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
 
@@ -93,6 +94,8 @@ class Saver(Closing):
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background
     device, ranks, debug    see DeviceOptions, RankOptions and DebugOptions
+    on_event                called with every asyncckpt.events.Event of a save, in order, on a thread of its own: what
+                            it raises is logged, and while it blocks saves go on
 
     One training thread uses a Saver; futures may be used from any. Every rank makes the same saves in the same order;
     a save does not wait for the other ranks, its future does. The constructor waits for rank 0, and without a process
@@ -121,6 +124,7 @@ class Saver(Closing):
         device: DeviceOptions = DeviceOptions(),
         ranks: RankOptions = RankOptions(),
         debug: DebugOptions = DebugOptions(),
+        on_event: EventFunction | None = None,
     ) -> None:
         if isinstance(shard_index, (str, os.PathLike)):
             raise UsageError(
@@ -136,6 +140,8 @@ class Saver(Closing):
         try:
             if not callable(filter_func):
                 raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
+            if on_event is not None and not callable(on_event):
+                raise UsageError("on_event is not callable", found=type(on_event).__name__)
             self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
             options = SaveOptions(
                 parallel=parallel,
@@ -157,8 +163,7 @@ class Saver(Closing):
         self._errors = OpenErrors()
         self._counts = SaveCounts()
         self._closed, self._pid = False, os.getpid()
-        self._callers: list[int] = []  # The threads whose calls use the directory now.
-        self._calls_changed = threading.Condition()
+        self._calls = RunningCalls()  # They use the directory.
         opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
         try:
             with uninterrupted:
@@ -178,10 +183,13 @@ class Saver(Closing):
                     memory=SaverMemory(
                         PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
                     ),
+                    events=None if on_event is None else EventLine(on_event),
                 )
                 # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
                 # while it saves lets the save end first.
-                self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
+                self._finalizer = weakref.finalize(
+                    self._target, _give_back, opened, self._target.memory, self._target.events
+                )
         except BaseException:
             with uninterrupted:
                 if opened is not None:
@@ -239,9 +247,11 @@ class Saver(Closing):
         See asyncckpt.compact for what it does and raises. Of several ranks, rank 0 does it, and the others skip it.
         """
         with self._using_directory():
+            begun = time.perf_counter()
             self._errors.raise_first()
             future = start_compaction(self._target, step)
             self._errors.watch(future)
+            self._target.tell_end(future, "compaction", begun)
             return future
 
     def _leave_out_call(self, error: BaseException) -> None:
@@ -301,7 +311,7 @@ class Saver(Closing):
         if self._pid != os.getpid():
             self._closed = True
             return
-        if threading.get_ident() in self._callers:
+        if self._calls.has_current_thread():
             what = f"the Saver of {self.path!r} cannot be closed by what one of its calls calls"
             raise UsageError(what, hint="close it when that call has returned")
         self._closed = True
@@ -311,6 +321,8 @@ class Saver(Closing):
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
+        if self._target.events is not None:
+            self._target.events.wait(EVENTS_WAIT_S)
         self._finalizer()
 
     def _start(
@@ -323,7 +335,7 @@ class Saver(Closing):
         staged: bool,
     ) -> SaveFuture:
         with self._using_directory():
-            ranks = self._target.ranks
+            ranks, begun = self._target.ranks, time.perf_counter()
             call = None if ranks is None else ranks.next_call()
             try:
                 step = check_step(step)
@@ -339,34 +351,18 @@ class Saver(Closing):
                 raise
             self._errors.watch(future)
             future.add_done_callback(self._counts.add)
+            self._target.tell_end(future, "save", begun)
             return future
 
     @contextmanager
     def _using_directory(self) -> Iterator[None]:
         """Keep the directory open for a call; UsageError when it is closed."""
-        self._check_open()
-        with self._calls_changed:
-            self._callers.append(threading.get_ident())
-        try:
-            self._check_open()  # Whoever closes it from now on waits for this call.
+        with self._calls.one_more(self._check_open):
             yield
-        finally:
-            with self._calls_changed:
-                self._callers.remove(threading.get_ident())
-                self._calls_changed.notify_all()
 
     def _wait_for_calls(self, timeout: float) -> None:
         """Wait until no thread uses the directory; UsageError where that would have no end."""
-        what = f"a call of the Saver of {self.path!r} on another thread"
-        with self._calls_changed:
-            if self._callers:
-                check_may_wait(what)
-            until = time.monotonic() + timeout
-            while self._callers:
-                if time.monotonic() >= until:
-                    raise DeadlineError(f"{what} did not end within {timeout} s")
-                self._calls_changed.wait(STEP_S)
-                uninterrupted.look(self._calls_changed)
+        self._calls.wait(f"a call of the Saver of {self.path!r} on another thread", timeout)
 
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""
@@ -393,8 +389,10 @@ class Saver(Closing):
 
 
 @uninterrupted
-def _give_back(opened: Opened, memory: SaverMemory) -> None:
+def _give_back(opened: Opened, memory: SaverMemory, events: EventLine | None) -> None:
     """Let another process write to the directory, and other Savers use the arenas."""
+    if events is not None:
+        events.close()
     for layout in memory.regions.layouts():
         pool.forget(layout)
     opened.close()

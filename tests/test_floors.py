@@ -39,6 +39,8 @@ FLOORS = {
     "commit": 4,
     "engine": 5,
     "saver": 6,
+    "events": 6,
+    "observe": 6,
     "nn": 6,
     "optim": 6,
     "table": 6,
@@ -74,6 +76,7 @@ NEIGHBOURS = {
     ("arguments", "errors"),
     ("options", "arguments"),
     ("options", "errors"),
+    ("observe", "checkpoints"),  # Its page shows what these say of a directory.
     ("checkpointer", "saver"),  # A Checkpointer is a Saver, a PeriodicSaver and a Loader over one state.
     ("checkpointer", "periodic"),
     ("checkpointer", "loader"),

@@ -71,7 +71,8 @@ def print_answer(answer: Mapping[str, Any]) -> None:
 def _summary(info: CheckpointSummary) -> dict[str, Any]:
     """Return what a list shows."""
     facts = {field.name: getattr(info, field.name) for field in fields(CheckpointSummary)}
-    return {**facts, "table_infos": {name: asdict(table) for name, table in info.table_infos.items()}}
+    times = None if info.times is None else asdict(info.times)
+    return {**facts, "times": times, "table_infos": {name: asdict(table) for name, table in info.table_infos.items()}}
 
 
 def _with_error(finding: Finding[object], facts: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from asyncckpt.cli import change, compare, completion, convert, doctor, follow, look
+from asyncckpt.cli import change, compare, completion, convert, doctor, follow, look, observe
 from asyncckpt.cli.answers import Commands
 from asyncckpt.cli.findings import EXIT_CODES, ExitCode
 from asyncckpt.version import __version__
@@ -62,7 +62,7 @@ def parser_of_all() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     )
     parser.add_argument("--version", action="version", version=f"asyncckpt {__version__}")
     commands = Commands(parser.add_subparsers(metavar="COMMAND", required=True))
-    for module in (look, compare, change, convert, follow, doctor):
+    for module in (look, compare, change, convert, follow, observe, doctor):
         module.add_commands(commands)
     completion.add_command(commands, lambda: parser_of_all()[1])
     return parser, commands.by_name

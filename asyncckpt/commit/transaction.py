@@ -60,6 +60,7 @@ from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, Indet
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import compacted_manifest_name, temporary_manifest_name
 from asyncckpt.format.write_manifest import written_digest
+from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.options import KeepPolicy
 from asyncckpt.storage.directory import Directory, io_failed
 from asyncckpt.storage.owner_lock import OwnerLock
@@ -152,18 +153,19 @@ class Transaction:
         self._what = f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
 
     @staticmethod
-    def begin(commits: Commits, claim: Claim) -> Transaction:
+    def begin(commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED) -> Transaction:
         """Sweep, and make the attempt's folder, durable in data/."""
         commits.check_not_in_doubt()
         root, attempt = commits.root, claim.attempt
-        if claim.kind == "save":
-            commits.sweep()
-        folder = root.data.make_folder(attempt.directory)
-        try:
-            root.data.sync()
-        except BaseException:
-            folder.close()
-            raise
+        with recorder.span("begin"):
+            if claim.kind == "save":
+                commits.sweep()
+            folder = root.data.make_folder(attempt.directory)
+            try:
+                root.data.sync()
+            except BaseException:
+                folder.close()
+                raise
         return Transaction(commits, claim, folder)
 
     def head(self, **facts: Any) -> ManifestHead:
@@ -178,21 +180,25 @@ class Transaction:
         }
         return ManifestHead(step=self.attempt.step, attempt=self.attempt.id, **(usual | facts))
 
-    async def commit(self, draft: Draft) -> Published:
+    async def commit(self, draft: Draft, recorder: Recorder = NOT_RECORDED) -> Published:
         """Prove and publish. Runs in any loop; blocking calls run on the commit threads.
 
         ConflictError, CorruptError, IOFailedError, UsageError when nothing was published; InDoubt.
         """
+        with recorder.span("commit"):
+            return await self._commit(draft, recorder)
+
+    async def _commit(self, draft: Draft, recorder: Recorder) -> Published:
         assert self._state == "begun"
         self._state = "committing"
         head = draft.head
         self._claim.parents[:] = [parent.step for parent in head.parents[:1]]
         try:
             # As few handovers as can be: beside a busy trainer, each one waits for the interpreter.
-            raw = await self._on_thread(self._prepare, draft)
+            raw = await self._on_thread(recorder.timed("prove", self._prepare), draft)
             with self._writing():
                 await _write_all(wrap(self._file, executor=self._commits.threads), raw)
-            await self._on_thread(self._publish, head)
+            await self._on_thread(recorder.timed("publish", self._publish), head)
         except BaseException as error:
             if isinstance(error, InDoubt):
                 self._state = "in doubt"

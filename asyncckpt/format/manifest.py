@@ -71,6 +71,22 @@ class ParentFacts:
 
 
 @dataclass(frozen=True)
+class SaveTimes:
+    """How long a save has taken, up to where the manifest was written, in microseconds; of several ranks, rank 0.
+
+    called_us   when it was called, UNIX time
+    stall_us    how long training waited in the call; None: until the save had ended, it was a blocking one
+    begun_us    so long after the call the background has begun with it: what was before it had ended
+    written_us  so long after the call all shard files were written. The commit comes behind
+    """
+
+    called_us: int
+    stall_us: int | None
+    begun_us: int
+    written_us: int
+
+
+@dataclass(frozen=True)
 class ManifestHead:
     """What differs from save to save.
 
@@ -79,6 +95,7 @@ class ManifestHead:
     files     of all ranks, in their order
     values    the plain values of rank 0
     replaces  of a compacted checkpoint: the digest of the manifest that it stands for
+    times     None where it is not known: of what was not saved by a Saver, or by an earlier version
     """
 
     step: int
@@ -92,6 +109,7 @@ class ManifestHead:
     values: tuple[Json, ...]
     metadata: Json
     replaces: str | None = None
+    times: SaveTimes | None = None
 
     @property
     def features(self) -> frozenset[str]:

@@ -19,6 +19,7 @@ from asyncckpt.format.manifest import (
     FileFacts,
     ManifestHead,
     ParentFacts,
+    SaveTimes,
     SealedHead,
     manifest_digest,
 )
@@ -111,6 +112,19 @@ def _head(fields: Fields) -> ManifestHead:
         values=tuple(fields.items("values", count_max=limits.VALUES_MAX)),
         metadata=fields.value("metadata"),
         replaces=replaces,
+        times=_times(fields),
+    )
+
+
+def _times(fields: Fields) -> SaveTimes | None:
+    if fields.absent("times"):
+        return None
+    times = Fields(fields.value("times"), owner=fields.owner, where="manifest.times")
+    return SaveTimes(
+        called_us=times.integer("called"),
+        stall_us=times.optional_integer("stall"),
+        begun_us=times.integer("begun"),
+        written_us=times.integer("written"),
     )
 
 

@@ -25,6 +25,7 @@ from asyncckpt.format.manifest import (
     VERSION,
     FileFacts,
     ManifestHead,
+    SaveTimes,
 )
 from asyncckpt.format.sharing import encode_sharing
 from asyncckpt.format.strict_json import Json, dumps
@@ -142,6 +143,8 @@ def encode_manifest(
     }
     if head.replaces is not None:
         opening["replaces"] = head.replaces
+    if head.times is not None:
+        opening["times"] = _times_json(head.times)
     assert (head.kind == "delta") == bool(head.parents)
     assert head.ranks_count == 1 + len(others)
     begin = dumps(opening)[:-1] + b","
@@ -159,6 +162,11 @@ def encode_manifest(
 def written_digest(raw: bytes | bytearray) -> str:
     """Return the own digest of a manifest that encode_manifest made, in hexadecimal: what a child pins."""
     return raw[-35:-3].decode("ascii")
+
+
+def _times_json(times: SaveTimes) -> Json:
+    facts: dict[str, Json] = {"called": times.called_us, "begun": times.begun_us, "written": times.written_us}
+    return facts if times.stall_us is None else {**facts, "stall": times.stall_us}
 
 
 def _table_json(table: TableFacts) -> Json:

@@ -50,7 +50,8 @@ def drain_images(
             FileImage(fd=shard.fd, extents=tuple(pieces), direct=shard.direct)
             for shard, pieces in zip(shards, extents, strict=True)
         ]
-        digests = core.drain(writes, spans, drain_options(target.options, len(writes)), target.progress)
+        with target.recorder.span("drain"):
+            digests = core.drain(writes, spans, drain_options(target.options, len(writes)), target.progress)
     return tuple(facts), digests
 
 

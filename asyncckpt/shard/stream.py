@@ -63,10 +63,12 @@ def write_chunks(
             try:
                 for chunk, address in zip(chunks_of(number, header), itertools.cycle(buffers), strict=False):
                     target.check_not_cancelled()
-                    chunk.fill(address)
+                    with target.recorder.span("fill"):
+                        chunk.fill(address)
                     if running:
                         running.pop().result()
-                    running.append(writer.submit(shard.write, address, chunk.bytes, offset=chunk.offset))
+                    write = target.recorder.timed("chunk", shard.write)
+                    running.append(writer.submit(write, address, chunk.bytes, offset=chunk.offset))
                     target.progress.advance(chunk.bytes)
             finally:  # Nobody else may use the buffers while one is written.
                 if running:

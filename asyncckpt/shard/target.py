@@ -13,6 +13,7 @@ from asyncckpt import system
 from asyncckpt.errors import CheckpointError, SaveCancelledError
 from asyncckpt.format.manifest import FileFacts
 from asyncckpt.format.names import Attempt, shard_path
+from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.native import CancelledDrain, Progress, core, paged
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan
@@ -22,12 +23,15 @@ from asyncckpt.storage.directory import Directory, io_failed
 
 @dataclass(frozen=True)
 class ShardTarget:
-    """Where the shard files of a rank are written to, and how. Cancelling the progress ends the write."""
+    """Where the shard files of a rank are written to, and how. Cancelling the progress ends the write. recorder: notes
+    how long its parts take.
+    """
 
     folder: Directory
     attempt: Attempt
     options: SaveOptions
     progress: Progress
+    recorder: Recorder = NOT_RECORDED
 
     def check_not_cancelled(self) -> None:
         uninterrupted.look()
@@ -48,7 +52,8 @@ class ShardTarget:
         """Cut a file to its length, and sync it."""
         os.ftruncate(shard.fd, bytes)
         if self.options.durability == "fsync":
-            system.fsync(shard.fd)
+            with self.recorder.span("sync"):
+                system.fsync(shard.fd)
 
 
 @dataclass

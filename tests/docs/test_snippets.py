@@ -40,6 +40,7 @@ PAGES = [
     "docs/megatron.md",
     "docs/resuming.md",
     "docs/gpu.md",
+    "docs/observability.md",
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")

@@ -27,7 +27,7 @@ OTHERS = {
     "guard.py": "it is made of one",
     "commit/retention.py": "taken on threads on which nothing else runs; renewed in children",
     "tables/table_lock.py": "any thread may release it; refused on the thread that holds it, renewed in children",
-    "saver.py": "re-entrant, and only a list of callers is changed under it",
+    "engine/process/running_calls.py": "re-entrant, and only a list of callers is changed under it",
     "system.py": "where there is no pread (Windows), around two system calls; no finalizer reads or writes so",
     "tables/undo_log.py": "taken only by who holds the table, and by the background; no child uses it",
 }

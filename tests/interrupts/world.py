@@ -24,6 +24,7 @@ from asyncckpt.tables.optim import SparseAdagrad
 DEADLINE_S = 30.0
 DIM = 4
 KEPT = 2
+VALUES_KEPT = 2 * KEPT + 16  # Between two looks at what is there, a slow machine may give up all saves.
 FEW_IDS = 200
 
 
@@ -110,7 +111,7 @@ class World:
             table.remove(next_ids)
         for name in ("w", "b"):
             self.own.tensors[name] += 1
-        self.values_at = {**dict(list(self.values_at.items())[-2 * KEPT :]), self.steps + 1: self.own.values()}
+        self.values_at = {**dict(list(self.values_at.items())[-VALUES_KEPT:]), self.steps + 1: self.own.values()}
 
     def save_and_load(self) -> None:
         """Check that a save commits, and loads what is there."""

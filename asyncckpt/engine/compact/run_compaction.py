@@ -104,6 +104,7 @@ def _write(
         values=was.values,
         metadata=was.metadata,
         replaces=chain.newest.digest,
+        times=was.times,
     )
     others = [
         encode_part(own.files, part.was.values, body, own.digests)

@@ -140,7 +140,7 @@ class StepInTurn:
         if self.missing:
             return Committed(written, None, (), waits_for=self.missing)
         self.over = "all parts have come"
-        published = await transaction.commit(self._draft(transaction))
+        published = await transaction.commit(self._draft(transaction), job.recorder)
         return Committed(written, None, (), published.manifest_bytes)
 
     def _check_goes_on(self, rank: int) -> None:
@@ -161,7 +161,7 @@ class StepInTurn:
         if self._transaction is None:
             self._opened = open_alone(job.target.root.path, exact_modes=False)
             commits = commits_of(self._opened.root, self._opened.lock, job.target.options.durability)
-            self._transaction = Transaction.begin(commits, self.claim)
+            self._transaction = Transaction.begin(commits, self.claim, job.recorder)
         return self._transaction
 
     def _draft(self, transaction: Transaction) -> Draft:

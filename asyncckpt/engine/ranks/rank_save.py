@@ -149,7 +149,7 @@ class RankSave:
         except ConflictError as error:
             raise Contradiction(str(error)) from error
         await self._claim_step(min(begin.step for begin in begins.values()))
-        self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
+        self.transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim, job.recorder)
         return self.transaction.attempt, notes
 
     async def write(self, attempt: AttemptMessage) -> Mapping[str, Json]:
@@ -193,7 +193,7 @@ class RankSave:
         claim = await run_on(committer, claims.save, job.target.root, step)
         claim.parents[:] = job.claim.parents
         job.claim.release()
-        job.claim, job.ticket.step, job.future.step = claim, step, step
+        job.claim, job.ticket.step, job.future.step, job.recorder.step = claim, step, step, step
 
     def _check_own(self, folder: Directory) -> None:
         """Make sure that the files of this rank are durable, and there by their names, before it is prepared."""
@@ -215,6 +215,7 @@ class RankSave:
             metadata=job.metadata,
             parents=self.parents,
             ranks_count=count,
+            times=job.times(),
         )
         draft = Draft(
             head=head,
@@ -223,7 +224,7 @@ class RankSave:
             others=[await self._part(rank, sent[rank]) for rank in range(1, count)],
             structures=tuple(sent[rank].optional_text("structure") for rank in range(count)),
         )
-        published = await transaction.commit(draft)
+        published = await transaction.commit(draft, job.recorder)
         self.manifest_bytes = published.manifest_bytes
         return {"digest": published.parent.digest}
 

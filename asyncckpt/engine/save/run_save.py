@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from asyncckpt.commit.discover import newest_verified
@@ -28,7 +28,7 @@ from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.engine.ranks.in_turn import save_in_turn
 from asyncckpt.engine.ranks.rank_save import save_with_ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, TableLink
-from asyncckpt.engine.save.save_job import Committed, SaveJob, SaveTarget
+from asyncckpt.engine.save.save_job import Committed, SaveJob
 from asyncckpt.engine.save.state_cut import RankShare
 from asyncckpt.engine.save.write_files import write_files
 from asyncckpt.errors import ConflictError
@@ -41,6 +41,8 @@ RETENTION_WAIT_S_MAX = 10.0
 
 async def run_save(job: SaveJob) -> None:
     """Take one save to its end and resolve its future. Never raises."""
+    job.begun_us = job.since_call_us()
+    job.recorder.flow()
     try:
         with short_handovers():
             result = await _save(job)
@@ -94,7 +96,7 @@ def end_save(job: SaveJob, *, ok: bool) -> None:
 
 async def _save(job: SaveJob) -> SaveResult | Outcome:
     if job.staged is not None:
-        await run_on(workers, job.staged.pending.settle)
+        await run_on(workers, job.recorder.timed("devices", job.staged.pending.settle))
         job.future.mark_staged()
     share = job.cut.share
     await _let_retention_catch_up(job)
@@ -105,7 +107,7 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
     written = committed.written
     job.target.memory.newest = _link(job, committed)
     if committed.manifest_bytes and job.target.options.keep is not None:
-        _start_retention(job.target, job.step)
+        _start_retention(job)
     return SaveResult(
         step=job.step,
         kind="delta" if committed.parents else "full",
@@ -129,14 +131,15 @@ async def _save_of_ranks(job: SaveJob, share: RankShare) -> Committed | Outcome:
 
 
 async def _save_alone(job: SaveJob) -> Committed:
-    transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim)
+    transaction = await run_on(committer, Transaction.begin, job.target.commits, job.claim, job.recorder)
     parents = () if job.choice.base is None else job.choice.base.chain
     try:
         written = await run_on(workers, write_files, job, transaction.folder, transaction.attempt)
         job.enter(FutureState.COMMITTING)
-        head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
+        facts = {"values": job.values, "metadata": job.metadata, "parents": parents, "times": job.times()}
+        head = transaction.head(files=written.files, **facts)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
-        published = await transaction.commit(draft)
+        published = await transaction.commit(draft, job.recorder)
     except BaseException as error:
         newest = job.target.memory.newest
         if isinstance(error, ConflictError) and parents and newest is not None and newest.parent == parents[0]:
@@ -182,12 +185,15 @@ def _link(job: SaveJob, committed: Committed) -> ChainLink | None:
     )
 
 
-def _start_retention(target: SaveTarget, step: int) -> None:
+def _start_retention(job: SaveJob) -> None:
+    target, step = job.target, job.step
+
     def protected() -> set[int]:
         newest = target.memory.newest  # The next delta may build upon it.
         return {step, *newest_verified(target.root), *(() if newest is None else (newest.parent.step,))}
 
-    started = start_retention(target.commits, target.options.keep, protected=protected, held=nullcontext())
+    timed = job.recorder.span("retention")
+    started = start_retention(target.commits, target.options.keep, protected=protected, held=timed)
     if started is not None:
         target.memory.retention = started
         target.memory.behind.append(started)

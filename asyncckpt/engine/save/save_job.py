@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from asyncckpt.commit.claims import Claim
 from asyncckpt.commit.proof import body_structure
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Commits
 from asyncckpt.devices.host_copies import Pending
+from asyncckpt.engine.process.event_line import EventLine
 from asyncckpt.engine.process.future import FutureState, SaveFuture
 from asyncckpt.engine.process.save_lock import Ticket
 from asyncckpt.engine.ranks.replicas import WrittenByPeers
@@ -21,10 +23,11 @@ from asyncckpt.engine.save.delta_chain import ChainLink, Choice
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.errors import SaveCancelledError
-from asyncckpt.format.manifest import FileFacts, ParentFacts
+from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import BodyTemplate
 from asyncckpt.model.block import TableFacts
+from asyncckpt.model.event import Recorder, unix_time
 from asyncckpt.model.table import Table
 from asyncckpt.native import U8
 from asyncckpt.options import SaveOptions
@@ -58,7 +61,9 @@ class SaverMemory:
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Where a Saver saves to, what and how: the same for all its saves. ranks: None when it saves alone."""
+    """Where a Saver saves to, what and how: the same for all its saves. ranks: None when it saves alone. events: None
+    where nobody listens.
+    """
 
     commits: Commits
     options: SaveOptions
@@ -69,6 +74,16 @@ class SaveTarget:
     ranks: Ranks | None
     step_fences: StepFences
     memory: SaverMemory
+    events: EventLine | None = None
+
+    def recorder(self) -> Recorder:
+        """Return a recorder for a save that begins on this thread."""
+        return Recorder(None if self.events is None else self.events.put, self.root.path, rank=self.rank)
+
+    def tell_end(self, future: SaveFuture, name: Literal["save", "compaction"], begun: float) -> None:
+        """Let whoever listens know how a save ends."""
+        if self.events is not None:
+            future.add_done_callback(self.events.ended(name, begun, self.root.path, self.rank))
 
     @property
     def root(self) -> CheckpointRoot:
@@ -109,6 +124,8 @@ class SaveJob:
     begun   time of the call, by the performance counter
     plan    of what is not in regions
     choice  full or delta, and the rows of every table by its number among the cuts
+
+    begun_us: so long after the call the background has begun with it.
     """
 
     target: SaveTarget
@@ -123,7 +140,9 @@ class SaveJob:
     cut: Cut
     staged: Staged | None
     fallback: str | None
+    recorder: Recorder
     stall_seconds: float = 0.0
+    begun_us: int = 0
 
     @property
     def step(self) -> int:
@@ -138,6 +157,18 @@ class SaveJob:
     def by_peers(self) -> WrittenByPeers | None:
         """What has been captured, and other ranks write; None when there is nothing."""
         return None if self.cut.share is None else self.cut.share.by_peers or None
+
+    def since_call_us(self) -> int:
+        return round(1e6 * (time.perf_counter() - self.begun))
+
+    def times(self) -> SaveTimes:
+        """Return what the manifest says of the time this save has taken. Called when the shard files are written."""
+        return SaveTimes(
+            called_us=max(0, round(1e6 * unix_time(self.begun))),
+            stall_us=None if self.staged is None else round(1e6 * self.stall_seconds),
+            begun_us=self.begun_us,
+            written_us=self.since_call_us(),
+        )
 
     def enter(self, state: FutureState) -> None:
         """Enter the next state, unless the save was cancelled, or refused because the state was changed too early."""

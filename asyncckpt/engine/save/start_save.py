@@ -28,6 +28,7 @@ from asyncckpt.errors import ConflictError, UsageError, warn
 from asyncckpt.format import limits
 from asyncckpt.format.strict_json import Json, dumps
 from asyncckpt.format.values import encode_value
+from asyncckpt.model.event import Recorder
 from asyncckpt.model.row_places import ArenaContents, TableContents
 from asyncckpt.native import Progress
 from asyncckpt.options import SAVE_DEADLINE_S, BusyPolicy, SaveKind
@@ -63,9 +64,13 @@ def start_save(
         target.options.keep.check_metadata(metadata)
     if target.ranks is None and not (target.tables or target.state or encoded):
         raise UsageError("there is nothing to save", hint="give the Saver hashtables or tensors")
+    recorder = target.recorder()
     ticket = Ticket(kind="save", path=target.root.path, step=step, thread=threading.get_ident())
     before_wait = check_may_wait_for if staged else lambda other: None
-    if not save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait):
+    waiting = time.perf_counter()
+    is_taken = save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
+    recorder.note("lock", waiting)
+    if not is_taken:
         if call is not None:
             assert target.ranks is not None
             announce_skipped(target.ranks, call)
@@ -80,10 +85,11 @@ def start_save(
     try:
         ranks, root = target.ranks, target.root
         claim = claim_in_turn(ranks, root, step) if ranks is not None and ranks.in_turn else claims.save(root, step)
-        ticket.step = step = claim.step
+        ticket.step = recorder.step = step = claim.step
         job = saving = _begin(
-            target, ticket, claim, kind, encoded, staged=staged, deadline_s=busy.deadline, begun=begun, call=call
-        )
+            target, ticket, claim, kind, encoded, recorder,
+            staged=staged, deadline_s=busy.deadline, begun=begun, call=call,
+        )  # fmt: skip
         if progress is not None:
             job.future.native_progress = progress
         work = Job(run=lambda: run_save(saving), fail=lambda error: fail_save(saving, error))
@@ -93,6 +99,7 @@ def start_save(
         is_captured = job.staged is not None
         if job.staged is not None and not job.staged.pending.steps.is_copied:
             background.submit(target.step_fences.copy_job(job.staged.pending))
+        recorder.note("call", begun)
         background.submit(work)
         save_lock.hand_over(ticket, is_captured=is_captured)
         if not is_captured:  # The background reads what the caller owns.
@@ -134,6 +141,7 @@ def _begin(
     claim: Claim,
     kind: SaveKind,
     metadata: Json,
+    recorder: Recorder,
     *,
     staged: bool,
     deadline_s: float,
@@ -142,6 +150,7 @@ def _begin(
 ) -> SaveJob:
     options = target.options
     memory = target.memory
+    cutting = time.perf_counter()
     cut = Cut.begin(target.state, target.tables, target.ranks, call, audit=options.debug.audit, walk=memory.walk)
     snapshot: Staged | None = None
     try:
@@ -167,9 +176,12 @@ def _begin(
             check_may_wait("a save that does not fit the memory limit")
             check_may_block_here(stage.fallback)
             warn(f"asyncckpt: {stage.fallback}; this save blocks until it is written", RuntimeWarning)
+        recorder.note("cut", cutting)
         if staged and stage.fallback is None:
+            capturing = time.perf_counter()
             snapshot = _capture(target, stage, choice, cut, deadline_s=deadline_s)
             cut.fence()
+            recorder.note("capture", capturing)
         else:  # The background reads what this thread has queued for its devices.
             wait_for(cut.tensors(), streams=options.device.streams)
         future = SaveFuture(step=claim.step, path=target.root.path, what=f"save of step {claim.step}")
@@ -188,6 +200,7 @@ def _begin(
             cut=cut,
             staged=snapshot,
             fallback=stage.fallback,
+            recorder=recorder,
         )
     except BaseException:
         try:

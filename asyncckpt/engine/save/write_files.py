@@ -45,16 +45,23 @@ from asyncckpt.storage.directory import Directory
 
 def write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
     """Filter, and write all shard files. On a worker thread."""
+    with job.recorder.span("write"):
+        return _write_files(job, folder, attempt)
+
+
+def _write_files(job: SaveJob, folder: Directory, attempt: Attempt) -> Written:
     options = job.target.options
     planned = blocks = None
     if job.target.filter_func is not identity:
         job.enter(FutureState.FILTERING)
-        planned = planned_blocks(job)
-        blocks = filter_blocks(job, planned)
+        with job.recorder.span("filter"):
+            planned = planned_blocks(job)
+            blocks = filter_blocks(job, planned)
     job.enter(FutureState.WRITING)
-    target = ShardTarget(folder, attempt, options, job.future.native_progress)
+    target = ShardTarget(folder, attempt, options, job.future.native_progress, job.recorder)
     is_compared = job.captured and (options.debug.audit or options.deltas is not None)
-    selections = select_rows(job) if is_compared else Selections()
+    with job.recorder.span("rows"):
+        selections = select_rows(job) if is_compared else Selections()
     has_rows_to_choose = bool(job.target.filters or selections.rows or _has_rows_to_leave_out(job))
     if has_rows_to_choose or blocks is not planned or job.by_peers:
         own = own_blocks(job, planned_blocks(job) if blocks is None else blocks)

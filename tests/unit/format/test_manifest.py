@@ -12,7 +12,15 @@ import xxhash
 
 from asyncckpt.errors import CorruptError, IncompatibleError, UsageError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import FEATURES, FileFacts, ManifestHead, ParentFacts, SealedHead, manifest_digest
+from asyncckpt.format.manifest import (
+    FEATURES,
+    FileFacts,
+    ManifestHead,
+    ParentFacts,
+    SaveTimes,
+    SealedHead,
+    manifest_digest,
+)
 from asyncckpt.format.names import (
     compacted_manifest_name,
     is_compacted_manifest,
@@ -155,6 +163,34 @@ def test_members_of_deltas_are_there_only_where_they_say_something() -> None:
     wanted = {"name": "user", "rows": 3, "shard": [1, 4], "whole": False, "removed": 2, "filters": filters}
     assert changed["tables"] == [wanted]
     assert changed["parents"][0] == {"step": 125, "attempt": f"{125:032x}", "digest": f"{132:032x}"}
+
+
+@pytest.mark.parametrize("stall_us", [None, 0, 1500])
+def test_times_come_back_and_ask_nothing_of_a_reader(stall_us: int | None) -> None:
+    times = SaveTimes(called_us=1_764_110_000_123_456, stall_us=stall_us, begun_us=2, written_us=2**40)
+    raw = encoded([column("id", 3), column("w", 3)], (TABLE,), times=times)
+    assert decode_head(raw, manifest_name(STEP)).head.times == times
+    assert decode_manifest(raw, manifest_name(STEP)).head.times == times
+    assert json.loads(raw)["requires"] == []
+
+
+def test_a_manifest_without_times_is_one_of_an_earlier_version() -> None:
+    raw = encoded([column("id", 3), column("w", 3)], (TABLE,))
+    assert "times" not in json.loads(raw)
+    assert decode_head(raw, manifest_name(STEP)).head.times is None
+
+
+@pytest.mark.parametrize(
+    "times",
+    [None, 7, [], {}, {"called": 1, "begun": 2}, *({"called": 1, "begun": 2, "written": w} for w in (-1, 2.5, "3"))],
+)
+def test_wrong_times_are_refused(times: Any) -> None:
+    document = json.loads(encoded([column("id", 3), column("w", 3)], (TABLE,)))
+    del document["digest"]
+    text = json.dumps({**document, "times": times}, separators=(",", ":")).encode()[:-1]
+    raw = text + b',"digest":"%s"}\n' % xxhash.xxh3_128_hexdigest(text).encode()
+    with pytest.raises(CorruptError, match="times"):
+        decode_head(raw, manifest_name(STEP))
 
 
 def test_name_tells_whether_a_manifest_is_compacted() -> None:
