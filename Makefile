@@ -105,7 +105,7 @@ test-gpu: $(GPU_READY) ## the suite for GPUs, here and now; fails where there is
 
 docs: $(DOCS_READY) ## the documentation site, into build/site; a warning is an error
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=true $(DOCS_BIN)/mkdocs build --strict $(ARGS)
-	@echo 'open build/site/index.html'
+	@echo 'open build/site/index.html, or with search: python3 -m http.server --directory build/site'
 
 lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ OUTSIDE_THE_MENU = re.compile(r"decisions/\d{4}-.*\.md")
 MADE = {"changes.md", "contributing.md"}
 README_LINES_MAX = 120
 # Public modules, with names of their own that the reference has to have.
-MODULES = ("nn", "optim", "filters", "table", "checkpoints", "inspection", "follower", "trainer_state", "adapters", "dcp")
+MODULES = ("nn", "optim", "filters", "table", "checkpoints", "inspection", "follower", "trainer_state", "adapters")
 NOT_FOR_USERS = {"check_filters", "LookupTracking"}
 
 
@@ -105,9 +105,8 @@ def wrong_figures(page: str) -> list[str]:
     return wrong
 
 
-MARKED_PAGES = [
-    path for path in (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))) if "<!-- figures:" in path.read_text("utf-8")
-]
+PAGES = (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md")))
+MARKED_PAGES = [path for path in PAGES if "<!-- figures:" in path.read_text("utf-8")]
 
 
 @pytest.mark.parametrize("page", MARKED_PAGES, ids=lambda path: path.name)
