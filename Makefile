@@ -35,6 +35,9 @@ WHEEL_BIN := $(WHEEL_VENV)/bin
 WHEEL_READY := $(WHEEL_VENV)/.ready
 # The oldest glibc on which the wheel runs, that of torch's own wheels.
 WHEEL_GLIBC := 2.28
+DOCS_VENV := .venv-docs
+DOCS_BIN := $(DOCS_VENV)/bin
+DOCS_READY := $(DOCS_VENV)/.ready
 MEGATRON := .megatron
 MEGATRON_READY := $(MEGATRON)/.ready
 CORE_SOURCES := $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name CMakeLists.txt \))
@@ -52,7 +55,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -103,6 +106,10 @@ test-gpu: $(GPU_READY) ## the suite for GPUs, here and now; fails where there is
 	@$(GPU_RUN) -m tests.gpu.device
 	$(GPU_RUN) -m pytest -rs tests/gpu $(ARGS)
 
+docs: $(DOCS_READY) ## the documentation site, into build/site; a warning is an error
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=true $(DOCS_BIN)/mkdocs build --strict $(ARGS)
+	@echo 'open build/site/index.html, or with search: python3 -m http.server --directory build/site'
+
 lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -135,8 +142,8 @@ clean: ## remove what was built and left behind, but not .venv
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' \
 		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-torchrec, .venv-wheel and .megatron
-	rm -rf $(VENV) $(TORCHREC_VENV) $(WHEEL_VENV) $(MEGATRON)
+distclean: clean ## also .venv, .venv-torchrec, .venv-wheel, .venv-docs and .megatron
+	rm -rf $(VENV) $(TORCHREC_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -170,6 +177,12 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.11' cmake ninja
 	ASYNCCKPT_NATIVE=1 $(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
 		--editable .
+	touch $@
+
+# The site is made from the sources, so nothing of this project is installed; ruff sets the signatures.
+$(DOCS_READY): Makefile
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_BIN)/python -m pip install --quiet 'mkdocs==1.6.1' 'mkdocs-material==9.8.2' 'mkdocstrings==1.0.8' 'mkdocstrings-python==2.0.11' ruff
 	touch $@
 
 # zig is a C++ compiler for any glibc. cibuildwheel (pyproject.toml) uses that of an old Linux instead.

@@ -56,7 +56,7 @@ _OPTIONS = tuple(name for name in inspect.signature(Saver).parameters if name no
 
 
 class Checkpointer:
-    """Saves a state every so many steps, restores it, and saves the last step whatever ends the loop; see above.
+    """Save a state every so many steps, restore it, and save the last step whatever ends the loop.
 
     path           the checkpoint directory, made with its parents when missing
     every          steps between saves; or every_seconds between them, with one rank. One that is due while another is

@@ -84,7 +84,7 @@ def _fused_step(table: HashTable, rows: torch.Tensor) -> None:
 @pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_writes_that_torch_does_not_count_need_a_mark(write: Any, is_marked: bool, tmp_path: Path) -> None:
-    """Or an audit. Fails when a torch counts one of them: the guide names them."""
+    """Or an audit. Fails when a torch counts one of them: the pages on tables name them."""
     results = {}
     for is_audited in (False, True):
         table, path = filled_table(), tmp_path / str(is_audited)

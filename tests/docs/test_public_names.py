@@ -16,8 +16,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_every_public_name_is_documented() -> None:
-    names = ("guide.md", "decisions/0005-public-names.md")
-    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in names)
+    names = [*DOCS.glob("*.md"), DOCS / "decisions/0005-public-names.md"]
+    pages = "".join(page.read_text(encoding="utf-8") for page in names)
     assert [name for name in asyncckpt.__all__ if f"`{name}`" not in pages and f"asyncckpt.{name}" not in pages] == []
 
 

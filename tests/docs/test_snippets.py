@@ -1,9 +1,9 @@
-"""Every snippet of the README and the guide runs, and what it prints is what the page says.
+"""Every snippet of the README and of docs/ runs, and what it prints is what the page says.
 
 A page is one program: its ```python blocks run in order, in one namespace and one empty folder. A ```text block right
 behind one is its output; a ```console block holds `$ asyncckpt ...` and what that prints. In both, `...` stands for
 anything. A ```python block that begins with the comment `# <name>.py` is a file, which a ```console block runs with
-`$ torchrun ...`.
+`$ python ...` or `$ torchrun ...`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,17 @@ import pytest
 from tests.program import invoke
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [
-    "README.md",
-    "docs/guide.md",
-    "docs/command-line.md",
-    "docs/tables.md",
-    "docs/embcache.md",
-    "docs/conversion.md",
-    "docs/recis.md",
-    "docs/dcp.md",
-    "docs/filters.md",
-    "docs/online-export.md",
-    "docs/megatron.md",
-    "docs/resuming.md",
-    "docs/gpu.md",
-    "docs/observability.md",
+# Pages whose snippets are run elsewhere, and by which test.
+ELSEWHERE = {
+    "docs/adapters.md": "tests/adapters/test_page.py",
+    "docs/index.md": "tests/docs/test_site.py",
+    "docs/table-suite.md": "tests/testing/test_documented_suite.py",
+}
+PAGES = ["README.md"] + [
+    name
+    for path in sorted((REPOSITORY / "docs").rglob("*.md"))
+    if "```python" in path.read_text(encoding="utf-8")
+    and (name := path.relative_to(REPOSITORY).as_posix()) not in ELSEWHERE
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.py)\n")
@@ -75,19 +71,26 @@ def run_python(block: Block, page: str, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-def run_torchrun(arguments: list[str]) -> str:
-    """What all ranks print on their standard output."""
+def run_program(arguments: list[str]) -> str:
+    """What it prints on its standard output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", str(free_port()), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def run_torchrun(arguments: list[str]) -> str:
+    """What all ranks print on their standard output."""
+    return run_program(["-m", "torch.distributed.run", "--master-port", str(free_port()), *arguments])
 
 
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+RUNS = {"asyncckpt": lambda arguments: invoke(*arguments).output, "python": run_program, "torchrun": run_torchrun}
 
 
 def run_console(block: Block) -> tuple[str, str]:
@@ -98,14 +101,20 @@ def run_console(block: Block) -> tuple[str, str]:
             expected.append(line)
             continue
         program, *arguments = shlex.split(line[2:], comments=True)
-        assert program in ("asyncckpt", "torchrun"), f"line {block.line}: only these can be run here"
-        printed.append(run_torchrun(arguments) if program == "torchrun" else invoke(*arguments).output)
+        assert program in RUNS, f"line {block.line}: only {', '.join(RUNS)} can be run here"
+        printed.append(RUNS[program](arguments))
     return "\n".join(expected) + "\n", "".join(printed)
 
 
 def check(page: str, block: Block, expected: str, printed: str) -> None:
     if not doctest.OutputChecker().check_output(expected, printed, MATCHING):
         pytest.fail(f"{page}:{block.line} prints\n{printed}\nnot\n{expected}", pytrace=False)
+
+
+@pytest.mark.parametrize(("page", "test"), ELSEWHERE.items())
+def test_pages_that_are_run_elsewhere_are_named_there(page: str, test: str) -> None:
+    source = (REPOSITORY / test).read_text(encoding="utf-8")
+    assert Path(page).name in source
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -122,7 +131,7 @@ def test_snippets_do_what_the_page_says(page: str, tmp_path: Path, monkeypatch: 
             last, printed = block, run_python(block, page, namespace)
         elif block.language == "text" and last is not None and block.behind == "":
             check(page, block, block.text, printed)
-        elif block.language == "console" and ("$ asyncckpt" in block.text or "$ torchrun" in block.text):
+        elif block.language == "console" and any(f"$ {program}" in block.text for program in RUNS):
             check(page, block, *run_console(block))
         if block.language != "python":
             last = None

@@ -17,7 +17,7 @@ from asyncckpt.tables import HashTable
 from tests.unit.tables.test_touched_rows_by_use import touched, version_of
 
 IDS = torch.arange(4)
-PAGES = ("docs/tables.md", "docs/guide.md", "docs/decisions/0022-versions-beside-marks.md")
+PAGES = ("docs/tables.md", "docs/tables-in-detail.md", "docs/decisions/0022-versions-beside-marks.md")
 REPOSITORY = Path(__file__).resolve().parents[3]
 Write = Callable[[torch.Tensor], object]
 

@@ -1,0 +1,1 @@
+"""What mkdocs needs to make the documentation site beside its own plugins; `make docs` uses it."""
