@@ -30,6 +30,9 @@ SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS_BIN := $(INTEGRATIONS_VENV)/bin
+INTEGRATIONS_READY := $(INTEGRATIONS_VENV)/.ready
 WHEEL_VENV := .venv-wheel
 WHEEL_BIN := $(WHEEL_VENV)/bin
 WHEEL_READY := $(WHEEL_VENV)/.ready
@@ -52,7 +55,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
+.PHONY: help demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-integrations test-megatron \
 	test-gpu lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -92,6 +95,9 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
 
+test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning, Accelerate and Ray, in a .venv-integrations of their own
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest tests/integrations $(ARGS)
+
 test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
 	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON)/$$shape \
 		$(PYTEST) tests/strategies/test_megatron.py $(ARGS) || exit 1; done
@@ -129,11 +135,11 @@ matrix: ## installs the wheel beside each Python and torch that can be had here,
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' \
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
 		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-torchrec, .venv-wheel and .megatron
-	rm -rf $(VENV) $(TORCHREC_VENV) $(WHEEL_VENV) $(MEGATRON)
+distclean: clean ## also .venv, .venv-torchrec, .venv-integrations, .venv-wheel and .megatron
+	rm -rf $(VENV) $(TORCHREC_VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -166,6 +172,16 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 	$(TORCHREC_BIN)/python -m pip install --quiet tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath \
 		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.11' cmake ninja
 	ASYNCCKPT_NATIVE=1 $(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
+		--editable .
+	touch $@
+
+# torch comes first, so that nothing else chooses its version; none of these needs torchvision.
+$(INTEGRATIONS_READY): pyproject.toml Makefile $(CORE_SOURCES)
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0'
+	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0' 'transformers==5.24.0' 'lightning==2.6.6' 'accelerate==1.15.0' \
+		'ray==2.60.0' pytest pytest-asyncio pytest-timeout hypothesis 'scikit-build-core>=0.11' cmake ninja
+	ASYNCCKPT_NATIVE=1 $(INTEGRATIONS_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/integrations \
 		--editable .
 	touch $@
 
