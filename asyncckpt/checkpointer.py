@@ -181,7 +181,9 @@ class Checkpointer:
     ) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun.
 
-        save: as of PeriodicSaver.step. Steps ascend. Every rank calls it, for the same steps. Behind SIGTERM, or shortly before max_hours have passed,
+        save: as of PeriodicSaver.step.
+
+        Steps ascend. Every rank calls it, for the same steps. Behind SIGTERM, or shortly before max_hours have passed,
         it saves, waits for that, and ends the process.
         """
         step = check_step(step, or_none=False)

@@ -110,6 +110,11 @@ def check(page: str, block: Block, expected: str, printed: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_do_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    run_page(page)
+
+
+def run_page(page: str) -> None:
+    """Run all blocks of a page in the current folder, and compare what they print."""
     blocks = blocks_of((REPOSITORY / page).read_text(encoding="utf-8"))
     assert any(block.language == "python" for block in blocks)
     namespace: dict[str, Any] = {"__name__": "__main__"}
