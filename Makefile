@@ -96,7 +96,7 @@ test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a 
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
 
 test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning, Accelerate and Ray, in a .venv-integrations of their own
-	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest tests/integrations $(ARGS)
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
 
 test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
 	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON)/$$shape \

@@ -7,8 +7,8 @@
 
 `AsyncCheckpoint` saves through a Checkpointer. What is saved is Lightning's own checkpoint, a dict with the states of
 model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step counts as ended
-behind its batch, or behind the validation that follows it where there is a metric to wait for. SIGTERM is taken then:
-the step is saved, and the signal goes on to Lightning, which ends the run.
+behind its batch, or behind the validation that follows it. SIGTERM is taken then: the step is saved, and the signal
+goes on to Lightning, which ends the run.
 
 `AsyncCheckpointIO` is what Trainer(plugins=...) and Fabric(plugins=...) take: every path that others choose, such as
 ModelCheckpoint's, becomes a checkpoint directory.
@@ -22,6 +22,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ import torch
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import list_steps
 from asyncckpt.engine.process.future import SaveFuture
-from asyncckpt.errors import CheckpointError, UsageError
+from asyncckpt.errors import CheckpointError, IOFailedError, UsageError
 from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.synced import sync_path
 from asyncckpt.loader import Loader
 from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
 from asyncckpt.saver import Saver
@@ -52,13 +54,14 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
 
     options    further arguments of the Savers, by name
 
-    A path that is saved again keeps its old checkpoint until the new one is durable, and what is to be removed stays
-    until everything before it is durable. The error of a save is raised by the next call, or by `teardown`.
+    A path is there once its checkpoint is durable; until then it is called `.NAME.saving`. One that is saved again
+    keeps its old checkpoint until the new one is durable, and what is to be removed stays until everything before it is
+    durable. The error of a save is raised by the next call, or by `teardown`.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = {"on_busy": "queue", "keep": 1, **options}
-        self._open: dict[str, tuple[Saver, SaveFuture]] = {}
+        self._open: dict[str, _Saving] = {}
         self._to_remove: list[str] = []
 
     def save_checkpoint(
@@ -71,14 +74,7 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         self._settle()
         if key in self._open:
             self._finish(key)
-        if os.path.isfile(key):
-            os.remove(key)  # One of torch.save, which Lightning would overwrite.
-        saver = Saver(0, 1, path=key, tensors={_ROOT: checkpoint}, **self._options)
-        try:
-            self._open[key] = saver, saver.save_async()
-        except BaseException:
-            saver.close()
-            raise
+        self._open[key] = _Saving(key, {_ROOT: checkpoint}, self._options)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -111,7 +107,7 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
 
     def _settle(self) -> None:
         """Close what is durable by now; remove what is to be removed if nothing is in flight."""
-        for key in [key for key, (_, future) in self._open.items() if future.done()]:
+        for key in [key for key, saving in self._open.items() if saving.is_done]:
             self._finish(key)
         while self._to_remove and not self._open:
             key = self._to_remove.pop(0)
@@ -121,14 +117,55 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
                 os.remove(key)
 
     def _finish(self, key: str) -> None:
-        saver, future = self._open.pop(key)
         try:
-            future.result(SAVE_DEADLINE_S)
+            self._open.pop(key).finish()
         except BaseException:
             self._to_remove.clear()  # Nothing goes that the failed one was to replace.
             raise
+
+
+class _Saving:
+    """One save to a path, which gets its name when the save is durable, whoever waits for it."""
+
+    def __init__(self, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        folder, name = os.path.split(path)
+        self._path = path
+        self._temporary = path if os.path.isdir(path) else os.path.join(folder, f".{name}.saving")
+        self._named = threading.Event()
+        self._error: OSError | None = None
+        self._saver = Saver(0, 1, path=self._temporary, tensors=state, **options)
+        try:
+            self._future = self._saver.save_async()
+        except BaseException:
+            self._saver.close()
+            raise
+        self._future.add_done_callback(self._give_name)
+
+    @property
+    def is_done(self) -> bool:
+        return self._named.is_set()
+
+    def finish(self) -> None:
+        """Wait until it is durable and has its name; raise its error."""
+        try:
+            self._future.result(SAVE_DEADLINE_S)
+            self._named.wait(SAVE_DEADLINE_S)
         finally:
-            saver.close()
+            self._saver.close()
+        if self._error is not None:
+            raise IOFailedError(f"{self._path!r} did not get its name: {self._error}", errno=self._error.errno)
+
+    def _give_name(self, future: SaveFuture) -> None:
+        try:
+            if future.exception() is None and self._temporary != self._path:
+                if os.path.isfile(self._path):
+                    os.remove(self._path)  # One of torch.save, which Lightning would overwrite.
+                os.rename(self._temporary, self._path)
+                sync_path(os.path.dirname(self._path))
+        except OSError as error:
+            self._error = error
+        finally:
+            self._named.set()
 
 
 class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, name-defined]
@@ -166,6 +203,7 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         self._checkpointer: Checkpointer | None = None
         self._noted_step = 0
         self._rng: Mapping[str, Any] | None = None
+        self._positions: list[Any] = []
 
     # What Lightning asks for.
 
@@ -196,7 +234,16 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
             trainer.strategy.checkpoint_io = AsyncCheckpointIO()
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+        self._positions = fit_loop.get("combined_loader", [])
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Lightning sets positions in the middle of an epoch alone, and would begin with the first epoch's order.
+        loaders = trainer.fit_loop._combined_loader.flattened
+        for loader, position in zip(filter(_has_position, loaders), self._positions, strict=False):
+            if isinstance(loader, Batches):
+                loader.load_state_dict(position)
         keep = self._keep
         if keep is not None and self.monitor is not None:
             best = {"best": 1, "metric": self.monitor, "mode": self.mode}
@@ -215,12 +262,15 @@ class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, n
         step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
         if step == self._noted_step:  # In the middle of accumulated gradients.
             return
-        if self.monitor is None or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # Else the step ends behind the validation.
             self._note(step, save=self._every is not None and step % self._every == 0)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         step = trainer.global_step
-        if self._checkpointer is None or trainer.sanity_checking or self.monitor is None or step == self._noted_step:
+        if self._checkpointer is None or trainer.sanity_checking or step == self._noted_step:
+            return
+        if self.monitor is None:
+            self._note(step, save=self._every is not None and step % self._every == 0)
             return
         found = trainer.callback_metrics.get(self.monitor)
         if found is None:
@@ -267,6 +317,10 @@ class _Dumped:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         raise CheckpointError("Lightning loads its checkpoints itself")
+
+
+def _has_position(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 class Batches:

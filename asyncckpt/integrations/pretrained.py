@@ -16,6 +16,7 @@ from asyncckpt.arguments import check_type
 from asyncckpt.commit.new_entry import NewEntry
 from asyncckpt.errors import NotFoundError, UnsupportedError
 from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.synced import sync_path
 from asyncckpt.loader import Loader
 from asyncckpt.storage.directory import check_path
 
@@ -90,7 +91,7 @@ def export_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(entry.temporary)
         for file in entry.temporary.iterdir():
-            _sync(file)
+            sync_path(file)
         entry.sync()
         entry.give_name(target.is_dir)
     return report.step
@@ -118,11 +119,3 @@ def _made(values: Mapping[str, Any], model_class: Any) -> Any:
     if values["generation_config"] is not None:
         model.generation_config = transformers.GenerationConfig.from_dict(json.loads(values["generation_config"]))
     return model
-
-
-def _sync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

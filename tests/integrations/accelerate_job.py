@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 
 from asyncckpt.integrations.accelerate import checkpointer
+from tests.integrations.jobs import tell
 
 STEPS, PER_EPOCH = 20, 10
 
@@ -39,7 +40,7 @@ def main() -> None:
                 adam.step()
                 schedule.step()
                 adam.zero_grad()
-                print("loss", step, repr(accelerator.gather(loss.detach()).sum().item()), flush=True)
+                tell("loss", step, accelerator.gather(loss.detach()).sum().item())
                 ckpt.step(step)
                 step += 1
     print("ended at", step, flush=True)

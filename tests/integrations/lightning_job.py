@@ -13,6 +13,7 @@ import torch
 
 from asyncckpt.integrations import lightning as ours
 from asyncckpt.trainer_state import ResumableSampler
+from tests.integrations.jobs import tell
 
 STEPS = 20
 
@@ -27,7 +28,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
         if self._is_told:
-            print("loss", self.global_step + 1, repr(loss.item()), flush=True)
+            tell("loss", self.global_step + 1, loss.item())
         if self._signal is not None and self.global_step + 1 == self._signal_step:
             os.kill(os.getpid(), self._signal)
         return loss
@@ -37,7 +38,7 @@ class Model(pl.LightningModule):
 
     def on_validation_end(self) -> None:
         if self._is_told and not self.trainer.sanity_checking:
-            print("log", self.global_step, repr(self.trainer.callback_metrics["val_loss"].item()), flush=True)
+            tell("log", self.global_step, self.trainer.callback_metrics["val_loss"].item())
 
     def configure_optimizers(self) -> Any:
         adam = torch.optim.AdamW(self.parameters(), lr=1e-2)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from asyncckpt.integrations.torchtitan import CheckpointManager
 from asyncckpt.trainer_state import StepCounter
+from tests.integrations.jobs import tell
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
         adam.zero_grad()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        print("loss", step, repr(total.item()), flush=True)
+        tell("loss", step, total.item())
         own.maybe_wait_for_staging()
         own.save(step, last_step=step == steps)
     own.maybe_wait_for_saving()

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
 from asyncckpt.integrations import transformers as ours
+from tests.integrations.jobs import tell
 
 STEPS = 20
 
@@ -70,13 +71,13 @@ class Told(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs:
-            print("log", state.global_step, repr(logs["loss"]), flush=True)
+            tell("log", state.global_step, logs["loss"])
 
 
 class TellingTrainer(ours.Trainer):
     def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
         loss = super().training_step(*given, **more)
-        print("loss", self.state.global_step + 1, repr(loss.item()), flush=True)
+        tell("loss", self.state.global_step + 1, loss.item())
         return loss
 
 
