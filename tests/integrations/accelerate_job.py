@@ -7,12 +7,13 @@ import signal
 import sys
 
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 
 from asyncckpt.integrations.accelerate import checkpointer
+from asyncckpt.trainer_state import DataPosition, ResumableSampler
 from tests.integrations.jobs import tell
 
-STEPS, PER_EPOCH = 20, 10
+STEPS = 20
 
 
 def main() -> None:
@@ -24,15 +25,16 @@ def main() -> None:
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(adam, 3, 0.5)
     data = torch.randn(40 * accelerator.num_processes, 4, generator=torch.Generator().manual_seed(0))
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
-    model, adam, loader, schedule = accelerator.prepare(model, adam, loader, schedule)
-    with checkpointer(accelerator, folder, every=4) as ckpt:
+    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=ResumableSampler(data, seed=7))
+    position = DataPosition(loader)  # It shares samples among the processes, so the loader is not prepared.
+    model, adam, schedule = accelerator.prepare(model, adam, schedule)
+    with checkpointer(accelerator, folder, every=4, data=position) as ckpt:
         step = ckpt.restore()
         if os.environ.get("PLANT") == "random numbers":
             torch.manual_seed(1)
         print("resumes", step, flush=True)
         while step < STEPS:
-            for batch in skip_first_batches(loader, step % PER_EPOCH):
+            for batch in position:
                 loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
                 accelerator.backward(loss)
                 if number is not None and step == at:
