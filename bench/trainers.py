@@ -4,9 +4,9 @@
 
 Hugging Face's Trainer and Lightning train the same model, of linear layers with AdamW, in processes of their own:
 without saves, with the trainer's own saving (torch.save and safetensors, blocking and not synced), and with ours
-(synced, in the background). In rounds, the order rotated. Lost per checkpoint is the time of all steps, from the end of the first one to
-that of the last one, less that of the round's run without saves, divided by the saves; what is still written when the
-last step has ended is waited for by nobody and given apart. Medians of the rounds, and the least and most of them.
+(synced, in the background). In rounds, the order rotated. Lost per checkpoint is the time of all steps, from the end of
+the first one to that of the last one, less that of the round's run without saves, divided by the saves; what is still
+written when the last step has ended is given apart. Medians of the rounds, and the least and most of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def run_trainers(
 ) -> dict[str, Any]:
     """Measure, print and write; return the runs by trainer and kind of saving."""
     trainers = [name for name in TRAINERS if find_spec(name)]
+    if not trainers:
+        raise SystemExit("no trainer is here: make .venv-integrations/.ready, and run it with the Python there")
     runs: dict[str, dict[str, list[dict[str, float]]]] = {name: {kind: [] for kind in KINDS} for name in trainers}
     with scratch_folder(directory) as folder:
         for number in range(rounds):
