@@ -30,6 +30,9 @@ SEED := $(or $(SEED),$(shell od -An -N3 -tu4 /dev/urandom | tr -d ' '))
 TORCHREC_VENV := .venv-torchrec
 TORCHREC_BIN := $(TORCHREC_VENV)/bin
 TORCHREC_READY := $(TORCHREC_VENV)/.ready
+INTEGRATIONS_VENV := .venv-integrations
+INTEGRATIONS_BIN := $(INTEGRATIONS_VENV)/bin
+INTEGRATIONS_READY := $(INTEGRATIONS_VENV)/.ready
 WHEEL_VENV := .venv-wheel
 WHEEL_BIN := $(WHEEL_VENV)/bin
 WHEEL_READY := $(WHEEL_VENV)/.ready
@@ -55,7 +58,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-megatron \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-integrations test-megatron \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -94,6 +97,9 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
+
+test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning and Accelerate, in a .venv-integrations of their own
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
 
 test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
 	for shape in 0.16 0.17; do PYTHONPATH=$(CURDIR)/$(MEGATRON)/$$shape \
@@ -139,11 +145,11 @@ matrix: ## installs the wheel beside each Python and torch that can be had here,
 
 clean: ## remove what was built and left behind, but not .venv
 	rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' \
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TORCHREC_VENV)/*' -not -path './$(INTEGRATIONS_VENV)/*' \
 		-not -path './$(MEGATRON)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## also .venv, .venv-torchrec, .venv-wheel, .venv-docs and .megatron
-	rm -rf $(VENV) $(TORCHREC_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(MEGATRON)
+distclean: clean ## also .venv, .venv-torchrec, .venv-integrations, .venv-wheel, .venv-docs and .megatron
+	rm -rf $(VENV) $(TORCHREC_VENV) $(INTEGRATIONS_VENV) $(WHEEL_VENV) $(DOCS_VENV) $(MEGATRON)
 
 # The build tools are installed, not isolated: an isolated build would fetch them anew each time, and leave paths to a
 # folder that is gone in the build folder. torch comes first, so that nothing else chooses its version.
@@ -183,6 +189,16 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 $(DOCS_READY): Makefile
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_BIN)/python -m pip install --quiet 'mkdocs==1.6.1' 'mkdocs-material==9.8.2' 'mkdocstrings==1.0.8' 'mkdocstrings-python==2.0.11' ruff
+	touch $@
+
+# torch comes first, so that nothing else chooses its version; none of these needs torchvision.
+$(INTEGRATIONS_READY): pyproject.toml Makefile $(CORE_SOURCES)
+	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0'
+	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0' 'transformers==5.24.0' 'lightning==2.6.6' 'accelerate==1.15.0' \
+		pytest pytest-asyncio pytest-timeout hypothesis 'scikit-build-core>=0.11' cmake ninja
+	ASYNCCKPT_NATIVE=1 $(INTEGRATIONS_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/integrations \
+		--editable .
 	touch $@
 
 # zig is a C++ compiler for any glibc. cibuildwheel (pyproject.toml) uses that of an old Linux instead.

@@ -60,7 +60,7 @@ class Checkpointer:
 
     path           the checkpoint directory, made with its parents when missing
     every          steps between saves; or every_seconds between them, with one rank. One that is due while another is
-                   in flight is skipped
+                   in flight is skipped. math.inf: steps are saved when `.step(step, save=True)` says so
     keep           which checkpoints stay: so many of the newest, or a KeepPolicy; None: all
     max_hours      save and end the process before it has run for so long since this was made, if no step (of several
                    ranks: no two) and no save takes longer than the longest so far; None: no bound
@@ -80,7 +80,7 @@ class Checkpointer:
         self,
         path: str | os.PathLike[str],
         *,
-        every: int | None = None,
+        every: float | None = None,
         every_seconds: float | None = None,
         keep: int | KeepPolicy | None = None,
         max_hours: float | None = None,
@@ -176,8 +176,12 @@ class Checkpointer:
             self._termination.leave()
         return 0 if chosen is None else chosen + 1
 
-    def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
+    def step(
+        self, step: int, *, metadata: Mapping[str, Any] | None = None, save: bool | None = None
+    ) -> SaveFuture | None:
         """Note that a training step has ended; return the future if a save was begun.
+
+        save: as of PeriodicSaver.step.
 
         Steps ascend. Every rank calls it, for the same steps. Behind SIGTERM, or shortly before max_hours have passed,
         it saves, waits for that, and ends the process.
@@ -191,7 +195,7 @@ class Checkpointer:
         self._measure_step()
         why = self._together.stop(self._why_stop())
         if not why:
-            return self._periodic.step(step, metadata=metadata)
+            return self._periodic.step(step, metadata=metadata, save=save)
         self._periodic._save_and_leave(step, metadata)
         if why == _MAX_HOURS:
             exit_as_terminated()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from asyncckpt.engine.save.step_watch import StepWatch
 from asyncckpt.errors import CheckpointError, SaveCancelledError, UsageError, closing_beside, warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult
-from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S
+from asyncckpt.options import HALF_WAY, INTERRUPTED, SAVE_DEADLINE_S, OnBusy
 from asyncckpt.saver import Saver
 from asyncckpt.signals import uninterrupted
 
@@ -62,6 +63,7 @@ class _Ended:
 class PeriodicSaver:
     """Saves every `every_steps` steps or `every_seconds` seconds. Used by one thread: the training loop's.
 
+    With every_steps=math.inf only those steps that somebody else chooses: `.step(step, save=True)`.
     With several ranks, every rank has one with the same `every_steps`; they share no clock.
     """
 
@@ -69,7 +71,7 @@ class PeriodicSaver:
         self,
         saver: Saver,
         *,
-        every_steps: int | None = None,
+        every_steps: float | None = None,
         every_seconds: float | None = None,
         on_error: ErrorHandler = "raise",
         clock: Callable[[], float] = time.monotonic,
@@ -79,7 +81,8 @@ class PeriodicSaver:
             raise UsageError(
                 "exactly one of every_steps and every_seconds is needed", found=(every_steps, every_seconds)
             )
-        check_int("every_steps", every_steps, at_least=1, optional=True)
+        if every_steps != math.inf:
+            check_int("every_steps", every_steps, at_least=1, optional=True)
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds, above_zero=True)
         if not callable(clock):
@@ -109,13 +112,24 @@ class PeriodicSaver:
         self._longest_save_s = 0.0
 
     @uninterrupted
-    def step(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> SaveFuture | None:
-        """Note that a training step has ended; return the future if a save was begun."""
+    def step(
+        self, step: int, *, metadata: Mapping[str, Any] | None = None, save: bool | None = None
+    ) -> SaveFuture | None:
+        """Note that a training step has ended; return the future if a save was begun.
+
+        save: whether this step is saved; None: if it is due. One that is asked for is never skipped: it is captured
+        now, and written behind the one in flight.
+        """
         step = check_step(step, or_none=False)
+        if save is not None:
+            check_type("save", save, bool)
         self._note_end(step, metadata)
-        is_due = self._is_due(step)
+        is_due = self._is_due(step) if save is None else save
         try:
             self._collect()
+            if save:  # Saves that were queued are more than the one that was looked at.
+                for error in self._errors_so_far():
+                    self._handle(error)
         except BaseException as error:
             if is_due:
                 self._saver._leave_out_call(error)
@@ -126,12 +140,12 @@ class PeriodicSaver:
             return None
         # Restart the clock even if the save is skipped, so that a slow disk does not make every step try again.
         self._last_time = self._clock()
-        return self._save(step, metadata)
+        return self._save(step, metadata, "skip" if save is None else "queue")
 
-    def _save(self, step: int, metadata: Mapping[str, Any] | None) -> SaveFuture | None:
+    def _save(self, step: int, metadata: Mapping[str, Any] | None, on_busy: OnBusy) -> SaveFuture | None:
         """Begin a save and return its future, None if it was skipped or failed."""
         try:
-            future = self._saver.save_async(step, metadata=metadata, on_busy="skip")
+            future = self._saver.save_async(step, metadata=metadata, on_busy=on_busy)
         except CheckpointError as error:
             earlier = self._future
             is_earlier = earlier is not None and earlier.done() and earlier._inner.exception(0) is error
@@ -140,7 +154,7 @@ class PeriodicSaver:
             self._count(failed_count=1)
             self._handle(error)
             # Ranks count their calls alike, so of several none makes another one.
-            return self._save(step, metadata) if is_earlier and self._saver.ranks_count == 1 else None
+            return self._save(step, metadata, on_busy) if is_earlier and self._saver.ranks_count == 1 else None
         if future.state is FutureState.SKIPPED:
             self._count(skipped_count=1)
             return None

@@ -1,7 +1,7 @@
 """The door of the benchmark.
 
 python -m bench state | many-tensors | load | multi-level | touched | optimizers | dcp | idmap | gpu | host-part |
-    path | compaction | endurance | parallel | recis | all
+    path | compaction | endurance | parallel | recis | trainers | all
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.start import run_start
 from bench.state_bench import run_state
 from bench.steps_bench import run_steps
 from bench.touched import run_touched
+from bench.trainers import run_trainers
 
 RESULTS_FOLDER = REPOSITORY / "bench" / "results"
 IDMAP_SECONDS_MAX = 1800
@@ -279,6 +280,19 @@ def endurance(
 ) -> None:
     """What a process holds after thousands of saves: descriptors, threads, memory. Not part of `all`."""
     run_endurance(saves=60 if smoke else saves, directory=directory, out=_out(out, "endurance", smoke))
+
+
+@application.command()
+def trainers(
+    width: Annotated[int, typer.Option(min=1, help="of the six layers")] = 2048,
+    rounds: Rounds = 3,
+    directory: Directory = None,
+    out: Out = None,
+    smoke: Smoke = False,
+) -> None:
+    """What Hugging Face's Trainer and Lightning lose per checkpoint, with their own saving and with ours."""
+    sizes = {"width": 16, "steps": 6, "every": 2} if smoke else {"width": width, "steps": 31, "every": 10}
+    run_trainers(**sizes, rounds=1 if smoke else rounds, directory=directory, out=_out(out, "trainers", smoke))
 
 
 @application.command()

@@ -115,6 +115,7 @@ def left_out(config: pytest.Config) -> dict[Path, str]:
     """Folders that need what is not here, and why: those above which the run was started, not those it names itself."""
     reasons = {
         TESTS / "gpu": device.why_none(),
+        TESTS / "integrations": "" if find_spec("transformers") else "no transformers here: make test-integrations",
         TESTS / "torchrec": "" if find_spec("torchrec") else "no torchrec here: make test-torchrec",
     }
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]

@@ -60,6 +60,7 @@ FLOORS = {
     "formats": 6,
     "strategies": 6,
     "cli": 7,
+    "integrations": 7,
     "__main__": 8,
     "testing": 7,
 }

@@ -55,6 +55,11 @@ class DataPosition:
         """How many samples of this epoch all ranks together have consumed. 0 for a loader that keeps its position."""
         return self._samples_consumed
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all samples of this epoch are consumed; never of a loader that keeps its position."""
+        return self._sampler is not None and self._samples_consumed >= self._sampler.samples_count
+
     def __iter__(self) -> Iterator[Any]:
         loads_count = self._loads_count
         for batch in self._new_iterator():

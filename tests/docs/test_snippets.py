@@ -30,7 +30,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "docs/adapters.md": "tests/adapters/test_page.py",
     "docs/index.md": "tests/docs/test_site.py",
+    "docs/lightning.md": "tests/integrations/test_pages.py",
     "docs/table-suite.md": "tests/testing/test_documented_suite.py",
+    "docs/transformers.md": "tests/integrations/test_pages.py",
 }
 PAGES = ["README.md"] + [
     name
@@ -120,6 +122,11 @@ def test_pages_that_are_run_elsewhere_are_named_there(page: str, test: str) -> N
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_do_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    run_page(page)
+
+
+def run_page(page: str) -> None:
+    """Run all blocks of a page in the current folder, and compare what they print."""
     blocks = blocks_of((REPOSITORY / page).read_text(encoding="utf-8"))
     assert any(block.language == "python" for block in blocks)
     namespace: dict[str, Any] = {"__name__": "__main__"}

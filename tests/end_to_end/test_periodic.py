@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -34,6 +35,45 @@ def test_every_steps(tmp_path: Path) -> None:
     assert periodic.statistics().begun_count == 3
     assert periodic.statistics().last_result is not None
     assert periodic.statistics().last_result.step == 9
+
+
+def test_a_save_that_is_asked_for_is_queued_and_none_is_made_by_itself(tmp_path: Path) -> None:
+    gate = Gate()
+    with (
+        make(tmp_path, filter_func=gate) as saver,
+        asyncckpt.PeriodicSaver(saver, every_steps=math.inf) as periodic,
+    ):
+        assert periodic.step(1, save=True) is not None
+        assert gate.reached.wait(60)
+        assert periodic.step(2) is None
+        assert periodic.step(3, save=True) is not None
+        assert periodic.step(4, save=False) is None
+        gate.open()
+        periodic.drain(60)
+        with pytest.raises(asyncckpt.UsageError, match="save is wrong"):
+            periodic.step(5, save="yes")  # type: ignore[arg-type]
+    assert asyncckpt.list_steps(tmp_path) == [1, 3, 4]  # The last one at the end.
+
+
+def test_the_error_of_a_queued_save_is_told_and_the_next_one_is_made(tmp_path: Path) -> None:
+    gate, seen = Gate(), list[BaseException]()
+
+    def failing_for_two(blocks: list[asyncckpt.filters.WriteBlock]) -> list[asyncckpt.filters.WriteBlock]:
+        gate(blocks)
+        if not seen and len(asyncckpt.list_steps(tmp_path)) == 0:
+            raise RuntimeError("disk on fire")
+        return blocks
+
+    with make(tmp_path, filter_func=failing_for_two) as saver:
+        periodic = asyncckpt.PeriodicSaver(saver, every_steps=math.inf, on_error=seen.append)
+        periodic.step(1, save=True)
+        periodic.step(2, save=True)
+        gate.open()
+        periodic.drain(60)
+        periodic.step(3, save=True)
+        periodic.drain(60)
+        assert len(seen) == 2
+    assert asyncckpt.list_steps(tmp_path) == [3]
 
 
 def test_every_seconds_by_a_given_clock(tmp_path: Path) -> None:

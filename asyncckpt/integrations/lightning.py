@@ -1,0 +1,350 @@
+"""Checkpoints of Lightning in the background: a callback with one directory, and a plugin for paths of their own.
+
+    from asyncckpt.integrations.lightning import AsyncCheckpoint
+
+    trainer = Trainer(callbacks=[AsyncCheckpoint("ckpt", every_n_train_steps=100)])
+    trainer.fit(model, ckpt_path="last")  # Begins anew where there is nothing to resume.
+
+`AsyncCheckpoint` saves through a Checkpointer. What is saved is Lightning's own checkpoint, a dict with the states of
+model, optimizers, schedulers, loops and callbacks, and with the random numbers of every rank. A step counts as ended
+behind its batch, or behind the validation that follows it. SIGTERM is taken then: the step is saved, and the signal
+goes on to Lightning, which ends the run.
+
+`AsyncCheckpointIO` is what Trainer(plugins=...) and Fabric(plugins=...) take: every path that others choose, such as
+ModelCheckpoint's, becomes a checkpoint directory.
+
+`Batches` makes a DataLoader one whose position Lightning saves and restores, in the middle of an epoch too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpoints import list_steps
+from asyncckpt.engine.process.future import SaveFuture
+from asyncckpt.errors import CheckpointError, IOFailedError, UsageError
+from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.synced import sync_path
+from asyncckpt.loader import Loader
+from asyncckpt.options import SAVE_DEADLINE_S, KeepPolicy
+from asyncckpt.saver import Saver
+from asyncckpt.trainer_state import DataPosition, RngState
+
+__all__ = ["AsyncCheckpoint", "AsyncCheckpointIO", "Batches"]
+
+needed("lightning", "lightning")
+_callbacks = needed("lightning.pytorch.callbacks", "lightning")
+_io = needed("lightning.fabric.plugins", "lightning")
+_NAMED_STEP = re.compile(r"step=(\d+)")
+_ROOT = "checkpoint"
+
+
+class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
+    """Save and load Lightning's checkpoints; every path is a checkpoint directory. See above.
+
+    options    further arguments of the Savers, by name
+
+    A path is there once its checkpoint is durable; until then it is called `.NAME.saving`. One that is saved again
+    keeps its old checkpoint until the new one is durable, and what is to be removed stays until everything before it is
+    durable. The error of a save is raised by the next call, or by `teardown`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {"on_busy": "queue", "keep": 1, **options}
+        self._open: dict[str, _Saving] = {}
+        self._to_remove: list[str] = []
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Capture a checkpoint; it is written in the background."""
+        if storage_options is not None:
+            raise UsageError("there are no storage options here", found=storage_options, hint="AsyncCheckpointIO(...)")
+        key = os.path.realpath(path)
+        self._settle()
+        if key in self._open:
+            self._finish(key)
+        self._open[key] = _Saving(key, {_ROOT: checkpoint}, self._options)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint: the newest step of a directory, or the one that `.../step=20` names."""
+        key = os.path.realpath(path)
+        if key in self._open:
+            self._finish(key)
+        step, named = None, _NAMED_STEP.fullmatch(os.path.basename(key))
+        if named is not None and not os.path.lexists(key):
+            key, step = os.path.dirname(key), int(named[1])
+        if os.path.isfile(key):
+            theirs: dict[str, Any] = torch.load(key, map_location=map_location, weights_only=weights_only is not False)
+            return theirs
+        tree = Loader(key, step=step).load().tree
+        assert isinstance(tree, dict)
+        found: dict[str, Any] = tree[_ROOT]
+        return found
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, once everything that was saved before is durable."""
+        self._to_remove.append(os.path.realpath(path))
+        self._settle()
+
+    def teardown(self) -> None:
+        """Wait until everything is durable, and remove what is to be removed."""
+        for key in list(self._open):
+            self._finish(key)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Close what is durable by now; remove what is to be removed if nothing is in flight."""
+        for key in [key for key, saving in self._open.items() if saving.is_done]:
+            self._finish(key)
+        while self._to_remove and not self._open:
+            key = self._to_remove.pop(0)
+            if os.path.isdir(key):
+                shutil.rmtree(key)
+            elif os.path.lexists(key):
+                os.remove(key)
+
+    def _finish(self, key: str) -> None:
+        try:
+            self._open.pop(key).finish()
+        except BaseException:
+            self._to_remove.clear()  # Nothing goes that the failed one was to replace.
+            raise
+
+
+class _Saving:
+    """One save to a path, which gets its name when the save is durable, whoever waits for it."""
+
+    def __init__(self, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        folder, name = os.path.split(path)
+        self._path = path
+        self._temporary = path if os.path.isdir(path) else os.path.join(folder, f".{name}.saving")
+        self._named = threading.Event()
+        self._error: OSError | None = None
+        self._saver = Saver(0, 1, path=self._temporary, tensors=state, **options)
+        try:
+            self._future = self._saver.save_async()
+        except BaseException:
+            self._saver.close()
+            raise
+        self._future.add_done_callback(self._give_name)
+
+    @property
+    def is_done(self) -> bool:
+        return self._named.is_set()
+
+    def finish(self) -> None:
+        """Wait until it is durable and has its name; raise its error."""
+        try:
+            self._future.result(SAVE_DEADLINE_S)
+            self._named.wait(SAVE_DEADLINE_S)
+        finally:
+            self._saver.close()
+        if self._error is not None:
+            raise IOFailedError(f"{self._path!r} did not get its name: {self._error}", errno=self._error.errno)
+
+    def _give_name(self, future: SaveFuture) -> None:
+        try:
+            if future.exception() is None and self._temporary != self._path:
+                if os.path.isfile(self._path):
+                    os.remove(self._path)  # One of torch.save, which Lightning would overwrite.
+                os.rename(self._temporary, self._path)
+                sync_path(os.path.dirname(self._path))
+        except OSError as error:
+            self._error = error
+        finally:
+            self._named.set()
+
+
+class AsyncCheckpoint(_callbacks.OnExceptionCheckpoint):  # type: ignore[misc, name-defined]
+    """Saves a fit to one checkpoint directory, from its first step to its last, and resumes it. See above.
+
+    dirpath               the checkpoint directory
+    every_n_train_steps   optimizer steps between saves; None: only behind validations, if there is a `monitor`
+    monitor, mode         the metric that chooses the best step; then steps are saved behind validations, too
+    keep                  how many of the newest stay, and with a monitor the best beside them; None: all
+    checkpointing         further arguments of the Checkpointer, by name: {"max_hours": 23}
+
+    `fit(ckpt_path="last")` resumes the newest step, `test(ckpt_path="best")` takes the best. Like Lightning's own
+    OnExceptionCheckpoint, a fit without ckpt_path resumes, too: one directory holds one run.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        *,
+        every_n_train_steps: int | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        keep: int | None = None,
+        checkpointing: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(os.fspath(dirpath), filename="newest")
+        if every_n_train_steps is None and monitor is None:
+            raise UsageError("nothing says when to save", hint="give every_n_train_steps, or a monitor")
+        if mode not in ("min", "max"):
+            raise UsageError("mode is wrong", found=mode, expected=("min", "max"))
+        self.monitor, self.mode = monitor, mode
+        self.best_step: int | None = None
+        self.best_model_score: float | None = None
+        self._every, self._keep, self._checkpointing = every_n_train_steps, keep, dict(checkpointing or {})
+        self._checkpointer: Checkpointer | None = None
+        self._noted_step = 0
+        self._rng: Mapping[str, Any] | None = None
+        self._positions: list[Any] = []
+
+    # What Lightning asks for.
+
+    @property
+    def state_key(self) -> str:
+        return type(self).__qualname__
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """What ckpt_path="last" means."""
+        manifests = Path(self.dirpath, "manifests")
+        return str(self.dirpath) if manifests.is_dir() and list_steps(self.dirpath) else None
+
+    @property
+    def best_model_path(self) -> str:
+        """What ckpt_path="best" means."""
+        return "" if self.best_step is None else str(Path(self.dirpath, f"step={self.best_step}"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": RngState().state_dict(), "best_step": self.best_step, "best_model_score": self.best_model_score}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_step, self.best_model_score = state_dict["best_step"], state_dict["best_model_score"]
+        self._rng = state_dict["rng"]
+        RngState().load_state_dict(self._rng)  # What is drawn for a new epoch comes before its first batch.
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if not isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+            trainer.strategy.checkpoint_io = AsyncCheckpointIO()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+        self._positions = fit_loop.get("combined_loader", [])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Lightning sets positions in the middle of an epoch alone, and would begin with the first epoch's order.
+        loaders = trainer.fit_loop._combined_loader.flattened
+        for loader, position in zip(filter(_has_position, loaders), self._positions, strict=False):
+            if isinstance(loader, Batches):
+                loader.load_state_dict(position)
+        keep = self._keep
+        if keep is not None and self.monitor is not None:
+            best = {"best": 1, "metric": self.monitor, "mode": self.mode}
+            self._checkpointing.setdefault("keep", KeepPolicy(latest=keep, **best))  # type: ignore[arg-type]
+        arguments = {"every": math.inf, "keep": keep, **self._checkpointing, _ROOT: _Dumped(trainer)}
+        checkpointer = Checkpointer(self.dirpath, **arguments)
+        self._noted_step = trainer.global_step
+        self._checkpointer = checkpointer.__enter__()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._rng is not None and batch_idx > 0:
+            RngState().load_state_dict(self._rng)  # In the middle of an epoch, making its iterator again has drawn.
+        self._rng = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step, loop = trainer.global_step, trainer.fit_loop.epoch_loop
+        if step == self._noted_step:  # In the middle of accumulated gradients.
+            return
+        if not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):  # Else the step ends behind the validation.
+            self._note(step, save=self._every is not None and step % self._every == 0)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        step = trainer.global_step
+        if self._checkpointer is None or trainer.sanity_checking or step == self._noted_step:
+            return
+        if self.monitor is None:
+            self._note(step, save=self._every is not None and step % self._every == 0)
+            return
+        found = trainer.callback_metrics.get(self.monitor)
+        if found is None:
+            known = sorted(trainer.callback_metrics)
+            raise UsageError(f"there is no metric {self.monitor!r} behind the validation", found=known)
+        score = float(found)
+        best = self.best_model_score
+        if best is None or (score < best if self.mode == "min" else score > best):
+            self.best_step, self.best_model_score = step, score
+        self._note(step, save=True, score=score)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException, *_: Any, **__: Any) -> None:
+        self._end(exception)
+
+    def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._end(None)
+
+    # How it is done.
+
+    def _note(self, step: int, *, save: bool, score: float = math.nan) -> None:
+        assert self._checkpointer is not None
+        self._noted_step = step
+        metadata = None if self.monitor is None else {self.monitor: score}
+        self._checkpointer.step(step, save=save, metadata=metadata)
+
+    def _end(self, error: BaseException | None) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(None if error is None else type(error), error, None)
+
+
+class _Dumped:
+    """Lightning's checkpoint of a trainer, made when it is asked for."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise CheckpointError("Lightning loads its checkpoints itself")
+
+
+def _has_position(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+class Batches:
+    """A DataLoader with a ResumableSampler, as Lightning's loops take it: see DataPosition.
+
+    Lightning counts the batches of an epoch and leaves the last iterator where it is, so an epoch that was consumed
+    ends here when the next one begins.
+    """
+
+    def __init__(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+        self.position = DataPosition(loader)
+        self._batches_count = len(loader)  # Before any position is set.
+
+    def __len__(self) -> int:
+        return self._batches_count
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.position.is_at_end:
+            for _ in self.position:
+                raise AssertionError("an epoch that was consumed has no batches")
+        yield from self.position
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position.load_state_dict(state)

@@ -1,0 +1,121 @@
+"""A step that was saved through Hugging Face's Trainer, as a folder for `from_pretrained`.
+
+The model is made anew from the config in the checkpoint, filled, and written by its own `save_pretrained`, because that
+knows how names in memory and in files differ. The folder is there all at once, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncckpt.arguments import check_type
+from asyncckpt.commit.new_entry import NewEntry
+from asyncckpt.errors import NotFoundError, UnsupportedError
+from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.synced import sync_path
+from asyncckpt.loader import Loader
+from asyncckpt.storage.directory import check_path
+
+transformers = needed("transformers", "transformers")
+BEST = "best"
+
+
+class Pretrained:
+    """Class and configs of a model as plain values; empty for a model that is none of transformers."""
+
+    def __init__(self, model: Any = None) -> None:
+        self._model = model
+        self.values: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        model = self._model
+        if not isinstance(model, transformers.PreTrainedModel):
+            return {"class": None, "config": None, "generation_config": None}
+        generation = getattr(model, "generation_config", None)
+        return {
+            "class": type(model).__name__,
+            "config": model.config.to_json_string(use_diff=False),
+            "generation_config": None if generation is None else generation.to_json_string(use_diff=False),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = state
+
+
+class _State:
+    def __init__(self) -> None:
+        self.values: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = json.loads(state["json"])
+
+
+def export_pretrained(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    model_class: type | None = None,
+    tokenizer: Any = None,
+) -> int:
+    """Make a folder that `from_pretrained` reads, of the newest step, a given one, or "best"; return the step.
+
+    path         a directory of checkpoints that a Trainer of asyncckpt.integrations.transformers wrote to
+    step         "best": the one with the best metric, as Hugging Face's TrainerState in the newest step says
+    model_class  the class of the model; None: the one of transformers that has the stored name
+    tokenizer    a processing class that is saved beside it
+
+    Needs memory for the model. ConflictError for a name that is taken; NotFoundError; UnsupportedError for a model that
+    is none of transformers.
+    """
+    directory = check_path(path)
+    if step == BEST:
+        step = _best_step(directory)
+    if step is not None:
+        check_type("step", step, int)
+    described = Pretrained()
+    report = Loader(directory, tensors={"pretrained": described}, step=step).load()  # type: ignore[arg-type]
+    model = _made(described.values, model_class)
+    Loader(directory, tensors={"model": model}, step=report.step).load()
+    target = check_path(folder)
+    with NewEntry(target, kind="hf", durability="fsync") as entry:
+        entry.make_folder()
+        model.save_pretrained(entry.temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(entry.temporary)
+        for file in entry.temporary.iterdir():
+            sync_path(file)
+        entry.sync()
+        entry.give_name(target.is_dir)
+    return report.step
+
+
+def _best_step(directory: Path) -> int:
+    state = _State()
+    report = Loader(directory, tensors={"trainer": state}).load()
+    best = state.values.get("best_global_step")
+    if not best:
+        what = f"no step up to {report.step} in {str(directory)!r} has a metric"
+        raise NotFoundError(what, hint="set metric_for_best_model, and evaluate at the steps that are saved")
+    return int(best)
+
+
+def _made(values: Mapping[str, Any], model_class: Any) -> Any:
+    name = values["class"]
+    if name is None:
+        raise UnsupportedError("the model that was saved is none of transformers, and has no config")
+    kind = getattr(transformers, name, None) if model_class is None else model_class
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        what = f"{name!r} is no class of transformers"
+        raise UnsupportedError(what, found=repr(kind), hint="give model_class, where the model is your own")
+    model = kind._from_config(kind.config_class.from_dict(json.loads(values["config"])))  # type: ignore[attr-defined]
+    if values["generation_config"] is not None:
+        model.generation_config = transformers.GenerationConfig.from_dict(json.loads(values["generation_config"]))
+    return model

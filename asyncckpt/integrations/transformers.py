@@ -1,0 +1,351 @@
+"""Hugging Face's Trainer, saving in the background through a Checkpointer, and resuming by `resume_from_checkpoint`.
+
+    from asyncckpt.integrations.transformers import Trainer
+
+    trainer = Trainer(model=model, args=TrainingArguments("out", save_steps=100), train_dataset=data)
+    trainer.train(resume_from_checkpoint=trainer.has_checkpoint())
+
+`CheckpointMixin` gives the same to other Trainers: `class MyTrainer(CheckpointMixin, SFTTrainer)`. When to save and
+what to keep stays the business of TrainingArguments. One step of the directory holds
+
+    model, optimizer, scheduler, scaler    their state dicts, and tables in the model
+    rng                                    the random numbers of this rank
+    trainer                                Hugging Face's TrainerState, as JSON, and the loss since the last log
+    pretrained                             class, config and generation config, for export_pretrained
+
+How a run resumes:
+
+1. `train` finds the step, reads `trainer` of it, and gives Hugging Face's loop a folder with its JSON alone.
+2. The loop makes optimizer and scheduler, and asks for their states: everything is loaded now.
+3. It skips the batches of the epoch that were trained on, and asks for the random numbers: they are set now.
+
+A step counts as ended when it is logged, evaluated and saved. SIGTERM is taken then: see Checkpointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncckpt.adapters.named_parts import named_parts
+from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.checkpoints import list_steps
+from asyncckpt.errors import UnsupportedError, UsageError
+from asyncckpt.integrations.needed import needed
+from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
+from asyncckpt.loader import Loader
+from asyncckpt.options import KeepPolicy
+from asyncckpt.trainer_state import RngState
+
+__all__ = ["CheckpointMixin", "Trainer", "export_pretrained"]
+
+transformers = needed("transformers", "transformers")
+_STATE_FILE = "trainer_state.json"
+_FOLDER = "checkpoints"
+_NAMED_STEP = re.compile(r"checkpoint-(\d+)")
+_PUSHES_AT_THE_END = ("end",)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resumed:
+    """The step that a call of `train` goes on from."""
+
+    directory: Path
+    step: int
+
+
+class CheckpointMixin:
+    """In front of a Trainer of transformers; see above.
+
+    checkpoint_dir   the checkpoint directory; None: `checkpoints` in the output directory
+    discard_newer    whether going back to an older step (resume_from_checkpoint=".../checkpoint-20") may remove what
+                     was saved after it; else that is an error
+    checkpointing    further arguments of the Checkpointer, by name: {"max_hours": 23}
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        discard_newer: bool = False,
+        checkpointing: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._checkpoint_dir, self._discard_newer = checkpoint_dir, discard_newer
+        self._checkpointing = dict(checkpointing or {})
+        self._resumed: _Resumed | None = None
+        self._open: contextlib.ExitStack | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._noted_step = self._put_off_step = -1
+        self._trainer_values = _TrainerValues(self)
+        self._rng = _HeldRng()
+        super().__init__(*args, **kwargs)
+
+    # What users call.
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints are saved."""
+        given = self._checkpoint_dir
+        return Path(given) if given is not None else Path(self._get_output_dir(None)) / _FOLDER
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a step to resume: `train(resume_from_checkpoint=trainer.has_checkpoint())`."""
+        output = self.args.output_dir
+        theirs = os.path.isdir(output) and transformers.trainer_utils.get_last_checkpoint(output) is not None
+        return theirs or bool(_steps_in(self.checkpoint_dir))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer.train does.
+
+        resume_from_checkpoint: True: the newest step; ".../checkpoint-20" or the directory of checkpoints: that step,
+        or its newest. What Hugging Face's own Trainer has saved is resumed by it.
+        """
+        self._check_supported()
+        self._resumed = self._find(resume_from_checkpoint)
+        self._noted_step = self._put_off_step = -1
+        with contextlib.ExitStack() as self._open:
+            self._open.callback(self._forget)
+            if self._resumed is None:
+                self._check_unused()
+            else:
+                _load(self._resumed, {"trainer": self._trainer_values})
+                resume_from_checkpoint = self._open.enter_context(tempfile.TemporaryDirectory())
+                Path(resume_from_checkpoint, _STATE_FILE).write_text(self._trainer_values.text, encoding="utf-8")
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def export_pretrained(self, folder: str | os.PathLike[str], step: int | str | None = None) -> int:
+        """Make a folder for `from_pretrained` of a saved step ("best", a number, None: the newest); return the step."""
+        return export_pretrained(
+            self.checkpoint_dir, folder, step=step, model_class=type(self.model), tokenizer=self.processing_class
+        )
+
+    # What the loop of transformers calls.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.store_flos()
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = str(self.checkpoint_dir)
+        self._note(save=True)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        step, epoch = self.state.global_step, self.state.epoch or 0.0
+        if epoch.is_integer() and self._put_off_step != step:
+            self._put_off_step = step  # What ends the epoch comes right behind the last step of it.
+        else:
+            self._note(save=False)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._resumed is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif self._resumed.directory == self.checkpoint_dir:
+            self._made_checkpointer().restore(self._resumed.step, discard_newer=self._discard_newer)
+        else:
+            _load(self._resumed, self._parts())
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+            return
+        self._rng.set_held()
+        self._trainer_values.set_loss()
+
+    def _load_best_model(self) -> None:
+        if self.state.best_model_checkpoint != str(self.checkpoint_dir):
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        if self._checkpointer is not None:
+            self._checkpointer.save_now()  # The best model must not be taken for the last one.
+        _load(_Resumed(self.checkpoint_dir, self.state.best_global_step), {"model": self.model})
+
+    # How it is done.
+
+    def _note(self, *, save: bool) -> None:
+        """Note that a step has ended. Behind SIGTERM this saves it and ends the process."""
+        step = self.state.global_step
+        if not save and self.args.save_strategy == "no":
+            return
+        checkpointer = self._made_checkpointer()
+        if step == self._noted_step:
+            if save:
+                checkpointer.save_now(metadata=self._metric())
+            return
+        self._noted_step = step
+        checkpointer.step(step, save=save, metadata=self._metric())
+
+    def _made_checkpointer(self) -> Checkpointer:
+        if self._checkpointer is None:
+            assert self._open is not None
+            arguments = {"every": math.inf, "keep": self._keep(), **self._checkpointing, **self._parts()}
+            self._checkpointer = self._open.enter_context(Checkpointer(self.checkpoint_dir, **arguments))
+        return self._checkpointer
+
+    def _forget(self) -> None:
+        self._checkpointer = self._open = self._resumed = None
+
+    def _parts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, by name."""
+        parts = {"model": self.model, "trainer": self._trainer_values, "pretrained": Pretrained(self.model)}
+        if not self.args.save_only_model:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
+            parts |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "rng": self._rng}
+            if self.accelerator.scaler is not None:
+                parts["scaler"] = self.accelerator.scaler
+        return parts
+
+    def _metric_name(self) -> str:
+        name = self.args.metric_for_best_model
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    def _keep(self) -> KeepPolicy | None:
+        """Return what save_total_limit means: so many of the newest, and the best beside them."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return None
+        if self.args.metric_for_best_model is None:
+            return KeepPolicy(latest=limit)
+        is_max = self.args.greater_is_better
+        return KeepPolicy(latest=limit, best=1, metric=self._metric_name(), mode="max" if is_max else "min")
+
+    def _metric(self) -> dict[str, float] | None:
+        """Return the metric that chooses the best model, nan at a step that was not evaluated."""
+        if self.args.metric_for_best_model is None:
+            return None
+        name = self._metric_name()
+        found = (
+            entry[name]
+            for entry in reversed(self.state.log_history)
+            if name in entry and entry.get("step") == self.state.global_step
+        )
+        return {name: float(next(found, math.nan))}
+
+    def _find(self, asked: str | bool | None) -> _Resumed | None:
+        """Return the step that is meant; None for none, and for what Hugging Face's Trainer has saved."""
+        if not asked:
+            return None
+        own, step = self.checkpoint_dir, None
+        directory = own if asked is True else Path(asked)
+        named = _NAMED_STEP.fullmatch(directory.name)
+        if named is not None and not directory.exists():
+            directory, step = directory.parent, int(named[1])
+            directory = directory if _steps_in(directory) else directory / _FOLDER
+        elif asked is not True and not _steps_in(directory):
+            directory /= _FOLDER
+        if own.exists() and directory.exists() and own.samefile(directory):
+            directory = own
+        steps = _steps_in(directory)
+        if not steps:
+            return None
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise UsageError(f"there is no step {step} in {str(directory)!r}", found=steps)
+        if directory == own and step != steps[-1] and not self._discard_newer:
+            what = f"step {step} is not the newest in {str(directory)!r}, and two histories do not go into one"
+            raise UsageError(what, found=steps, hint="Trainer(..., discard_newer=True) removes what was saved after")
+        return _Resumed(directory, step)
+
+    def _check_unused(self) -> None:
+        steps = _steps_in(self.checkpoint_dir)
+        if steps and self.args.save_strategy != "no":
+            what = f"{str(self.checkpoint_dir)!r} holds another run"
+            raise UsageError(what, found=steps, hint="resume_from_checkpoint=True goes on; or give another folder")
+
+    def _check_supported(self) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2):
+            raise UnsupportedError("DeepSpeed and the first version of FSDP hold a state that is not taken apart here")
+        if self.args.push_to_hub and self.args.hub_strategy not in _PUSHES_AT_THE_END:
+            raise UnsupportedError(
+                "checkpoints are not pushed to the hub while they are saved in the background",
+                found=str(self.args.hub_strategy),
+                expected=_PUSHES_AT_THE_END,
+            )
+
+    if TYPE_CHECKING:  # What the Trainer has.
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class _TrainerValues:
+    """Hugging Face's TrainerState as JSON, and the loss that no log has told yet."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.text = ""
+        self._loss, self._logged_step = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = dataclasses.asdict(trainer.state)
+        state["stateful_callbacks"] = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
+        return {
+            "json": json.dumps(state, indent=2, sort_keys=True),
+            "loss_since_log": float(getattr(trainer, "_tr_loss", 0.0)),  # A load asks before the loop has begun, too.
+            "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.text, self._loss, self._logged_step = state["json"], state["loss_since_log"], state["logged_step"]
+
+    def set_loss(self) -> None:
+        """Let the next log tell the mean since the last one, though the loop has begun anew."""
+        trainer = self._trainer
+        trainer._tr_loss += self._loss
+        trainer._total_loss_scalar -= self._loss  # The mean of the run is that of its own steps.
+        trainer._globalstep_last_logged = self._logged_step
+
+
+def _callbacks_states(callbacks: list[Any]) -> dict[str, Any]:
+    """Return the states of callbacks by their class, as Trainer._save_checkpoint does."""
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if isinstance(callback, transformers.trainer_callback.ExportableState):
+            found.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
+
+
+class _HeldRng:
+    """The random numbers, loaded with everything else and set when the loop has skipped its batches."""
+
+    def __init__(self) -> None:
+        self._held: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return RngState().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._held = state
+
+    def set_held(self) -> None:
+        if self._held is not None:
+            RngState().load_state_dict(self._held)
+
+
+def _load(resumed: _Resumed, parts: Mapping[str, Any]) -> None:
+    tables, tensors = named_parts(parts)
+    Loader(resumed.directory, tables, tensors, step=resumed.step).load()
+
+
+def _steps_in(directory: Path) -> list[int]:
+    return list_steps(directory) if (directory / "manifests").is_dir() else []
+
+
+class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
+    """transformers.Trainer with checkpoints in the background; see CheckpointMixin."""

@@ -1,0 +1,167 @@
+"""Lightning's own Trainer and Fabric with ours: resumed runs are bit-equal, and ModelCheckpoint's paths are durable."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.integrations.lightning import AsyncCheckpoint, AsyncCheckpointIO
+from tests.integrations.jobs import differences, run_job
+from tests.integrations.lightning_job import STEPS, Model, batches, held_out, trainer
+
+KILLED = -signal.SIGKILL
+ENDED = (0, 1, 143, -signal.SIGTERM)  # Lightning says how its process ends behind SIGTERM.
+
+
+@pytest.mark.parametrize("variable", ["", "MONITOR", "MODEL_CHECKPOINT"])
+def test_a_run_killed_and_terminated_ends_like_an_undisturbed_one(tmp_path: Path, variable: str) -> None:
+    environment = {variable: "1"} if variable else {}
+    whole, _ = run_job("lightning_job", tmp_path / "whole", environment=environment)
+    parts = []
+    for name, step in [("SIGKILL", 7), ("SIGTERM", 10), ("SIGKILL", 17)]:
+        expected = ENDED if name == "SIGTERM" else [KILLED]
+        part, _ = run_job("lightning_job", tmp_path / "parts", name, step, expected=expected, environment=environment)
+        parts.append(part)
+        assert max(at for _, at in part) == step
+        if name == "SIGTERM":
+            shutil.copytree(tmp_path / "parts", tmp_path / "planted")
+    if variable == "":
+        assert 10 in asyncckpt.list_steps(tmp_path / "parts")
+        wrong, _ = run_job("lightning_job", tmp_path / "planted", environment={"PLANT": "random numbers"})
+        assert any(whole[key] != values for key, values in wrong.items())
+    last, printed = run_job("lightning_job", tmp_path / "parts", environment=environment)
+    assert f"ended at {STEPS}" in printed
+    assert min(step for _, step in last) > 1
+    # Behind a SIGTERM at the end of an epoch, the validation that was due comes first.
+    assert differences(whole, *parts, last) == {}
+
+
+def test_the_best_step_is_kept_tested_and_resumed_from(tmp_path: Path) -> None:
+    saved = AsyncCheckpoint(tmp_path, monitor="val_loss", keep=1)
+    running = trainer(tmp_path, saved, max_epochs=4)
+    running.fit(Model(), batches(), held_out())
+    assert saved.best_step in asyncckpt.list_steps(tmp_path)
+    assert len(asyncckpt.list_steps(tmp_path)) <= 2
+    other = Model()
+    [tested] = running.validate(other, held_out(), ckpt_path="best", verbose=False)
+    assert tested["val_loss"] == saved.best_model_score
+    best = asyncckpt.load(tmp_path, saved.best_step)["checkpoint"]["state_dict"]
+    assert all(torch.equal(best[name], tensor) for name, tensor in other.state_dict().items())
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(asyncckpt.UsageError, match="no metric 'val_los'"):
+        trainer(tmp_path, AsyncCheckpoint(tmp_path, monitor="val_los")).fit(Model(), batches(), held_out())
+    with pytest.raises(asyncckpt.UsageError, match="nothing says when to save"):
+        AsyncCheckpoint(tmp_path)
+
+
+def test_accumulated_gradients_count_optimizer_steps(tmp_path: Path) -> None:
+    saved = AsyncCheckpoint(tmp_path, every_n_train_steps=2)
+    trainer(tmp_path, saved, accumulate_grad_batches=2).fit(Model(), batches())
+    assert asyncckpt.list_steps(tmp_path) == [2, 4, 6, 8, 10]
+
+
+class _Gate:
+    """Holds saves back in the background, until it is opened."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self._open = threading.Event()
+
+    def __call__(self, blocks: list[Any]) -> list[Any]:
+        assert self._open.wait(60)
+        return blocks
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def test_nothing_is_removed_before_what_replaces_it_is_durable(tmp_path: Path) -> None:
+    gate, plugin = _Gate(), AsyncCheckpointIO()
+    plugin.save_checkpoint({"x": torch.ones(3)}, tmp_path / "old.ckpt")
+    plugin.teardown()
+    slow = AsyncCheckpointIO(filter_func=gate)
+    value = {"x": torch.full((3,), 2.0), "epoch": 1}
+    slow.save_checkpoint(value, tmp_path / "new.ckpt")
+    assert not (tmp_path / "new.ckpt").exists()  # Nothing that looks for a last checkpoint finds a part of one.
+    value["x"].zero_()
+    slow.remove_checkpoint(tmp_path / "old.ckpt")
+    assert asyncckpt.list_steps(tmp_path / "old.ckpt") == [0]
+    gate.open()
+    slow.teardown()
+    assert not (tmp_path / "old.ckpt").exists()
+    found = slow.load_checkpoint(tmp_path / "new.ckpt")
+    assert (found["x"].tolist(), found["epoch"]) == ([2.0, 2.0, 2.0], 1)
+
+
+def test_what_a_failed_save_was_to_replace_stays(tmp_path: Path) -> None:
+    def failing(blocks: list[Any]) -> list[Any]:
+        raise RuntimeError("disk on fire")
+
+    AsyncCheckpointIO().save_checkpoint({"x": torch.ones(3)}, tmp_path / "old.ckpt")
+    broken = AsyncCheckpointIO(filter_func=failing)
+    broken.save_checkpoint({"x": torch.zeros(3)}, tmp_path / "new.ckpt")
+    heard = []
+    for call in (lambda: broken.remove_checkpoint(tmp_path / "old.ckpt"), broken.teardown, broken.teardown):
+        try:
+            call()
+        except asyncckpt.CheckpointError as error:  # Whichever is called when the save has failed.
+            heard.append(str(error))
+    assert len(heard) == 1
+    assert "disk on fire" in heard[0]
+    assert AsyncCheckpointIO().load_checkpoint(tmp_path / "old.ckpt")["x"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_path_that_is_saved_again_keeps_its_newest(tmp_path: Path) -> None:
+    plugin = AsyncCheckpointIO()
+    for value in range(3):
+        plugin.save_checkpoint({"value": value, "x": torch.ones(1)}, tmp_path / "last.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "last.ckpt")["value"] == 2
+    plugin.teardown()
+    assert len(asyncckpt.list_steps(tmp_path / "last.ckpt")) == 1
+
+
+def test_lightnings_own_files_are_read(tmp_path: Path) -> None:
+    running = trainer(tmp_path)
+    running.fit(Model(), batches())
+    running.save_checkpoint(tmp_path / "theirs.ckpt")
+    resumed = trainer(tmp_path, AsyncCheckpoint(tmp_path / "ours", every_n_train_steps=5), max_epochs=3)
+    resumed.fit(Model(), batches(), ckpt_path=str(tmp_path / "theirs.ckpt"))
+    assert asyncckpt.list_steps(tmp_path / "ours") == [25, 30]
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    plugin = AsyncCheckpointIO()
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    fabric.launch()
+    net = torch.nn.Linear(4, 1)
+    model, adam = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    adam.step()
+    fabric.save(tmp_path / "step-1", {"model": model, "adam": adam, "step": 1})
+    weight = net.weight.detach().clone()
+    with torch.no_grad():
+        net.weight.zero_()
+    rest = fabric.load(tmp_path / "step-1", {"model": model, "adam": adam})
+    assert torch.equal(net.weight, weight)
+    assert rest == {"step": 1}
+    plugin.teardown()
+    assert asyncckpt.verify(tmp_path / "step-1")
+
+
+def test_several_ranks_save_and_resume_together(tmp_path: Path) -> None:
+    whole, _ = run_job("lightning_ranks_job", tmp_path / "whole", 4, ranks=2)
+    run_job("lightning_ranks_job", tmp_path / "parts", 2, ranks=2)
+    rest, printed = run_job("lightning_ranks_job", tmp_path / "parts", 4, ranks=2)
+    assert "ended at 20" in printed
+    assert {key: values for key, values in rest.items() if whole[key] != values} == {}
+    assert asyncckpt.describe(tmp_path / "parts").ranks_count == 2

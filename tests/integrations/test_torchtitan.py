@@ -1,0 +1,58 @@
+"""A loop in torchtitan's shape under FSDP2 resumes as it was, and saves when it is told."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt.integrations.torchtitan import CheckpointManager
+from tests.integrations.jobs import run_job
+
+# What torchtitan's trainer calls, as in its components/checkpointer/base.py.
+METHODS = {
+    "load": ["step"],
+    "save": ["curr_step", "last_step"],
+    "maybe_wait_for_staging": [],
+    "maybe_wait_for_saving": [],
+    "close": [],
+}
+
+
+def test_a_loop_on_two_ranks_resumes_as_it_was(tmp_path: Path) -> None:
+    whole, printed = run_job("torchtitan_job", tmp_path / "whole", 12, ranks=2)
+    assert "loaded False" in printed
+    run_job("torchtitan_job", tmp_path / "parts", 6, ranks=2)
+    assert asyncckpt.list_steps(tmp_path / "parts") == [4, 6]
+    rest, printed = run_job("torchtitan_job", tmp_path / "parts", 12, ranks=2)
+    assert "loaded True" in printed
+    assert rest == {key: values for key, values in whole.items() if key[1] > 6}
+
+
+def test_its_methods_are_those_of_torchtitan() -> None:
+    for name, parameters in METHODS.items():
+        found = inspect.signature(getattr(CheckpointManager, name)).parameters
+        assert [parameter for parameter in found if parameter != "self"] == parameters
+
+
+def test_when_it_saves_and_what_it_goes_back_to(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = CheckpointManager(
+        None, model, sgd, None, {}, folder=tmp_path, interval=3, keep_latest_k=0, enable_first_step_checkpoint=True
+    )
+    assert [step for step in range(1, 9) if manager.save(step, last_step=step == 8)] == [1, 3, 6, 8]
+    manager.maybe_wait_for_saving()
+    assert manager.load(3)
+    manager.close()
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]
+    reading = CheckpointManager(None, model, sgd, None, {}, folder=tmp_path, load_only=True)
+    assert reading.load()
+    assert not reading.save(4, last_step=True)
+    reading.close()
+    assert asyncckpt.list_steps(tmp_path) == [1, 3]
+    with pytest.raises(asyncckpt.UsageError, match="interval"):
+        CheckpointManager(None, model, sgd, None, {}, folder=tmp_path / "other", interval=0)

@@ -1,0 +1,149 @@
+"""Hugging Face's own Trainer with ours: resumed runs are bit-equal, the best model comes out, retention is theirs."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer
+
+import asyncckpt
+from asyncckpt.integrations.transformers import export_pretrained
+from tests.integrations.jobs import differences, run_job
+from tests.integrations.transformers_job import STEPS, arguments, model, samples, trainer
+
+KILLED, TERMINATED = -signal.SIGKILL, 128 + signal.SIGTERM
+
+
+def test_a_run_killed_and_terminated_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    whole, _ = run_job("transformers_job", tmp_path / "whole")
+    parts = [run_job("transformers_job", tmp_path / "parts", "SIGKILL", 7, expected=[KILLED])[0]]
+    part, _ = run_job("transformers_job", tmp_path / "parts", "SIGTERM", 10, expected=[TERMINATED])
+    assert max(step for _, step in part) == 10  # The step in which it came is the last one.
+    assert asyncckpt.list_steps(tmp_path / "parts" / "checkpoints")[-1] == 10
+    shutil.copytree(tmp_path / "parts", tmp_path / "planted")
+    parts += [part, run_job("transformers_job", tmp_path / "parts", "SIGKILL", 15, expected=[KILLED])[0]]
+    last, printed = run_job("transformers_job", tmp_path / "parts")
+    assert "resumes True" in printed
+    assert f"ended at {STEPS}" in printed
+    assert differences(whole, *parts, last) == {}
+    # Step 10 is no multiple of logging_steps, and dropout draws: each of both shows when it is not restored.
+    for planted in ("random numbers", "loss"):
+        wrong, _ = run_job(
+            "transformers_job", tmp_path / "planted", "SIGKILL", 13, expected=[KILLED], environment={"PLANT": planted}
+        )
+        assert {name for name, _ in wrong if differences(whole, wrong)} != set()
+        assert any(whole[key] != values for key, values in wrong.items())
+
+
+def test_several_ranks_resume_together(tmp_path: Path) -> None:
+    whole, _ = run_job("transformers_job", tmp_path / "whole", ranks=2)
+    run_job("transformers_job", tmp_path / "parts", "SIGKILL", 7, ranks=2, expected=[1, KILLED, 137])
+    last, printed = run_job("transformers_job", tmp_path / "parts", ranks=2)
+    assert "resumes True" in printed
+    wrong = {key: values for key, values in last.items() if values != whole[key]}
+    assert wrong == {}
+
+
+def test_the_best_model_is_loaded_in_the_end_and_exported(tmp_path: Path) -> None:
+    running = trainer(tmp_path, load_best_model_at_end=True, save_total_limit=2)
+    running.train()
+    best = running.state.best_global_step
+    assert running.state.best_metric == min(e["eval_loss"] for e in running.state.log_history if "eval_loss" in e)
+    saved = asyncckpt.list_steps(running.checkpoint_dir)
+    assert saved[-1] == STEPS
+    assert best in saved
+    assert len(saved) <= 3
+    assert running.export_pretrained(tmp_path / "best", "best") == best
+    assert export_pretrained(running.checkpoint_dir, tmp_path / "last") == STEPS
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    for name, tensor in running.model.state_dict().items():
+        assert torch.equal(tensor, found.state_dict()[name])
+    whole = asyncckpt.load(running.checkpoint_dir, STEPS)["model"]
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "last").state_dict()
+    assert all(torch.equal(whole[name], last[name]) for name in last)
+    with pytest.raises(asyncckpt.ConflictError, match="exists already"):
+        export_pretrained(running.checkpoint_dir, tmp_path / "last")
+    assert not list(tmp_path.glob(".hf-*"))
+
+
+def test_the_last_step_is_that_of_training_not_the_best_model(tmp_path: Path) -> None:
+    running = trainer(tmp_path, load_best_model_at_end=True, greater_is_better=True, learning_rate=5.0)
+    running.train()
+    assert running.state.best_global_step < STEPS
+    last = asyncckpt.load(running.checkpoint_dir)["model"]
+    assert any(not torch.equal(last[name], tensor) for name, tensor in running.model.state_dict().items())
+
+
+def test_resuming_by_the_path_of_a_step(tmp_path: Path) -> None:
+    first = trainer(tmp_path)
+    first.train()
+    with pytest.raises(asyncckpt.UsageError, match="two histories"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    with pytest.raises(asyncckpt.UsageError, match="no step 7"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    elsewhere = trainer(tmp_path / "other")
+    elsewhere.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    again = trainer(tmp_path, discard_newer=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "checkpoint-8"))
+    for other in (elsewhere, again):
+        for name, tensor in first.model.state_dict().items():
+            assert torch.equal(tensor, other.model.state_dict()[name])
+        assert [e.get("loss") for e in other.state.log_history] == [e.get("loss") for e in first.state.log_history]
+    assert asyncckpt.list_steps(elsewhere.checkpoint_dir) == [12, 16, 20]
+
+
+def test_a_run_of_transformers_itself_goes_on_here(tmp_path: Path) -> None:
+    data = samples()
+    theirs = Trainer(model=model(), args=arguments(tmp_path), train_dataset=data, eval_dataset=data[:8])
+    theirs.train()
+    shutil.rmtree(tmp_path / "checkpoint-16")
+    shutil.rmtree(tmp_path / "checkpoint-20")
+    ours = trainer(tmp_path)
+    assert ours.has_checkpoint()
+    ours.train(resume_from_checkpoint=True)
+    for name, tensor in theirs.model.state_dict().items():
+        assert torch.equal(tensor, ours.model.state_dict()[name])
+    assert asyncckpt.list_steps(ours.checkpoint_dir) == [16, 20]
+
+
+def test_a_second_run_does_not_go_into_the_directory_of_another(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=4).train()
+    with pytest.raises(asyncckpt.UsageError, match="holds another run"):
+        trainer(tmp_path, max_steps=4).train()
+    assert asyncckpt.list_steps(tmp_path / "checkpoints") == [4]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("epoch", [10, 20]), ("no", []), ("best", None)])
+def test_when_to_save_is_up_to_the_arguments(tmp_path: Path, strategy: str, expected: list[int] | None) -> None:
+    evaluated = "epoch" if strategy != "no" else "no"
+    running = trainer(tmp_path, save_strategy=strategy, eval_strategy=evaluated, save_only_model=strategy == "best")
+    running.train()
+    found = asyncckpt.list_steps(running.checkpoint_dir) if expected != [] else []
+    assert found == expected or (expected is None and running.state.best_global_step in found)
+    assert (tmp_path / "checkpoints").exists() == (expected != [])
+
+
+def test_an_interrupted_run_saves_its_last_step(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
+            if state.global_step == 6:  # type: ignore[attr-defined]
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, callbacks=[Interrupt()]).train()
+    assert asyncckpt.list_steps(tmp_path / "checkpoints") == [4, 6]
+    assert asyncckpt.Loader(tmp_path / "checkpoints").load().metadata["asyncckpt.half_way"] is False
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    running = trainer(tmp_path)
+    running.args.push_to_hub, running.args.hub_strategy = True, "every_save"
+    with pytest.raises(asyncckpt.UnsupportedError, match="not pushed"):
+        running.train()
+    assert list(tmp_path.iterdir()) == []
