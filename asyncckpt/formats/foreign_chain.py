@@ -18,6 +18,7 @@ from asyncckpt.native import Progress
 from asyncckpt.plan.image import split_rows
 from asyncckpt.shard.reader import ChainReader, FilesOfManifest
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.folder import ReadFolder
 
 
 def chain_of(parts: Sequence[RankPart], files: DataFiles, *, step: int, writer: str) -> Chain:
@@ -72,7 +73,7 @@ class ForeignReader(ChainReader):
         self._data_files = files
         super().__init__(folder, chain, threads=threads, verify=False, progress=progress)
 
-    def _open(self, data: Directory, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
+    def _open(self, data: ReadFolder, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
         return _Borrowed(self._data_files)
 
     def check(self, number: int, digest: bytes) -> None:
