@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asyncckpt.arguments import as_int, check_choice, check_int, check_seconds, check_type
 from asyncckpt.errors import UsageError
+from asyncckpt.model.store_url import StoreUrl
 
 if TYPE_CHECKING:
     import torch
@@ -193,6 +194,36 @@ class DeviceOptions:
             check_type("one of the optimizers", optimizer, torch.optim.Optimizer)
         check_type("fingerprints", self.fingerprints, bool)
         check_choice("host_level", self.host_level, HOST_LEVELS)
+
+
+@dataclass(frozen=True)
+class UploadOptions:
+    """Where a Saver copies its checkpoints to, behind its saves (docs/object-stores.md).
+
+    url               a prefix in an object store that is for this directory alone: s3://, gs:// or az://
+    parallel          parts of a file that are read and on their way at once, of 16 MiB each (or more: a file has at
+                      most 10,000)
+    request_deadline  seconds that one request may take; what fails is tried again for twice as long
+    deadline          seconds in which a checkpoint is tried again, when the store is busy or cannot be reached. Then
+                      the upload has failed; it goes on with the next save, or the next Saver
+    """
+
+    url: str
+    parallel: int = 4
+    request_deadline: float = 30.0
+    deadline: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_type("url", self.url, str)
+        object.__setattr__(self, "url", str(StoreUrl.of(self.url)))
+        check_int("parallel", self.parallel, at_least=1, at_most=PARALLEL_MAX)
+        check_seconds("request_deadline", self.request_deadline, above_zero=True)
+        check_seconds("deadline", self.deadline)
+
+    @staticmethod
+    def of(upload: str | UploadOptions | None) -> UploadOptions | None:
+        """Return the options that were given, or those of a URL. UsageError."""
+        return upload if upload is None or isinstance(upload, UploadOptions) else UploadOptions(upload)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,8 @@ from asyncckpt.adapters.left_out import check_all_taken
 from asyncckpt.arguments import check_choice, check_timeout, check_type
 from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
-from asyncckpt.engine.process.background import background, check_may_wait
+from asyncckpt.engine.process.background import background
+from asyncckpt.engine.process.calls import Calls
 from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
@@ -30,6 +30,7 @@ from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
+from asyncckpt.engine.upload.uploads import Uploads
 from asyncckpt.errors import CheckpointError, DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult, SaverStatistics
@@ -48,13 +49,14 @@ from asyncckpt.options import (
     RankOptions,
     SaveKind,
     SaveOptions,
+    UploadOptions,
 )
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import RowFilter, check_filters
 from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.save_plan import PlanCache
 from asyncckpt.plan.state import TensorsArgument, named_state
-from asyncckpt.signals import STEP_S, uninterrupted, wait_until_done
+from asyncckpt.signals import uninterrupted, wait_until_done
 from asyncckpt.staging.pool import pool
 from asyncckpt.storage.directory import check_path
 
@@ -89,6 +91,8 @@ class Saver(Closing):
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
     keep                    how many of the newest checkpoints stay, or a KeepPolicy; None keeps all
+    upload                  the URL of a prefix in an object store, or UploadOptions: what is committed is copied there,
+                            behind the saves (docs/object-stores.md); retention keeps what is not yet there
     deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background
@@ -116,6 +120,7 @@ class Saver(Closing):
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
         keep: int | KeepPolicy | None = None,
+        upload: str | UploadOptions | None = None,
         deltas: DeltaPolicy | None = None,
         filters: Sequence[RowFilter] = (),
         device: DeviceOptions = DeviceOptions(),
@@ -137,6 +142,7 @@ class Saver(Closing):
             if not callable(filter_func):
                 raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
             self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
+            upload = UploadOptions.of(upload)
             options = SaveOptions(
                 parallel=parallel,
                 durability=durability,
@@ -157,8 +163,7 @@ class Saver(Closing):
         self._errors = OpenErrors()
         self._counts = SaveCounts()
         self._closed, self._pid = False, os.getpid()
-        self._callers: list[int] = []  # The threads whose calls use the directory now.
-        self._calls_changed = threading.Condition()
+        self._calls = Calls()
         opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
         try:
             with uninterrupted:
@@ -166,8 +171,10 @@ class Saver(Closing):
                     checked, index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
                 )
                 self._lock = opened.lock
+                uploads = Uploads.open(opened.root, upload, ranks_count=shard_num)
                 self._target = SaveTarget(
-                    commits=commits_of(opened.root, self._lock, durability),
+                    commits=commits_of(opened.root, self._lock, durability, uploads),
+                    uploads=uploads,
                     options=options,
                     tables=tables,
                     state=state,
@@ -265,13 +272,13 @@ class Saver(Closing):
 
     @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight and their retention; then raise the first error nobody has asked for.
+        """Wait for saves in flight, their retention and uploads; then raise the first error nobody has asked for.
 
         In a forked child there is nothing to wait for.
         """
         check_timeout(timeout)
         self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
-        self._errors.raise_first()
+        self._raise_first()
 
     def statistics(self) -> SaverStatistics:
         """Return counts and sums over all saves of this Saver so far, and the arenas of the process."""
@@ -286,7 +293,7 @@ class Saver(Closing):
         leaves the directory, and what is in flight, to its parent.
         """
         self._end()
-        self._errors.raise_first()
+        self._raise_first()
 
     async def aclose(self) -> None:
         """Close without stopping the event loop, as `async with` does; raises as `close`.
@@ -294,20 +301,20 @@ class Saver(Closing):
         Cancelled, it goes on by itself, and the error is that of the next `close`, or printed at exit.
         """
         await asyncio.to_thread(self._end)
-        self._errors.raise_first()
+        self._raise_first()
 
     def _end(self) -> None:
         """Take no more saves, wait for those in flight, and give the directory back."""
         if self._pid != os.getpid():
             self._closed = True
             return
-        if threading.get_ident() in self._callers:
+        if self._calls.is_in_one():
             what = f"the Saver of {self.path!r} cannot be closed by what one of its calls calls"
             raise UsageError(what, hint="close it when that call has returned")
         self._closed = True
         if not self._finalizer.alive:
             return
-        self._wait_for_calls(SAVE_DEADLINE_S)
+        self._calls.wait_for_all(f"a call of the Saver of {self.path!r} on another thread", SAVE_DEADLINE_S)
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
@@ -345,31 +352,12 @@ class Saver(Closing):
     def _using_directory(self) -> Iterator[None]:
         """Keep the directory open for a call; UsageError when it is closed."""
         self._check_open()
-        with self._calls_changed:
-            self._callers.append(threading.get_ident())
-        try:
+        with self._calls.one():
             self._check_open()  # Whoever closes it from now on waits for this call.
             yield
-        finally:
-            with self._calls_changed:
-                self._callers.remove(threading.get_ident())
-                self._calls_changed.notify_all()
-
-    def _wait_for_calls(self, timeout: float) -> None:
-        """Wait until no thread uses the directory; UsageError where that would have no end."""
-        what = f"a call of the Saver of {self.path!r} on another thread"
-        with self._calls_changed:
-            if self._callers:
-                check_may_wait(what)
-            until = time.monotonic() + timeout
-            while self._callers:
-                if time.monotonic() >= until:
-                    raise DeadlineError(f"{what} did not end within {timeout} s")
-                self._calls_changed.wait(STEP_S)
-                uninterrupted.look(self._calls_changed)
 
     def _wait_in_flight(self, timeout: float) -> None:
-        """Wait for saves, and for retention, which goes on when a save has ended."""
+        """Wait for saves, and for retention and uploads, which go on when a save has ended."""
         if self._pid != os.getpid():
             return
         until = time.monotonic() + timeout
@@ -377,11 +365,21 @@ class Saver(Closing):
         retention = self._target.memory.retention
         if retention is not None and not wait_until_done(retention, max(0.0, until - time.monotonic())):
             raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
+        if self._target.uploads is not None:
+            self._target.uploads.wait(max(0.0, until - time.monotonic()))
+
+    def _raise_first(self) -> None:
+        """Raise the first error of saves that nobody has asked for; then one of uploads."""
+        self._errors.raise_first()
+        if self._target.uploads is not None:
+            self._target.uploads.raise_left()
 
     def _is_idle(self) -> bool:
         """Return whether `close` would not wait."""
         retention = self._target.memory.retention
-        return self._errors.are_settled() and (retention is None or retention.done())
+        uploads = self._target.uploads
+        are_settled = self._errors.are_settled() and (retention is None or retention.done())
+        return are_settled and (uploads is None or uploads.are_settled())
 
     def _check_open(self) -> None:
         if self._closed:

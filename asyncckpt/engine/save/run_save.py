@@ -15,6 +15,7 @@ import asyncio
 import time
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
@@ -136,6 +137,8 @@ async def _save_alone(job: SaveJob) -> Committed:
         head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft)
+        if job.target.uploads is not None:
+            job.future.expect_upload(partial(job.target.uploads.wait_for, transaction.attempt))
     except BaseException as error:
         newest = job.target.memory.newest
         if isinstance(error, ConflictError) and parents and newest is not None and newest.parent == parents[0]:
