@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from asyncckpt.arguments import as_int, check_choice, check_int, check_seconds, check_type
 from asyncckpt.errors import UsageError
-from asyncckpt.model.store_url import StoreUrl
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +214,6 @@ class UploadOptions:
 
     def __post_init__(self) -> None:
         check_type("url", self.url, str)
-        object.__setattr__(self, "url", str(StoreUrl.of(self.url)))
         check_int("parallel", self.parallel, at_least=1, at_most=PARALLEL_MAX)
         check_seconds("request_deadline", self.request_deadline, above_zero=True)
         check_seconds("deadline", self.deadline)

@@ -165,15 +165,15 @@ class Saver(Closing):
         self._closed, self._pid = False, os.getpid()
         self._calls = Calls()
         opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
+        uploads = Uploads.open(checked, upload, ranks_count=shard_num)
         try:
             with uninterrupted:
                 opened = open_directory(
                     checked, index=shard_index, count=shard_num, options=ranks, exact_modes=self._exact_modes
                 )
                 self._lock = opened.lock
-                uploads = Uploads.open(opened.root, upload, ranks_count=shard_num)
                 self._target = SaveTarget(
-                    commits=commits_of(opened.root, self._lock, durability, uploads),
+                    commits=commits_of(opened.root, self._lock, durability, uploads.uploader),
                     uploads=uploads,
                     options=options,
                     tables=tables,
@@ -189,6 +189,7 @@ class Saver(Closing):
                 # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
                 # while it saves lets the save end first.
                 self._finalizer = weakref.finalize(self._target, _give_back, opened, self._target.memory)
+                uploads.go_on(opened.root)
         except BaseException:
             with uninterrupted:
                 if opened is not None:
@@ -277,7 +278,9 @@ class Saver(Closing):
         In a forked child there is nothing to wait for.
         """
         check_timeout(timeout)
-        self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
+        until = time.monotonic() + (timeout := SAVE_DEADLINE_S if timeout is None else timeout)
+        self._wait_in_flight(timeout)
+        self._target.uploads.wait(max(0.0, until - time.monotonic()))
         self._raise_first()
 
     def statistics(self) -> SaverStatistics:
@@ -318,7 +321,8 @@ class Saver(Closing):
         self._wait_in_flight(SAVE_DEADLINE_S)
         if self._target.ranks is not None and not background.is_current_thread():
             self._target.ranks.wait_announced()
-        self._finalizer()
+        self._finalizer()  # Uploads go on without the directory's lock.
+        self._target.uploads.wait(SAVE_DEADLINE_S)
 
     def _start(
         self,
@@ -357,7 +361,7 @@ class Saver(Closing):
             yield
 
     def _wait_in_flight(self, timeout: float) -> None:
-        """Wait for saves, and for retention and uploads, which go on when a save has ended."""
+        """Wait for saves, and for retention, which goes on when a save has ended."""
         if self._pid != os.getpid():
             return
         until = time.monotonic() + timeout
@@ -365,21 +369,17 @@ class Saver(Closing):
         retention = self._target.memory.retention
         if retention is not None and not wait_until_done(retention, max(0.0, until - time.monotonic())):
             raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
-        if self._target.uploads is not None:
-            self._target.uploads.wait(max(0.0, until - time.monotonic()))
 
     def _raise_first(self) -> None:
         """Raise the first error of saves that nobody has asked for; then one of uploads."""
         self._errors.raise_first()
-        if self._target.uploads is not None:
-            self._target.uploads.raise_left()
+        self._target.uploads.raise_left()
 
     def _is_idle(self) -> bool:
         """Return whether `close` would not wait."""
         retention = self._target.memory.retention
-        uploads = self._target.uploads
-        are_settled = self._errors.are_settled() and (retention is None or retention.done())
-        return are_settled and (uploads is None or uploads.are_settled())
+        are_settled = self._errors.are_settled() and self._target.uploads.are_settled()
+        return are_settled and (retention is None or retention.done())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,6 +26,7 @@ from asyncckpt.storage.store_folder import StoreFolder
 REQUEST_BYTES_MAX = 8 << 20
 REQUESTS_AT_ONCE_MIN = 8  # A store answers late, but many at once.
 GAP_SHARE = 0.05
+READ_S_MAX = 86400.0  # Each request has a deadline of its own.
 NOT_OPEN = -1
 
 S = TypeVar("S")
@@ -77,9 +78,9 @@ class StoreReader:
         with ThreadPoolExecutor(min(self._threads, max(1, len(items))), "asyncckpt-fetch") as threads:
             begun = {threads.submit(work, item): item for item in items}
             try:
-                for done in as_completed(begun):
+                for done in as_completed(begun, timeout=READ_S_MAX):
                     uninterrupted.look()
-                    yield begun[done], done.result()
+                    yield begun[done], done.result(0)
             finally:
                 for future in begun:
                     future.cancel()

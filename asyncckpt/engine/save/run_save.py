@@ -137,7 +137,7 @@ async def _save_alone(job: SaveJob) -> Committed:
         head = transaction.head(files=written.files, values=job.values, metadata=job.metadata, parents=parents)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft)
-        if job.target.uploads is not None:
+        if job.target.uploads.uploader is not None:
             job.future.expect_upload(partial(job.target.uploads.wait_for, transaction.attempt))
     except BaseException as error:
         newest = job.target.memory.newest

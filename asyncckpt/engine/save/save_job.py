@@ -68,7 +68,7 @@ class SaveTarget:
     ranks: Ranks | None
     step_fences: StepFences
     memory: SaverMemory
-    uploads: Uploads | None = None
+    uploads: Uploads
 
     @property
     def root(self) -> CheckpointRoot:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncckpt.commit.chain import chain_below
-from asyncckpt.commit.discover import KnownHeads
+from asyncckpt.commit.discover import KnownHeads, look_again
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.upload_marks import unmark_upload
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, UnsupportedError
@@ -54,15 +54,20 @@ def upload_attempt(path: Path, store: ObjectStore, attempt: Attempt, options: Up
     no mark any more, and need not be asked for again.
     """
     with CheckpointRoot.for_reading(path) as root:
-        heads = KnownHeads(root)
-        newest = _find(heads, attempt)
-        if newest is None:
-            unmark_upload(root, attempt)
-            raise AttemptGoneError(f"step {attempt.step} was removed from {str(path)!r} before it was uploaded")
-        below = chain_below(newest.head, heads.of_step)
-        for sealed in (*reversed(below), newest):
-            _upload(root, store, sealed.head.file_name, options)
+        # Again where a compaction or a retention takes a manifest away meanwhile; what is in the store stays there.
+        look_again(root, lambda: _upload_with_base(root, store, attempt, options))
+
+
+def _upload_with_base(root: CheckpointRoot, store: ObjectStore, attempt: Attempt, options: UploadOptions) -> None:
+    heads = KnownHeads(root)
+    newest = _find(heads, attempt)
+    if newest is None:
         unmark_upload(root, attempt)
+        raise AttemptGoneError(f"step {attempt.step} was removed from {str(root.path)!r} before it was uploaded")
+    below = chain_below(newest.head, heads.of_step)
+    for sealed in (*reversed(below), newest):
+        _upload(root, store, sealed.head.file_name, options)
+    unmark_upload(root, attempt)
 
 
 def _find(heads: KnownHeads, attempt: Attempt) -> SealedHead | None:

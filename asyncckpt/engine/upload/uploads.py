@@ -15,6 +15,7 @@ again for a while; then, or when it fails otherwise, it is left until the next c
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -39,13 +40,12 @@ PAUSE_S_MAX = 30.0
 
 
 class Uploads:
-    """See the module. An Uploader of commits (commit/transaction.py)."""
+    """See the module. An Uploader of commits (commit/transaction.py); without options there is nothing to do."""
 
-    def __init__(self, path: Path, options: UploadOptions) -> None:
-        limits = StoreLimits(request_s=options.request_deadline, retry_s=2 * options.request_deadline)
+    def __init__(self, path: Path, options: UploadOptions | None) -> None:
         self._path = path
         self._options = options
-        self._store = ObjectStore(StoreUrl.of(options.url), limits)
+        self._store = None if options is None else _open_store(options)
         self._guard = Guard()
         self._waiting: deque[Attempt] = deque()
         self._left: list[Attempt] = []
@@ -53,22 +53,27 @@ class Uploads:
         self._is_working = False
         self._working: Future[None] | None = None  # The last one.
         self._error: BaseException | None = None  # The last one that nobody has got.
+        self._pid = os.getpid()
 
     @staticmethod
-    def open(root: CheckpointRoot, options: UploadOptions | None, *, ranks_count: int) -> Uploads | None:
-        """Check the store, and go on with what an earlier Saver has left; None without options.
-
-        UnsupportedError, NotFoundError, IOFailedError, UsageError.
-        """
-        if options is None:
-            return None
-        if ranks_count > 1:
+    def open(path: Path, options: UploadOptions | None, *, ranks_count: int) -> Uploads:
+        """Check the store, if there is one. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
+        if options is not None and ranks_count > 1:
             raise UnsupportedError("upload is for a Saver that saves alone", found=f"{ranks_count} ranks")
-        uploads = Uploads(root.path, options)
-        check_store(uploads._store)
-        for attempt in uploads_among(root.manifests.names()):
-            uploads.committed(attempt)
+        uploads = Uploads(path, options)
+        if uploads._store is not None:
+            check_store(uploads._store)
         return uploads
+
+    @property
+    def uploader(self) -> Uploads | None:
+        """What commits tell of their attempts, if anything is to be uploaded."""
+        return None if self._store is None else self
+
+    def go_on(self, root: CheckpointRoot) -> None:
+        """Upload what earlier Savers of the directory have left."""
+        for attempt in uploads_among(root.manifests.names()) if self._store is not None else ():
+            self.committed(attempt)
 
     def committed(self, attempt: Attempt) -> None:
         """Upload an attempt, behind those that were left."""
@@ -91,7 +96,7 @@ class Uploads:
     @uninterrupted
     def wait_for(self, attempt: Attempt, timeout: float) -> None:
         """Wait until an attempt is uploaded, or raise why it is not. DeadlineError."""
-        what = f"the upload of step {attempt.step} to {str(self._store.url)!r}"
+        what = f"the upload of step {attempt.step} to {self._url!r}"
         check_may_wait(what, uploaders)
         with self._guard:
             future = self._futures.get(attempt.id)
@@ -107,10 +112,10 @@ class Uploads:
             raise error
 
     def wait(self, timeout: float) -> None:
-        """Wait until nothing is being uploaded, whatever comes of it. DeadlineError."""
+        """Wait until nothing is being uploaded, whatever comes of it; not in a forked child. DeadlineError."""
         working = self._working
-        if working is not None and not wait_until_done(working, timeout):
-            raise DeadlineError(f"uploads to {str(self._store.url)!r} did not end within {timeout} s")
+        if working is not None and self._pid == os.getpid() and not wait_until_done(working, timeout):
+            raise DeadlineError(f"uploads to {self._url!r} did not end within {timeout} s")
 
     def are_settled(self) -> bool:
         return self._working is None or self._working.done()
@@ -121,6 +126,10 @@ class Uploads:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    @property
+    def _url(self) -> str:
+        return "nowhere" if self._options is None else self._options.url
 
     # -- on a thread of `uploaders` ------------------------------------------------------------------------------------
 
@@ -144,6 +153,8 @@ class Uploads:
 
     def _upload(self, attempt: Attempt) -> None:
         """Upload, and try again while that may help."""
+        assert self._store is not None
+        assert self._options is not None
         until, pause_s = time.monotonic() + self._options.deadline, FIRST_PAUSE_S
         while True:
             try:
@@ -162,3 +173,8 @@ class Uploads:
                 self._left.append(attempt)
             future = self._futures[attempt.id]
         future.set_exception(error)
+
+
+def _open_store(options: UploadOptions) -> ObjectStore:
+    limits = StoreLimits(request_s=options.request_deadline, retry_s=2 * options.request_deadline)
+    return ObjectStore(StoreUrl.of(options.url), limits)
