@@ -76,7 +76,7 @@ def running(folder: Path, *, buckets: tuple[str, ...]) -> Iterator[Server]:
         f"-master.port.grpc={ports[4]}", f"-volume.port.grpc={ports[5]}",
         f"-filer.port.grpc={ports[6]}", f"-s3.port.grpc={ports[7]}",
         f"-s3.config={config}", "-s3.iam=false", "-volume.max=64", "-master.volumeSizeLimitMB=256",
-        "-master.telemetry=false", "-s3.port.iceberg=0",
+        "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
         "-s3.autoCreateBucket=false",
     ]  # fmt: skip
     log = folder / "server.log"

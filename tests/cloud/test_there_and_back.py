@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import asyncckpt
 from asyncckpt.checkpoints import summaries
+from asyncckpt.dcp import StorageReader
 from asyncckpt.inspection import compare
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import FaultProxy
@@ -80,6 +82,22 @@ def test_tables_and_their_deltas_come_back(owner: seaweed.Server, url: str, tmp_
 async def test_a_store_is_followed(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
     saved(tmp_path / "ckpt", url, steps=3)
     assert [update.step async for update in asyncckpt.follow(url, until=2)] == [0, 1, 2]
+
+
+def test_dcp_loads_from_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "ckpt", url)
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(target, storage_reader=StorageReader(url), no_dist=True)
+    assert_equal(target, tensors)
+
+
+def test_a_checkpointer_uploads_what_it_saves(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with asyncckpt.Checkpointer(tmp_path / "ckpt", every=2, options={"upload": url}, model=model) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 4):
+            checkpointer.step(step)
+    assert asyncckpt.list_steps(url)[-1] == 3
 
 
 def test_a_load_reads_little_more_than_it_needs(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
