@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def test_a_disturbed_upload_comes_to_its_end(proxy: FaultProxy, url: str, tmp_pa
         loaded = asyncckpt.load(url)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
     assert marks(tmp_path / "ckpt") == []
+
+
+def test_an_upload_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    saver, _ = open_saver(tmp_path / "ckpt", options(url))
+    with saver:
+        proxy.requests = []
+        saver.save_async(0).wait_uploaded()
+        kinds = Counter(request.kind for request in proxy.requests)
+    parts_count = 3
+    assert kinds == {"begin upload": 1, "part": parts_count, "complete upload": 1, "get": 1, "put": 1, "list": 3}
 
 
 def test_what_a_store_refuses_is_raised_once_and_goes_on(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
