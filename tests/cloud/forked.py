@@ -1,8 +1,8 @@
 """A process that has torch and asyncckpt imported and forks a child for each line it is sent: a Saver that uploads.
 
-A line is JSON: the directory, the URL, the first and the last step, and the environment of the store. The child says
-"pid" and its number, then each step that is uploaded; at its end, however that comes, the server says "end". Neither
-has used a store before the fork.
+A line is JSON: the directory, the URL, the first and the last step, whether to plant a fault, and the environment of
+the store. The child says "pid" and its number, then each step that is uploaded; at its end, however that comes, the
+server says "end". Neither has used a store before the fork.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 
 import asyncckpt
+from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.engine.upload import upload_attempt, uploads
 from asyncckpt.plan import image
+from asyncckpt.storage.object_store import ObjectStore
 
 PART_BYTES = 5 << 20
 FILE_BYTES = 8 << 20
@@ -36,8 +38,17 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.full((size,), float(step)) for name, size in (("large", 2 << 20), ("small", 1000), ("b", 9999))}
 
 
-def save_steps(path: str, url: str, first: int, last: int) -> None:
+def publish_first(root: CheckpointRoot, store: ObjectStore, name: str, options: asyncckpt.UploadOptions) -> None:
+    """A planted fault: the manifest comes before its files."""
+    raw = root.manifests.read_file(name, bytes_max=1 << 20)
+    upload_attempt._publish(store, f"manifests/{name}", raw)
+    store.below("data")  # Time to be killed.
+
+
+def save_steps(path: str, url: str, first: int, last: int, plant: bool = False) -> None:
     small_parts()
+    if plant:
+        upload_attempt._upload = publish_first
     tensors = state(first)
     with asyncckpt.Saver(path=path, tensors=tensors, upload=url, parallel=2, keep=1) as saver:
         for step in range(first, last + 1):
@@ -49,14 +60,14 @@ def save_steps(path: str, url: str, first: int, last: int) -> None:
 
 def serve() -> None:
     for line in sys.stdin:
-        path, url, first, last, variables = json.loads(line)
+        path, url, first, last, plant, variables = json.loads(line)
         pid = os.fork()
         if not pid:
             status = 1
             try:
                 os.environ.update(variables)
                 print("pid", os.getpid(), flush=True)
-                save_steps(path, url, first, last)
+                save_steps(path, url, first, last, plant)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -69,12 +80,12 @@ def serve() -> None:
 class Forks:
     process: subprocess.Popen[str]
 
-    def run(self, path: Path, url: str, *, first: int, last: int) -> Iterator[tuple[str, int]]:
+    def run(self, path: Path, url: str, *, first: int, last: int, plant: bool) -> Iterator[tuple[str, int]]:
         """Fork a child and give what it says, its end last."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        arguments = [str(path), url, first, last, variables]
+        arguments = [str(path), url, first, last, plant, variables]
         self.process.stdin.write(json.dumps(arguments) + "\n")
         self.process.stdin.flush()
         word = ""

@@ -16,7 +16,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.checkpoints import list_steps
-from asyncckpt.errors import NotFoundError
+from asyncckpt.errors import CorruptError, NotFoundError
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
 from tests.cloud.forked import Forks, save_steps, state
 
@@ -58,11 +58,13 @@ class Killer:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def run_until_killed(forks: Forks, proxy: FaultProxy, path: Path, url: str, killer: Killer) -> tuple[list[int], int]:
+def run_until_killed(
+    forks: Forks, proxy: FaultProxy, path: Path, url: str, killer: Killer, *, plant: bool = False
+) -> tuple[list[int], int]:
     """Return the steps that the child has said, and how it ended."""
     proxy.fault = killer
     said, status = [], 0
-    for word, number in forks.run(path, url, first=1, last=STEPS[-1]):
+    for word, number in forks.run(path, url, first=1, last=STEPS[-1], plant=plant):
         if word == "pid":
             killer.pid = number
             killer.knows_pid.set()
@@ -109,3 +111,14 @@ def test_a_kill_leaves_old_or_new(forks: Forks, proxy: FaultProxy, url: str, tmp
         assert steps_there(place) == [*range(local[-1] + 1)]
         assert not list((path / "manifests").glob(".u-*"))
     assert killed_count > kills_count // 2
+
+
+def test_a_manifest_that_comes_before_its_files_is_found(
+    forks: Forks, proxy: FaultProxy, url: str, tmp_path: Path
+) -> None:
+    """The control."""
+    save_steps(str(tmp_path / "ckpt"), url, 0, 0)
+    killer = Killer(number=4, is_done=False)  # Behind two probes and the manifest.
+    assert run_until_killed(forks, proxy, tmp_path / "ckpt", url, killer, plant=True) == ([], signal.SIGKILL)
+    with pytest.raises(CorruptError, match="missing"):
+        steps_there(url)
