@@ -84,7 +84,8 @@ class FaultProxy:
         return [request for request in self.requests if request.kind == kind]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        # Cancelled at the end, when nobody waits for it any more.
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             await self._serve(reader, writer)
         writer.close()
 
