@@ -10,8 +10,8 @@ inside it. What is loaded is compared bit for bit with what was saved.
 
 Expected, before measuring: the server takes most of the time and of the processor, so `upload` takes as long as `put`;
 its own CPU is that of `put`, where obstore hashes every byte for its signature, and a tenth for reads and digests.
-Measured: the first is so; of the processor it takes twice as much as `put`, in part for pages that every part touches
-for the first time.
+Measured: the first is so; of the processor it takes twice as much as `put`. Why is not measured: perhaps for the memory
+of every part, which is touched for the first time.
 """
 
 from __future__ import annotations
