@@ -21,7 +21,9 @@ PYTEST := $(BIN)/python -m pytest
 FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
 	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py \
 	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/systems tests/embcache/test_several_ranks.py
-WITHOUT_FAULTS = $(FAULTS:%=--ignore=%)
+# What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
+CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py
+WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
@@ -58,7 +60,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-integrations test-megatron \
+.PHONY: help docs demo test test-suite test-native test-twin test-faults test-interrupts test-slow test-random test-torchrec test-integrations test-megatron test-cloud \
 	test-gpu test-browser lint bench bench-gpu gpu-package wheel matrix clean distclean
 
 help: ## this list
@@ -74,6 +76,9 @@ test-suite: $(READY) ## the suite on the compiled core, but for test-faults
 
 test-twin: $(READY) ## the suite on the portable twin, but for what shows nothing more there
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(WITHOUT_FAULTS) $(PARALLEL) $(ARGS)
+
+test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback, disturbed by a proxy, killed
+	ASYNCCKPT_NATIVE=1 $(PYTEST) tests/cloud $(PARALLEL) $(ARGS)
 
 test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all numbers of ranks
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)

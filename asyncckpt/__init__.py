@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from asyncckpt.loader import Loader
     from asyncckpt.model.result import LoadReport, SaveResult
     from asyncckpt.model.sharded import Piece, Sharded, sharded
-    from asyncckpt.options import BusyPolicy, DebugOptions, DeltaPolicy, DeviceOptions, KeepPolicy, RankOptions
+    from asyncckpt.options import (
+        BusyPolicy,
+        DebugOptions,
+        DeltaPolicy,
+        DeviceOptions,
+        KeepPolicy,
+        RankOptions,
+        UploadOptions,
+    )
     from asyncckpt.periodic import PeriodicSaver
     from asyncckpt.saver import Saver
     from asyncckpt.states import load, save
@@ -67,6 +75,7 @@ _MODULES = {
     "Saver": "saver",
     "Sharded": "model.sharded",
     "Slot": "tables",
+    "UploadOptions": "options",
     "compact": "compaction",
     "describe": "checkpoints",
     "follow": "follower",
@@ -110,6 +119,7 @@ __all__ = [
     "Sharded",
     "Slot",
     "UnsupportedError",
+    "UploadOptions",
     "UsageError",
     "compact",
     "describe",

@@ -21,7 +21,7 @@ from asyncckpt.commit.discover import (
     read_summary,
 )
 from asyncckpt.commit.pins import is_pinned, pins_among
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.dtypes import supported_dtypes
 from asyncckpt.format.limits import check_step
@@ -31,7 +31,7 @@ from asyncckpt.model.result import GarbageReport, PruneReport, VerifyReport
 from asyncckpt.model.table import Role
 from asyncckpt.plan.contents import metadata_of, named_values, tied_names
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 if TYPE_CHECKING:
     from asyncckpt.removals import collect_garbage, pin, pinned_steps, prune, remove, remove_after, unpin
@@ -173,7 +173,7 @@ class CheckpointInfo(CheckpointSummary):
 @uninterrupted
 def list_steps(path: str | os.PathLike[str]) -> list[int]:
     """Return the committed steps of a checkpoint directory, ascending. Raises NotFoundError if it is not one."""
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         return committed_steps(root)
 
 
@@ -192,14 +192,14 @@ class KnownSummaries:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, remembers: bool = True) -> None:
-        self._path, self._remembers = check_path(path), remembers
+        self._path, self._remembers = check_place(path), remembers
         self._known: dict[int, tuple[object, CheckpointSummary]] = {}
 
     @uninterrupted
     def now(self) -> dict[int, CheckpointSummary | CheckpointError]:
         found: dict[int, CheckpointSummary | CheckpointError] = {}
         kept: dict[int, tuple[object, CheckpointSummary]] = {}
-        with CheckpointRoot.for_reading(self._path) as root:
+        with open_root(self._path) as root:
             listed = root.manifests.names()
             pinned = pins_among(listed)
             for step, names in sorted(by_step(listed).items()):
@@ -220,7 +220,7 @@ class KnownSummaries:
         return found
 
 
-def _short(root: CheckpointRoot, step: int, names: Sequence[str], *, pinned: bool) -> CheckpointSummary:
+def _short(root: ReadRoot, step: int, names: Sequence[str], *, pinned: bool) -> CheckpointSummary:
     try:
         read = read_summary(root, step, names)
     except CheckpointError:
@@ -233,7 +233,7 @@ def _short(root: CheckpointRoot, step: int, names: Sequence[str], *, pinned: boo
 def describe(path: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo:
     """Describe one checkpoint (default: the newest). Raises NotFoundError, CorruptError, IncompatibleError."""
     step = check_step(step)
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
         pinned = is_pinned(root, manifest.step)
     return _info(manifest, pinned=pinned)
@@ -328,5 +328,5 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> VerifyRepor
     from asyncckpt.engine.load.verify import verify as verify_root  # With NumPy and the core, which a list needs not.
 
     step = check_step(step)
-    with uninterrupted, CheckpointRoot.for_reading(check_path(path)) as root:
+    with uninterrupted, open_root(check_place(path)) as root:
         return verify_root(root, step)

@@ -1,4 +1,4 @@
-"""What happens in saves, for whoever wants to see it: functions for `Saver(on_event=...)` that pass events on.
+"""What happens in saves, for whoever wants to see it: functions for `DebugOptions(on_event=...)` that pass events on.
 
     log_events            to the standard library's logging
     TraceFile             to a file for https://ui.perfetto.dev and chrome://tracing

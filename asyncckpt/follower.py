@@ -20,7 +20,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ from asyncckpt.errors import DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport
+from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import BUSY_DEADLINE_S, SAVE_DEADLINE_S
@@ -42,6 +42,7 @@ from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.signals import uninterrupted, wait_in_steps
 from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 __all__ = ["Follower", "TableUpdate", "Update", "follow"]
 
@@ -68,7 +69,7 @@ def follow(
     Raises UsageError at once; while iterating CorruptError for a damaged step (the next call tries again),
     IncompatibleError, UnsupportedError, IOFailedError.
     """
-    checked = check_path(path)
+    checked = check_place(path)
     after = check_step(after, name="after")
     until = check_step(until, name="until")
     if isinstance(poll_seconds, bool) or not isinstance(poll_seconds, (int, float)) or not 0 < poll_seconds <= 86400:
@@ -76,7 +77,7 @@ def follow(
     return Follower(checked, after=after, cursor=_cursor(cursor, checked), poll_seconds=poll_seconds, until=until)
 
 
-def _cursor(cursor: str | os.PathLike[str] | None, path: Path) -> CursorFile | None:
+def _cursor(cursor: str | os.PathLike[str] | None, path: Place) -> CursorFile | None:
     if cursor is None:
         return None
     checked = check_path(cursor)
@@ -93,7 +94,7 @@ class Follower:
     """The result of `follow`. `async with` closes it."""
 
     def __init__(
-        self, path: Path, *, after: int | None, cursor: CursorFile | None, poll_seconds: float, until: int | None
+        self, path: Place, *, after: int | None, cursor: CursorFile | None, poll_seconds: float, until: int | None
     ) -> None:
         self._path = path
         self._cursor = cursor

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step, read_manifest
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.errors import NotFoundError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of, named_values
 from asyncckpt.plan.outline import Entry, entries_of
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 if TYPE_CHECKING:
     from asyncckpt.engine.inspect.compare_tables import TableChange
@@ -69,7 +69,7 @@ def outline(path: str | os.PathLike[str], step: int | None = None) -> Outline:
     Raises NotFoundError, CorruptError, IncompatibleError.
     """
     step = check_step(step)
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         manifest = look_again(root, lambda: read_manifest(root, newest_step(root) if step is None else step))
     return Outline(step=manifest.step, entries=tuple(entries_of(manifest)))
 
@@ -152,7 +152,7 @@ def _opened(path: str | os.PathLike[str], step: int | None) -> Iterator[_Opened]
         chain = read_chain(root, newest_step(root) if step is None else step)
         return chain, ChainReader(root.data, chain, threads=READ_THREADS, verify=True, progress=Progress())
 
-    with CheckpointRoot.for_reading(check_path(path)) as root:
+    with open_root(check_place(path)) as root:
         chain, reader = look_again(root, look)
     with reader:
         yield _Opened(chain, contents_of(chain), reader, StoredValues(reader))

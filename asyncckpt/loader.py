@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from asyncckpt.adapters import tables_of
 from asyncckpt.arguments import check_choice, check_int, check_type
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.devices.current_runtime import CallerStreams
 from asyncckpt.engine.load.run_load import LoadRequest, run_load
 from asyncckpt.engine.load.whole_state import WholeRequest
@@ -24,6 +23,7 @@ from asyncckpt.engine.process.save_lock import Ticket, save_lock
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.own_rank import own_rank
 from asyncckpt.model.result import LoadReport
+from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.options import PARALLEL_MAX, BusyPolicy, OnBusy, RankOptions
@@ -32,13 +32,13 @@ from asyncckpt.plan.named_tables import named_tables
 from asyncckpt.plan.state import TensorsArgument, named_state
 from asyncckpt.shard.reader import read_threads
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 
 class Loader(WaitsUntilFree):
     """Load a checkpoint into hash tables and tensors.
 
-    checkpoint_path  the directory a Saver wrote to
+    checkpoint_path  the directory a Saver wrote to, or the URL of one in an object store
     hashtables       mapping name -> Table, or a module (see asyncckpt.adapters.tables_of); a table takes only the ids
                      it owns (unsigned id modulo its shard count, or its range of rows), so tables of any sharding load
                      from checkpoints of any other
@@ -106,7 +106,7 @@ class Loader(WaitsUntilFree):
         self._busy = BusyPolicy.of("raise" if on_busy is None else on_busy, actions=("raise", "wait"))
         self._load_waits = on_busy is None
         rank, ranks_count = own_rank(shard_index, shard_num, ranks.process_group, names=("shard_index", "shard_num"))
-        self._path = check_path(checkpoint_path)
+        self._path = check_place(checkpoint_path)
         tables = tables_of(hashtables) if isinstance(hashtables, torch.nn.Module) else hashtables
         self._request = LoadRequest(
             tables=dict(named_tables(tables)),
@@ -174,7 +174,7 @@ class Loader(WaitsUntilFree):
 
 
 @uninterrupted
-def load_now(path: Path, request: LoadRequest, busy: BusyPolicy) -> LoadReport:
+def load_now(path: Place, request: LoadRequest, busy: BusyPolicy) -> LoadReport:
     """Load when no other save or load of this process is in flight."""
     ticket = _acquire(path, request, busy, lambda other: None)
     try:
@@ -183,14 +183,14 @@ def load_now(path: Path, request: LoadRequest, busy: BusyPolicy) -> LoadReport:
         save_lock.release(ticket)
 
 
-def _acquire(path: Path, request: LoadRequest, busy: BusyPolicy, before_wait: Callable[[Ticket], None]) -> Ticket:
+def _acquire(path: Place, request: LoadRequest, busy: BusyPolicy, before_wait: Callable[[Ticket], None]) -> Ticket:
     ticket = Ticket(kind="load", path=path, step=request.step, thread=threading.get_ident())
     save_lock.acquire(ticket, on_busy=busy.action, deadline_s=busy.deadline, before_wait=before_wait)
     return ticket
 
 
 def _load(
-    path: Path, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
+    path: Place, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
 ) -> LoadReport:
-    with CheckpointRoot.for_reading(path) as root:
+    with open_root(path) as root:
         return run_load(root, request, progress, on_read=on_read)

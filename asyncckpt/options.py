@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -197,6 +197,35 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True)
+class UploadOptions:
+    """Where a Saver copies its checkpoints to, behind its saves (docs/object-stores.md).
+
+    url               a prefix in an object store that is for this directory alone: s3://, gs:// or az://
+    parallel          parts of a file that are read and on their way at once, of 16 MiB each (or more: a file has at
+                      most 10,000)
+    request_deadline  seconds that one request may take; what fails is tried again for twice as long
+    deadline          seconds in which a checkpoint is tried again, when the store is busy or cannot be reached. Then
+                      the upload has failed; it goes on with the next save, or the next Saver
+    """
+
+    url: str
+    parallel: int = 4
+    request_deadline: float = 30.0
+    deadline: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_type("url", self.url, str)
+        check_int("parallel", self.parallel, at_least=1, at_most=PARALLEL_MAX)
+        check_seconds("request_deadline", self.request_deadline, above_zero=True)
+        check_seconds("deadline", self.deadline)
+
+    @staticmethod
+    def of(upload: str | UploadOptions | None) -> UploadOptions | None:
+        """Return the options that were given, or those of a URL. UsageError."""
+        return upload if upload is None or isinstance(upload, UploadOptions) else UploadOptions(upload)
+
+
+@dataclass(frozen=True)
 class RankOptions:
     """How the ranks of a job find each other and wait for each other.
 
@@ -222,7 +251,7 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """How much a Saver relies on the marks of tables.
+    """How much a Saver relies on the marks of tables, and who sees what it does.
 
     refresh  a full save copies only rows written since the arena was filled, where tables have marks. False: all rows
     audit    every save copies all rows into staging memory, compares them in the background with those of the last one,
@@ -230,14 +259,19 @@ class DebugOptions:
              levels are copied, and UsageError says where that is impossible: with a filter_func, without the memory.
              Of several ranks, each also copies all tensors and tables that others hold too, and what ranks hold is
              compared
+    on_event called with every asyncckpt.events.Event of a save, in order, on a thread of its own: what it raises is
+             logged, and while it blocks saves go on
     """
 
     refresh: bool = True
     audit: bool = False
+    on_event: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         check_type("refresh", self.refresh, bool)
         check_type("audit", self.audit, bool)
+        if self.on_event is not None and not callable(self.on_event):
+            raise UsageError("on_event is not callable", found=type(self.on_event).__name__)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from asyncckpt.devices.current_runtime import device_of
 from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.closing import Closing
-from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventFunction, EventLine
+from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventLine
 from asyncckpt.engine.process.future import OpenErrors, SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
 from asyncckpt.engine.process.running_calls import RunningCalls
@@ -31,6 +31,7 @@ from asyncckpt.engine.save.prepare import PrepareFuture, prepare_arena
 from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.engine.save.save_job import SaverMemory, SaveTarget
 from asyncckpt.engine.save.start_save import start_save
+from asyncckpt.engine.upload.uploads import Uploads
 from asyncckpt.errors import CheckpointError, DeadlineError, UsageError
 from asyncckpt.format.limits import check_step
 from asyncckpt.model.result import SaveResult, SaverStatistics
@@ -49,6 +50,7 @@ from asyncckpt.options import (
     RankOptions,
     SaveKind,
     SaveOptions,
+    UploadOptions,
 )
 from asyncckpt.pipeline.filters import identity
 from asyncckpt.pipeline.row_filters import RowFilter, check_filters
@@ -90,12 +92,12 @@ class Saver(Closing):
     host_memory_limit       bytes that staging may take in this process; None: a share of what is available. A snapshot
                             that does not fit is saved the blocking way
     keep                    how many of the newest checkpoints stay, or a KeepPolicy; None keeps all
+    upload                  the URL of a prefix in an object store, or UploadOptions: what is committed is copied there,
+                            behind the saves (docs/object-stores.md); retention keeps what is not yet there
     deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background
     device, ranks, debug    see DeviceOptions, RankOptions and DebugOptions
-    on_event                called with every asyncckpt.events.Event of a save, in order, on a thread of its own: what
-                            it raises is logged, and while it blocks saves go on
 
     One training thread uses a Saver; futures may be used from any. Every rank makes the same saves in the same order;
     a save does not wait for the other ranks, its future does. The constructor waits for rank 0, and without a process
@@ -119,20 +121,16 @@ class Saver(Closing):
         durability: Durability = "fsync",
         host_memory_limit: int | None = None,
         keep: int | KeepPolicy | None = None,
+        upload: str | UploadOptions | None = None,
         deltas: DeltaPolicy | None = None,
         filters: Sequence[RowFilter] = (),
         device: DeviceOptions = DeviceOptions(),
         ranks: RankOptions = RankOptions(),
         debug: DebugOptions = DebugOptions(),
-        on_event: EventFunction | None = None,
     ) -> None:
         if isinstance(shard_index, (str, os.PathLike)):
-            raise UsageError(
-                "shard_index is a path",
-                found=shard_index,
-                expected="the index of this rank",
-                hint="name the arguments: Saver(path=..., tensors=...)",
-            )
+            hint = "name the arguments: Saver(path=..., tensors=...)"
+            raise UsageError("shard_index is a path", found=shard_index, expected="the index of this rank", hint=hint)
         if path is _REQUIRED:
             raise UsageError("path is missing", expected="the checkpoint directory")
         check_type("ranks", ranks, RankOptions)
@@ -140,9 +138,8 @@ class Saver(Closing):
         try:
             if not callable(filter_func):
                 raise UsageError("filter_func is not callable", found=type(filter_func).__name__)
-            if on_event is not None and not callable(on_event):
-                raise UsageError("on_event is not callable", found=type(on_event).__name__)
             self._busy, self._save_waits = BusyPolicy.of("raise" if on_busy is None else on_busy), on_busy is None
+            upload = UploadOptions.of(upload)
             options = SaveOptions(
                 parallel=parallel,
                 durability=durability,
@@ -165,6 +162,8 @@ class Saver(Closing):
         self._closed, self._pid = False, os.getpid()
         self._calls = RunningCalls()  # They use the directory.
         opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
+        uploads = Uploads.open(checked, upload, ranks_count=shard_num)
+        plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
         try:
             with uninterrupted:
                 opened = open_directory(
@@ -172,7 +171,8 @@ class Saver(Closing):
                 )
                 self._lock = opened.lock
                 self._target = SaveTarget(
-                    commits=commits_of(opened.root, self._lock, durability),
+                    commits=commits_of(opened.root, self._lock, durability, uploads.uploader),
+                    uploads=uploads,
                     options=options,
                     tables=tables,
                     state=state,
@@ -180,16 +180,14 @@ class Saver(Closing):
                     filters=row_filters,
                     ranks=opened.ranks,
                     step_fences=step_fences,
-                    memory=SaverMemory(
-                        PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
-                    ),
-                    events=None if on_event is None else EventLine(on_event),
+                    memory=SaverMemory(plans),
+                    events=None if debug.on_event is None else EventLine(debug.on_event),
                 )
                 # The directory is given back with the target, which a save in flight holds too: a Saver that is dropped
                 # while it saves lets the save end first.
-                self._finalizer = weakref.finalize(
-                    self._target, _give_back, opened, self._target.memory, self._target.events
-                )
+                target = self._target
+                self._finalizer = weakref.finalize(target, _give_back, opened, target.memory, target.events)
+                uploads.go_on(opened.root)
         except BaseException:
             with uninterrupted:
                 if opened is not None:
@@ -275,13 +273,15 @@ class Saver(Closing):
 
     @uninterrupted
     def wait_idle(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight and their retention; then raise the first error nobody has asked for.
+        """Wait for saves in flight, their retention and uploads; then raise the first error nobody has asked for.
 
         In a forked child there is nothing to wait for.
         """
         check_timeout(timeout)
-        self._wait_in_flight(SAVE_DEADLINE_S if timeout is None else timeout)
-        self._errors.raise_first()
+        until = time.monotonic() + (timeout := SAVE_DEADLINE_S if timeout is None else timeout)
+        self._wait_in_flight(timeout)
+        self._target.uploads.wait(max(0.0, until - time.monotonic()))
+        self._raise_first()
 
     def statistics(self) -> SaverStatistics:
         """Return counts and sums over all saves of this Saver so far, and the arenas of the process."""
@@ -296,7 +296,7 @@ class Saver(Closing):
         leaves the directory, and what is in flight, to its parent.
         """
         self._end()
-        self._errors.raise_first()
+        self._raise_first()
 
     async def aclose(self) -> None:
         """Close without stopping the event loop, as `async with` does; raises as `close`.
@@ -304,7 +304,7 @@ class Saver(Closing):
         Cancelled, it goes on by itself, and the error is that of the next `close`, or printed at exit.
         """
         await asyncio.to_thread(self._end)
-        self._errors.raise_first()
+        self._raise_first()
 
     def _end(self) -> None:
         """Take no more saves, wait for those in flight, and give the directory back."""
@@ -317,13 +317,15 @@ class Saver(Closing):
         self._closed = True
         if not self._finalizer.alive:
             return
-        self._wait_for_calls(SAVE_DEADLINE_S)
+        self._calls.wait(f"a call of the Saver of {self.path!r} on another thread", SAVE_DEADLINE_S)
         self._wait_in_flight(SAVE_DEADLINE_S)
-        if self._target.ranks is not None and not background.is_current_thread():
-            self._target.ranks.wait_announced()
-        if self._target.events is not None:
-            self._target.events.wait(EVENTS_WAIT_S)
-        self._finalizer()
+        target = self._target
+        if target.ranks is not None and not background.is_current_thread():
+            target.ranks.wait_announced()
+        if target.events is not None:
+            target.events.wait(EVENTS_WAIT_S)
+        self._finalizer()  # Uploads go on without the directory's lock.
+        target.uploads.wait(SAVE_DEADLINE_S)
 
     def _start(
         self,
@@ -360,10 +362,6 @@ class Saver(Closing):
         with self._calls.one_more(self._check_open):
             yield
 
-    def _wait_for_calls(self, timeout: float) -> None:
-        """Wait until no thread uses the directory; UsageError where that would have no end."""
-        self._calls.wait(f"a call of the Saver of {self.path!r} on another thread", timeout)
-
     def _wait_in_flight(self, timeout: float) -> None:
         """Wait for saves, and for retention, which goes on when a save has ended."""
         if self._pid != os.getpid():
@@ -374,10 +372,16 @@ class Saver(Closing):
         if retention is not None and not wait_until_done(retention, max(0.0, until - time.monotonic())):
             raise DeadlineError(f"retention in {self.path!r} did not end within {timeout} s")
 
+    def _raise_first(self) -> None:
+        """Raise the first error of saves that nobody has asked for; then one of uploads."""
+        self._errors.raise_first()
+        self._target.uploads.raise_left()
+
     def _is_idle(self) -> bool:
         """Return whether `close` would not wait."""
         retention = self._target.memory.retention
-        return self._errors.are_settled() and (retention is None or retention.done())
+        is_kept = retention is None or retention.done()
+        return is_kept and self._errors.are_settled() and self._target.uploads.are_settled()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -21,7 +21,7 @@ from asyncckpt.options import BusyPolicy, Durability
 from asyncckpt.plan.state import named_state
 from asyncckpt.saver import Saver
 from asyncckpt.shard.reader import READ_THREADS
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 
 def save(
@@ -83,7 +83,7 @@ def load(
         ranks_count=ranks_count,
         whole=WholeRequest(device=_device(device), tables=tables),
     )
-    tree = load_now(check_path(path), request, BusyPolicy("wait")).tree
+    tree = load_now(check_place(path), request, BusyPolicy("wait")).tree
     assert tree is not None
     return tree
 

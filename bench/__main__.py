@@ -272,6 +272,16 @@ def compaction(
 
 
 @application.command()
+def uploads(
+    gib: Gib = 1.0, rounds: Rounds = 5, directory: Directory = None, out: Out = None, smoke: Smoke = False
+) -> None:
+    """Uploads to an object store and loads from it, beside obstore's own. Not part of `all`."""
+    from bench.uploads import run_uploads  # With a server, which is not everywhere.
+
+    run_uploads(gib=gib, rounds=rounds, directory=directory, out=_out(out, "uploads", smoke), smoke=smoke)
+
+
+@application.command()
 def endurance(
     saves: Annotated[int, typer.Option(min=1)] = 10_000,
     directory: Directory = None,

@@ -12,8 +12,14 @@ from typing import Any, TypeVar
 from asyncckpt.cli import as_json, screen
 from asyncckpt.cli.findings import EXIT_CODES, code_of
 from asyncckpt.errors import CheckpointError
+from asyncckpt.model.store_url import StoreUrl
 
 Answer = TypeVar("Answer")
+
+
+def place(text: str) -> Path | str:
+    """Take an argument as a path, or as the URL that it is: a path would lose one of its slashes."""
+    return text if StoreUrl.is_url(text) else Path(text)
 
 
 class Commands:
@@ -33,7 +39,7 @@ class Commands:
         parser.set_defaults(command=command)
         if directory:
             parser.add_argument(
-                "path", metavar="DIR", type=Path, help="a checkpoint directory: it holds manifests/ and data/"
+                "path", metavar="DIR", type=place, help="a checkpoint directory, or the URL of one in an object store"
             )
         self.by_name[name] = parser
         return parser

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.checkpoints import list_steps
 from asyncckpt.cli import as_json, screen
-from asyncckpt.cli.answers import Commands, add_json, add_most, asked, natural, said
+from asyncckpt.cli.answers import Commands, add_json, add_most, asked, natural, place, said
 from asyncckpt.cli.findings import ExitCode
 from asyncckpt.cli.text import count_of, print_columns, safe, shown_value
 from asyncckpt.errors import NotFoundError
@@ -36,7 +35,7 @@ def add_commands(commands: Commands) -> None:
     )
     made.add_argument("first", metavar="A", type=natural, nargs="?", help="a step; default: the second newest")
     made.add_argument("second", metavar="B", type=natural, nargs="?", help="another step; default: the newest")
-    made.add_argument("--with", dest="other", metavar="DIR2", type=Path, help="B is a checkpoint of this directory")
+    made.add_argument("--with", dest="other", metavar="DIR2", type=place, help="B is a checkpoint of this directory")
     add_most(made, "lines of a kind, and ids")
     add_json(made)
     made = commands.add(

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncckpt.commit.discover import KnownHeads, check_files, read_manifest
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from asyncckpt.format.manifest import Chain, ManifestHead, ParentFacts, SealedHead
 from asyncckpt.format.names import Attempt, compacted_manifest_name, manifest_name
@@ -25,7 +25,7 @@ STEPS_SHOWN_MAX = 16
 Sealed = TypeVar("Sealed", bound=SealedHead)
 
 
-def read_chain(root: CheckpointRoot, step: int) -> Chain:
+def read_chain(root: ReadRoot, step: int) -> Chain:
     """Read and check the manifests that a step is put together from.
 
     Raises NotFoundError when there is no such step, CorruptError, IncompatibleError, UnsupportedError.

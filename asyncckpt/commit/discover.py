@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from asyncckpt.commit.keep import numbers_of
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot
 from asyncckpt.errors import CheckpointError, CorruptError, NotFoundError
 from asyncckpt.format import limits
 from asyncckpt.format.manifest import FileFacts, Manifest, ManifestHead, SealedHead, Summary
@@ -27,7 +27,7 @@ T = TypeVar("T")
 LOOKS_MAX = 9
 
 
-def look_again(root: CheckpointRoot, look: Callable[[], T]) -> T:
+def look_again(root: ReadRoot, look: Callable[[], T]) -> T:
     """Return what a look at the directory finds and opens, beginning with manifests.
 
     What it misses because retention takes it away, or something replaces it, while it is looked for, is not damaged. So
@@ -51,17 +51,17 @@ def _is_newer(name: str, newest: int) -> bool:
     return step is not None and step > newest >= 0
 
 
-def committed_steps(root: CheckpointRoot) -> list[int]:
+def committed_steps(root: ReadRoot) -> list[int]:
     """Return the steps that have a manifest, ascending. Foreign files are passed over."""
     return sorted({step for name in root.manifests.names() if (step := step_of_manifest(name)) is not None})
 
 
-def is_committed(root: CheckpointRoot, step: int) -> bool:
+def is_committed(root: ReadRoot, step: int) -> bool:
     """Return whether a step has a manifest, be it a compacted one."""
     return any(root.manifests.exists(name) for name in (manifest_name(step), compacted_manifest_name(step)))
 
 
-def manifests_by_step(root: CheckpointRoot) -> dict[int, list[str]]:
+def manifests_by_step(root: ReadRoot) -> dict[int, list[str]]:
     """Return the names of the manifests of every step; the last one counts: the compacted one where there is one."""
     return by_step(root.manifests.names())
 
@@ -73,7 +73,7 @@ def by_step(listed: Iterable[str]) -> dict[int, list[str]]:
     return {step: [n for n in (manifest_name(step), compacted_manifest_name(step)) if n in names] for step in steps}
 
 
-def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
+def read_manifest(root: ReadRoot, step: int) -> Manifest:
     """Read and check the manifest of a step, the compacted one where there is one.
 
     Raises NotFoundError, CorruptError, IncompatibleError, UnsupportedError.
@@ -81,7 +81,7 @@ def read_manifest(root: CheckpointRoot, step: int) -> Manifest:
     return _read_of_step(root, step, lambda name: decode_manifest(_bytes_of(root, name), name))
 
 
-def read_summary(root: CheckpointRoot, step: int, listed: Sequence[str] = ()) -> Summary:
+def read_summary(root: ReadRoot, step: int, listed: Sequence[str] = ()) -> Summary:
     """Read what a list shows of the manifest of a step, checked less deeply.
 
     listed: the names of its manifests, where they have just been listed: the only one needs no other look.
@@ -91,12 +91,17 @@ def read_summary(root: CheckpointRoot, step: int, listed: Sequence[str] = ()) ->
     return _read_of_step(root, step, lambda name: decode_summary(_bytes_of(root, name), name))
 
 
-def read_head(root: CheckpointRoot, step: int) -> ManifestHead:
+def read_head(root: ReadRoot, step: int) -> ManifestHead:
     """Read only the head of the manifest of a step, checked less deeply."""
     return _read_of_step(root, step, lambda name: decode_head(_bytes_of(root, name), name)).head
 
 
-def _read_of_step(root: CheckpointRoot, step: int, read: Callable[[str], Sealed]) -> Sealed:
+def head_in(root: ReadRoot, name: str) -> ManifestHead:
+    """Read the head of the manifest of this name."""
+    return decode_head(_bytes_of(root, name), name).head
+
+
+def _read_of_step(root: ReadRoot, step: int, read: Callable[[str], Sealed]) -> Sealed:
     """Read the manifest that counts for a step. NotFoundError."""
     own, compacted = manifest_name(step), compacted_manifest_name(step)
     # Twice the compacted one: it may be published, and the other removed, between the first two looks.
@@ -104,13 +109,13 @@ def _read_of_step(root: CheckpointRoot, step: int, read: Callable[[str], Sealed]
         if root.manifests.exists(name):
             with contextlib.suppress(NotFoundError):
                 found = read(name)
-                if name == own or root.data.exists(found.head.folder_name) or not root.manifests.exists(own):
+                if name == own or root.data.has_folder(found.head.folder_name) or not root.manifests.exists(own):
                     return found
     steps = committed_steps(root)
     raise NotFoundError(f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {_shown(steps)}")
 
 
-def _bytes_of(root: CheckpointRoot, name: str) -> bytes:
+def _bytes_of(root: ReadRoot, name: str) -> bytes:
     return root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
 
 
@@ -173,7 +178,7 @@ class KnownHeads:
         return kept
 
 
-def newest_step(root: CheckpointRoot) -> int:
+def newest_step(root: ReadRoot) -> int:
     """Return the newest committed step; NotFoundError when there is none."""
     steps = committed_steps(root)
     if not steps:
@@ -214,23 +219,23 @@ def _shown(steps: list[int]) -> str:
     return f"[{steps[0]}, {steps[1]}, ... {len(steps) - 4} more ..., {steps[-2]}, {steps[-1]}]"
 
 
-_verified: dict[tuple[int, int], int] = {}  # The newest step of each directory.
+_verified: dict[tuple[object, ...], int] = {}  # The newest step of each directory.
 
 
-def mark_verified(root: CheckpointRoot, step: int) -> None:
+def mark_verified(root: ReadRoot, step: int) -> None:
     """Remember that this process has verified a step; retention will not remove the newest such step."""
     own = root.root.identity
     _verified[own] = max(step, _verified.get(own, step))
 
 
-def forget_verified(root: CheckpointRoot, is_gone: Callable[[int], bool]) -> None:
+def forget_verified(root: ReadRoot, is_gone: Callable[[int], bool]) -> None:
     """Forget the verified step if it was removed: one of its number is not verified then, and an older one may be."""
     own = root.root.identity
     if own in _verified and is_gone(_verified[own]):
         del _verified[own]
 
 
-def newest_verified(root: CheckpointRoot) -> set[int]:
+def newest_verified(root: ReadRoot) -> set[int]:
     """Return the newest step of this directory that this process has verified, as a set of none or one."""
     newest = _verified.get(root.root.identity)
     return set() if newest is None else {newest}

@@ -18,6 +18,7 @@ from asyncckpt.commit.discover import KnownHeads, by_step, check_files
 from asyncckpt.commit.keep import kept_by_rules
 from asyncckpt.commit.pins import pins_among
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.upload_marks import uploads_among
 from asyncckpt.errors import CheckpointError, NotFoundError
 from asyncckpt.format.manifest import ManifestHead
 from asyncckpt.options import KeepPolicy
@@ -25,15 +26,17 @@ from asyncckpt.options import KeepPolicy
 
 @dataclass(frozen=True)
 class Listing:
-    """The manifests by step, and the pinned steps, from one look at manifests/."""
+    """The manifests by step, the pinned steps, and those not yet uploaded, from one look at manifests/."""
 
     manifests: Mapping[int, Sequence[str]]
     pins: frozenset[int]
+    uploads: frozenset[int] = frozenset()
 
     @staticmethod
     def of(root: CheckpointRoot) -> Listing:
         names = root.manifests.names()
-        return Listing(by_step(names), frozenset(pins_among(names)))
+        uploads = frozenset(attempt.step for attempt in uploads_among(names))
+        return Listing(by_step(names), frozenset(pins_among(names)), uploads)
 
     @property
     def names(self) -> set[str]:
@@ -60,7 +63,7 @@ def judge(
     is_rid_of_doubles = all(len(names) == 1 for names in manifests.values())
     while True:
         why = kept_by_rules(policy, steps, judging.head_of)
-        for reason, also in (("pinned", listing.pins), ("in use", in_use)):
+        for reason, also in (("pinned", listing.pins), ("not uploaded", listing.uploads), ("in use", in_use)):
             for step in {*also} & manifests.keys():
                 why[step].append(reason)
         if is_rid_of_doubles and len({*why, *judging.damaged}) == len(steps):

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from asyncckpt.commit.discover import is_committed, read_head
 from asyncckpt.commit.removal import being_removed
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import CheckpointRoot, ReadRoot
 from asyncckpt.errors import ConflictError, IOFailedError
 from asyncckpt.format.names import pin_name, step_of_pin
 
@@ -26,7 +26,7 @@ def pins_among(names: Iterable[str]) -> set[int]:
     return {step for name in names if (step := step_of_pin(name)) is not None}
 
 
-def is_pinned(root: CheckpointRoot, step: int) -> bool:
+def is_pinned(root: ReadRoot, step: int) -> bool:
     return root.manifests.exists(pin_name(step))
 
 

@@ -1,6 +1,7 @@
 """A checkpoint directory, held open: the root, `manifests/` and `data/`.
 
-A writer makes what is missing, also parents of the root, and syncs it; a reader makes nothing.
+A writer makes what is missing, also parents of the root, and syncs it; a reader makes nothing, and may read one in an
+object store too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,40 @@ import os
 import stat
 import sys
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from asyncckpt.errors import CheckpointError, NotFoundError, UnsupportedError, UsageError, warn
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR
+from asyncckpt.model.store_url import Place, StoreUrl
 from asyncckpt.storage.directory import FOLDER_MODE, Directory, io_failed
+from asyncckpt.storage.folder import ReadFolder
+from asyncckpt.storage.object_store import ObjectStore
+from asyncckpt.storage.store_folder import StoreFolder
+
+Self = TypeVar("Self", bound="ReadRoot")
+
+
+class ReadRoot(Protocol):
+    """A checkpoint directory that is read: on a disk or in a store."""
+
+    @property
+    def path(self) -> Place: ...
+    @property
+    def root(self) -> ReadFolder: ...
+    @property
+    def manifests(self) -> ReadFolder: ...
+    @property
+    def data(self) -> ReadFolder: ...
+    def close(self) -> None: ...
+    def __enter__(self: Self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def open_root(place: Place) -> ReadRoot:
+    """Open an existing checkpoint directory, wherever it is; NotFoundError when there is none."""
+    if isinstance(place, StoreUrl):
+        return StoreRoot.for_reading(ObjectStore(place))
+    return CheckpointRoot.for_reading(place)
 
 
 class CheckpointRoot:
@@ -76,6 +107,34 @@ class CheckpointRoot:
             folder.close()
 
     def __enter__(self) -> CheckpointRoot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StoreRoot:
+    """A checkpoint directory in an object store."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.path = store.url
+        self.root = StoreFolder(store)
+        self.manifests = self.root.child(MANIFESTS_DIR)
+        self.data = self.root.child(DATA_DIR)
+
+    @staticmethod
+    def for_reading(store: ObjectStore) -> StoreRoot:
+        _check_host()
+        root = StoreRoot(store)
+        if not root.root.has_folder(MANIFESTS_DIR):
+            raise NotFoundError(f"{str(root.path)!r} is not a checkpoint directory: there are no manifests")
+        return root
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def __enter__(self) -> StoreRoot:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,9 +2,9 @@
 
 For a writer that holds LOCK, and so that nothing is lost where locks do not work: see removal.py.
 
-Sweep removes temporary manifests, attempt folders that no manifest names, and pins of steps that are gone. Only a
-manifest of step N can name a folder of step N. A folder of another process may be about to be published, where locks do
-not work. As long as a manifest cannot be read, the folders of its step stay; all others go.
+Sweep removes temporary manifests, attempt folders that no manifest names, and pins and upload marks of what is gone.
+Only a manifest of step N can name a folder of step N. A folder of another process may be about to be published, where
+locks do not work. As long as a manifest cannot be read, the folders of its step stay; all others go.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from asyncckpt.commit.discover import KnownHeads, by_step, manifests_by_step
 from asyncckpt.commit.pins import pins_among, remove_pins
 from asyncckpt.commit.removal import being_removed, remove
 from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.upload_marks import remove_upload_marks
 from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, UnsupportedError
-from asyncckpt.format.names import attempt_id_of_temporary, attempt_of_directory, step_of_pin
+from asyncckpt.format.names import (
+    attempt_id_of_temporary,
+    attempt_of_directory,
+    attempt_of_upload_mark,
+    step_of_pin,
+)
 from asyncckpt.model.result import GarbageReport
 from asyncckpt.storage.directory import Directory
 
@@ -41,6 +47,7 @@ def sweep(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: Container[s
     for name in temporaries:
         root.manifests.remove_file(name)
     removed = temporaries + remove(root, heads, strays, lambda: set(strays) <= set(find_strays()))
+    removed += remove_upload_marks(root, listed, keep_attempts)
     if pins_among(listed):
         now = root.manifests.names()
         removed += remove_pins(root, pins_among(now) - by_step(now).keys())
@@ -57,7 +64,8 @@ def collect_garbage(root: CheckpointRoot, heads: KnownHeads, *, keep_attempts: C
     removed = sweep(root, heads, keep_attempts=keep_attempts)
     if unread:
         raise unread[0]
-    files = [size for name in removed for size in sizes.get(name, [0] if step_of_pin(name) is not None else [])]
+    emptied = {name for name in removed if step_of_pin(name) is not None or attempt_of_upload_mark(name) is not None}
+    files = [size for name in removed for size in sizes.get(name, [0] if name in emptied else [])]
     folders_count = sum(attempt_of_directory(name) is not None for name in removed)
     return GarbageReport(folders_count=folders_count, files_count=len(files), bytes=sum(files))
 

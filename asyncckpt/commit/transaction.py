@@ -11,8 +11,9 @@ A checkpoint exists from the moment its manifest has its final name; before that
    file is there by its name with its size, and one that this process wrote is the very same file; what a delta builds
    upon is there; nobody is about to remove any of it (removal.py); the manifest that a compacted one replaces is the
    one that was read.
-5. It renames the manifest to manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint,
-   which stands for one that is there, gets the name manifests/<step>.full.json.
+5. It marks the attempt for upload, where that is wanted (upload_marks.py), and renames the manifest to
+   manifests/<step>.json, refusing to replace. This is the commit. A compacted checkpoint, which stands for one that is
+   there, gets the name manifests/<step>.full.json.
 6. It syncs manifests/: durable.
 7. It looks at folder and files once more: a writer without a working lock, or a cleaner, may have removed them between
    4 and 5. Only now is the save acknowledged.
@@ -41,7 +42,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal, Protocol, TypeVar
 
 from aiofiles.threadpool import wrap
 from aiofiles.threadpool.binary import AsyncFileIO
@@ -56,9 +57,10 @@ from asyncckpt.commit.removal import being_removed
 from asyncckpt.commit.retention import retain
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.sweep import sweep
+from asyncckpt.commit.upload_marks import mark_upload, unmark_upload
 from asyncckpt.errors import CheckpointError, ConflictError, CorruptError, IndeterminateError
 from asyncckpt.format.manifest import CREATED_FORMAT, ManifestHead, ParentFacts, SealedHead
-from asyncckpt.format.names import compacted_manifest_name, temporary_manifest_name
+from asyncckpt.format.names import Attempt, compacted_manifest_name, temporary_manifest_name
 from asyncckpt.format.write_manifest import written_digest
 from asyncckpt.model.event import NOT_RECORDED, Recorder
 from asyncckpt.options import KeepPolicy
@@ -71,12 +73,21 @@ WRITER = f"asyncckpt {__version__}"
 T = TypeVar("T")
 
 
+class Uploader(Protocol):
+    """Copies what is committed somewhere else."""
+
+    def committed(self, attempt: Attempt) -> None:
+        """Take note that there is an attempt to copy. Never raises, and does not wait."""
+        ...
+
+
 @dataclass(frozen=True)
 class Commits:
     """What all transactions of one writer have in common.
 
     lock: its share in the directory's LOCK; None where another process holds it. threads: on which blocking calls of a
-    commit run; nothing else may wait there. warn: of what cannot be removed. said: what stays, and why.
+    commit run; nothing else may wait there. warn: of what cannot be removed. uploader: where commits are copied to.
+    said: what stays, and why.
     """
 
     root: CheckpointRoot
@@ -84,6 +95,7 @@ class Commits:
     durable: bool
     threads: Executor
     warn: Callable[..., None]
+    uploader: Uploader | None = None
     in_doubt: list[IndeterminateError] = field(default_factory=list)
     said: dict[str, list[str]] = field(default_factory=dict)
 
@@ -212,6 +224,8 @@ class Transaction:
         self._state = "committed"
         sealed = SealedHead(head=head, digest=written_digest(raw))
         self._commits.heads.add(sealed)
+        if self._commits.uploader is not None:
+            self._commits.uploader.committed(self.attempt)
         parent = ParentFacts(step=head.step, attempt=head.attempt, digest=sealed.digest)
         return Published(parent=parent, manifest_bytes=len(raw))
 
@@ -262,6 +276,8 @@ class Transaction:
                 system.fsync(self._file.fileno())
         self._check_place()
         self._check_others(head)
+        if self._commits.uploader is not None:
+            mark_upload(self._root, self.attempt)
         self._rename(head.file_name)
         self._make_durable(head)
 
@@ -272,6 +288,9 @@ class Transaction:
             self._file.close()
         with contextlib.suppress(CheckpointError, OSError):
             self._root.manifests.remove_file(temporary_manifest_name(self.attempt))
+        with contextlib.suppress(CheckpointError, OSError):
+            if self._commits.uploader is not None:
+                unmark_upload(self._root, self.attempt)
         with contextlib.suppress(CheckpointError, OSError):
             self._root.data.remove_folder(self.attempt.directory)
 

@@ -34,12 +34,13 @@ from asyncckpt.engine.process.background import background, short_handovers
 from asyncckpt.engine.process.held_directory import held_directory, start_retention
 from asyncckpt.engine.process.save_lock import save_lock
 from asyncckpt.format.names import Attempt
+from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, SaveOptions
 from asyncckpt.signals import uninterrupted
 
 
 @contextlib.contextmanager
-def save_lock_held(kind: Literal["save", "load"], path: Path, step: int | None) -> Iterator[None]:
+def save_lock_held(kind: Literal["save", "load"], path: Place, step: int | None) -> Iterator[None]:
     """Hold the save lock of the process; waits for saves and loads in flight."""
     with save_lock.held(kind, path, step, busy=BusyPolicy("wait")), short_handovers():  # The trainer may run beside.
         yield

@@ -22,7 +22,7 @@ from torch.futures import Future
 from asyncckpt.arguments import check_choice
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.dcp.attempt import save_lock_held
 from asyncckpt.dcp.planned_data import give_value
 from asyncckpt.dcp.stored import Stored, stored_of
@@ -39,7 +39,7 @@ from asyncckpt.shard.reader import READ_THREADS, ChainReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.snapshot.boxes import BoxCopy, BoxScatter, queue_boxes
 from asyncckpt.snapshot.windows import Scatter, scatter_all
-from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 
 
 class StorageReader(DcpStorageReader):
@@ -59,7 +59,7 @@ class StorageReader(DcpStorageReader):
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None, verify: bool = True) -> None:
         step = check_step(step)
         check_choice("verify", verify, (True, False))
-        self._path = check_path(path)
+        self._path = check_place(path)
         self._step = step
         self._verify = verify
         self._stored: Stored | None = None
@@ -76,7 +76,7 @@ class StorageReader(DcpStorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it names a checkpoint directory."""
         try:
-            CheckpointRoot.for_reading(check_path(checkpoint_id)).close()
+            open_root(check_place(checkpoint_id)).close()
         except (NotFoundError, UsageError):
             return False
         return True
@@ -85,7 +85,7 @@ class StorageReader(DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read from another directory from now on, if one is named."""
         if checkpoint_id is not None:
-            self._path = check_path(checkpoint_id)
+            self._path = check_place(checkpoint_id)
         self._stored = None
         self._close()
 
@@ -138,7 +138,7 @@ class StorageReader(DcpStorageReader):
         newer versions of DCP raise as another error."""
         self._close()
         found: list[Chain] = []
-        with CheckpointRoot.for_reading(self._path) as root:
+        with open_root(self._path) as root:
 
             def look() -> ChainReader:
                 found.clear()
@@ -161,10 +161,10 @@ class StorageReader(DcpStorageReader):
         if files is not None and files[0] is chain and files[2].detach() is not None:
             self._files = None
             return files[1]
-        with CheckpointRoot.for_reading(self._path) as root:
+        with open_root(self._path) as root:
             return self._open_files(root, chain)
 
-    def _open_files(self, root: CheckpointRoot, chain: Chain) -> ChainReader:
+    def _open_files(self, root: ReadRoot, chain: Chain) -> ChainReader:
         return ChainReader(root.data, chain, threads=READ_THREADS, verify=self._verify, progress=Progress())
 
     def _close(self) -> None:

@@ -5,6 +5,7 @@
     manifests/000000000120.full.json       the same step, compacted: a full checkpoint that stands for it
     manifests/000000000120.pin             an empty file: the step is pinned
     manifests/.m-<attempt>                 a manifest before its publication
+    manifests/.u-000000000120-<attempt>    an empty file: the attempt is to be uploaded
     manifests/.r-<id>-000000000120-<attempt>   an empty file: the removal of this id wants to remove this attempt
     manifests/.d-<id>-000000000120-<attempt>   and has decided to
     data/000000000120-<attempt>/r00000-000.safetensors
@@ -31,6 +32,7 @@ _PIN = re.compile(r"([0-9]{12})\.pin")
 _TEMPORARY = re.compile(r"\.m-([0-9a-f]{32})")
 _ATTEMPT_DIR = re.compile(r"([0-9]{12})-([0-9a-f]{32})")
 _MARK = re.compile(rf"\.([rd])-([0-9a-f]{{32}})-({_ATTEMPT_DIR.pattern})")
+_UPLOAD_MARK = re.compile(rf"\.u-({_ATTEMPT_DIR.pattern})")
 # Three digits, or as many as it takes.
 _SHARD = re.compile(r"r([0-9]{5})-([0-9]{3}|[1-9][0-9]{3,5})\.safetensors")
 _SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT_DIR.pattern})/(?P<name>{_SHARD.pattern})")
@@ -109,6 +111,16 @@ def attempt_id_of_temporary(name: str) -> str | None:
     """Return the id of the attempt of a manifest that is not yet published; None for another file."""
     match = _TEMPORARY.fullmatch(name)
     return match.group(1) if match else None
+
+
+def upload_mark_name(attempt: Attempt) -> str:
+    return f".u-{attempt.directory}"
+
+
+def attempt_of_upload_mark(name: str) -> Attempt | None:
+    """Return the attempt that a file of this name wants to be uploaded; None for another file."""
+    match = _UPLOAD_MARK.fullmatch(name)
+    return attempt_of_directory(match.group(1)) if match else None
 
 
 @dataclass(frozen=True)

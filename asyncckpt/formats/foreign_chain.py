@@ -20,6 +20,7 @@ from asyncckpt.native import Progress
 from asyncckpt.plan.image import array_spec, split_rows
 from asyncckpt.shard.reader import ChainReader, FilesOfManifest
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.folder import ReadFolder
 
 WHOLE = (0, 1)
 
@@ -89,7 +90,7 @@ class ForeignReader(ChainReader):
         self._data_files = files
         super().__init__(folder, chain, threads=threads, verify=False, progress=progress)
 
-    def _open(self, data: Directory, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
+    def _open(self, data: ReadFolder, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
         return _Borrowed(self._data_files)
 
     def check(self, number: int, digest: bytes) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from asyncckpt.model.store_url import Place
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class SaveResult:
 
     step: int
     kind: str
-    path: Path
+    path: Place
     skipped: bool = False
     fallback: str | None = None
     stall_seconds: float = 0.0
@@ -111,7 +112,7 @@ class LoadReport:
     """
 
     step: int
-    path: Path
+    path: Place
     values: Mapping[str, Any] = field(default_factory=dict)
     tree: dict[str, Any] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class VerifyReport:
 
     step: int
     steps: tuple[int, ...]
-    path: Path
+    path: Place
     blocks_count: int
     bytes_read: int
     strays: tuple[str, ...]

@@ -2,7 +2,8 @@
 
 All files are opened first, and everything about them is checked before a byte of data is used. They are opened by
 descriptor, never mapped: a file truncated under an mmap would kill the process. And all at once, so that a checkpoint
-that retention removes meanwhile stays readable to its end.
+that retention removes meanwhile stays readable to its end. Those in an object store are looked at instead, and read by
+ranges (store_files.py).
 
 Blocks are numbered through the manifests of the chain; what is queued is read in one parallel call, whichever
 checkpoints it lies in.
@@ -15,20 +16,23 @@ import contextlib
 import itertools
 import os
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
-import xxhash
 
 from asyncckpt import system
 from asyncckpt.errors import CorruptError, NotFoundError, SaveCancelledError
-from asyncckpt.format.header import HeaderEntry, decode_header, header_length
+from asyncckpt.format.header import header_length
 from asyncckpt.format.manifest import BlockFacts, Chain, FileFacts, Manifest
 from asyncckpt.format.names import split_shard_path
 from asyncckpt.format.strict_json import looks_like
 from asyncckpt.native import CancelledDrain, Progress, Reads, ShortFile, core
+from asyncckpt.shard.check_header import blocks_by_file, check_header, owner_of
+from asyncckpt.shard.store_files import StoreFiles, StoreReader
 from asyncckpt.signals import uninterrupted
 from asyncckpt.storage.directory import Directory, io_failed, set_direct
+from asyncckpt.storage.folder import ReadFolder
+from asyncckpt.storage.store_folder import StoreFolder
 
 READ_THREADS = 4  # Keep one disk busy.
 NOT_OPEN = -1
@@ -42,7 +46,7 @@ def read_threads(parallel: int) -> int:
 
 
 class FilesOfManifest(Protocol):
-    """The open files of one manifest, in its order, and whether each is open for direct reads."""
+    """The files of one manifest, in its order: descriptors (in a store: numbers), and which are read directly."""
 
     @property
     def fds(self) -> Sequence[int]: ...
@@ -52,7 +56,7 @@ class FilesOfManifest(Protocol):
 
 
 class OpenFiles:
-    """The open shard files of one manifest: `fds` in its order, and whether each is open for direct reads.
+    """The open shard files of one manifest on a disk: `fds` in its order, and whether each is open for direct reads.
 
     wanted: numbers of the files to open; None: all. The other ones have no descriptor.
     """
@@ -103,48 +107,19 @@ class OpenFiles:
 
     def _check_headers(self) -> None:
         """Check that each file's header is the one that was written, with the same places as the manifest."""
-        by_file: list[dict[str, BlockFacts]] = [{} for _ in self.fds]
-        for block in self._manifest.blocks:
-            by_file[block.placed.file_index][block.placed.key] = block
-        for fd, file, blocks in zip(self.fds, self._manifest.head.files, by_file, strict=True):
+        for fd, file, blocks in zip(self.fds, self._manifest.head.files, blocks_by_file(self._manifest), strict=True):
             if fd != NOT_OPEN:
                 self._check_header(fd, file, blocks)
             self.direct.append(fd != NOT_OPEN and set_direct(fd))
 
     def _check_header(self, fd: int, file: FileFacts, blocks: dict[str, BlockFacts]) -> None:
-        owner = f"shard file {file.path!r} of step {self._manifest.step}"
+        owner = owner_of(file, self._manifest)
         try:
             length = header_length(_read_begin(fd, _SNIFFED_BYTES), file_bytes=file.bytes, owner=owner)
             raw = b"" if length != file.header_bytes else _read_begin(fd, length)
         except OSError as error:
             raise io_failed(f"{owner} cannot be read", error) from error
-        found = xxhash.xxh3_128_digest(raw)
-        if found != file.header_digest:
-            raise CorruptError(
-                f"{owner} is corrupt: its header has another digest",
-                found=found.hex(),
-                expected=file.header_digest.hex(),
-            )
-        header = decode_header(raw, file_bytes=file.bytes, owner=owner)
-        if header.attempt != self._manifest.head.attempt:
-            raise CorruptError(
-                f"{owner} belongs to another save (mixed steps)",
-                found=header.attempt,
-                expected=self._manifest.head.attempt,
-            )
-        places = {key: (entry.offset, entry.bytes, entry.dtype, entry.shape) for key, entry in header.entries.items()}
-        listed = {key: _place(block, header.entries.get(key)) for key, block in blocks.items()}
-        if places != listed:
-            differing = sorted(key for key in places.keys() | listed.keys() if places.get(key) != listed.get(key))
-            raise CorruptError(f"{owner} and the manifest disagree on blocks", found=differing[:5])
-
-
-def _place(block: BlockFacts, entry: HeaderEntry | None) -> tuple[object, ...]:
-    """Return where the manifest has a block, and as what: for a dtype unknown here, what the header says."""
-    spec = block.placed.spec
-    if entry is not None and not spec.is_known:
-        return (block.placed.offset, spec.bytes, entry.dtype, entry.shape)
-    return (block.placed.offset, spec.bytes, spec.stored_dtype, spec.stored_shape)
+        check_header(raw, file, blocks, self._manifest)
 
 
 def _read_begin(fd: int, bytes: int) -> bytes:
@@ -174,7 +149,7 @@ class ChainReader:
 
     def __init__(
         self,
-        data: Directory,
+        data: ReadFolder,
         chain: Chain,
         *,
         threads: int,
@@ -192,6 +167,8 @@ class ChainReader:
         # The number behind each manifest's last block.
         self._ends = list(itertools.accumulate(len(manifest.blocks) for manifest in chain.manifests))
         self._files: list[FilesOfManifest] = []
+        self._store = StoreReader(data, threads=threads) if isinstance(data, StoreFolder) else None
+        self._read = core.read if self._store is None else self._store.read
         try:
             for manifest, files in zip(chain.manifests, self._wanted_files(wanted), strict=True):
                 self._files.append(self._open(data, manifest, files))
@@ -199,8 +176,10 @@ class ChainReader:
             self.close()
             raise
 
-    def _open(self, data: Directory, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
-        return OpenFiles(data, manifest, wanted=wanted)
+    def _open(self, data: ReadFolder, manifest: Manifest, wanted: Collection[int] | None) -> FilesOfManifest:
+        if self._store is not None:
+            return StoreFiles(self._store, manifest, wanted=wanted)
+        return OpenFiles(cast(Directory, data), manifest, wanted=wanted)
 
     def close(self) -> None:
         for files in self._files:
@@ -234,7 +213,7 @@ class ChainReader:
         step = self._chain.step
         try:
             parts = Reads(items, fds, direct)
-            digests = core.read(parts, digests=self.verify, threads=self._threads, progress=self.progress)
+            digests = self._read(parts, digests=self.verify, threads=self._threads, progress=self.progress)
         except ShortFile as error:
             raise CorruptError(f"a shard file of step {step} ended while it was read: {error}") from error
         except CancelledDrain as error:

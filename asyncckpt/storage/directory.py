@@ -66,7 +66,13 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if text == "" or "\0" in text:
         raise UsageError("path is empty or holds a NUL character", found=text)
     if "://" in text:
-        raise UsageError("path is a URL", found=text, expected="a folder of a local file system")
+        # Shown up to where secrets could be.
+        raise UsageError(
+            "path is a URL",
+            found=text.partition("://")[0] + "://",
+            expected="a folder of a local file system",
+            hint="what can read from a store, and write to one, is in docs/object-stores.md",
+        )
     if text.startswith("~"):
         raise UsageError("path starts with '~'", found=text, hint="expand it with os.path.expanduser")
     absolute = Path(os.path.abspath(text))
@@ -229,6 +235,9 @@ class Directory:
 
     def exists(self, name: str) -> bool:
         return self._stat(name) is not None
+
+    def has_folder(self, name: str) -> bool:
+        return self.exists(name)
 
     def has_listed(self, name: str) -> bool:
         """Return whether a name is there, also where a network file system remembers that it was not."""

@@ -189,7 +189,8 @@ NO_PATHS = {
     "~/checkpoints": "os.path.expanduser",
     "~": "expanduser",
     "file:///tmp/x": "URL",
-    "s3://bucket/x": "URL",
+    "s3://bucket": "URL",
+    "s3://key:secret@bucket/x": "URL",
     "\ud800": "Unicode",
 }
 
@@ -199,6 +200,11 @@ def test_case_055_no_path(path: Any) -> None:
     for make in (lambda: asyncckpt.Saver(path=path), lambda: asyncckpt.Loader(path), lambda: asyncckpt.verify(path)):
         with pytest.raises(UsageError, match=NO_PATHS[path]):
             make()
+
+
+def test_case_055_a_store_is_no_path_to_save_to() -> None:
+    with pytest.raises(UsageError, match=r"path is a URL.*docs/object-stores.md"):
+        asyncckpt.Saver(path="s3://bucket/x", tensors={"w": torch.ones(3)})
 
 
 class BytesPath:

@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SMOKE_SECONDS_MAX = 120
+WEED = Path(sys.executable).parent / "weed"  # The S3 server of the tests.
 
 
 def run_bench(command: str, out: Path, *options: str) -> Any:
@@ -147,6 +149,13 @@ def test_endurance_bench_gives_figures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SMOKE_SECONDS_MAX)
+@pytest.mark.skipif(find_spec("obstore") is None or not WEED.exists(), reason="there is no store here")
+def test_uploads_bench_gives_figures(tmp_path: Path) -> None:
+    rounds = run_bench("uploads", tmp_path / "uploads")["rounds"]
+    assert [one["way"] for one in rounds] == ["put", "upload", "get", "load"]
+    assert "targets" in (tmp_path / "uploads.txt").read_text()
+
+
 def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
     rounds = {one["way"]: one for one in run_bench("compaction", tmp_path / "compaction")["rounds"]}
     assert rounds.keys() == {"alone", "beside", "held", "floor alone", "floor beside"}

@@ -23,7 +23,11 @@ def save_some(path: Path, on_event: Callable[[Event], object]) -> None:
         return blocks
 
     with asyncckpt.Saver(
-        path=path, tensors={"w": torch.ones(1000)}, keep=1, filter_func=filter_func, on_event=on_event
+        path=path,
+        tensors={"w": torch.ones(1000)},
+        keep=1,
+        filter_func=filter_func,
+        debug=asyncckpt.DebugOptions(on_event=on_event),
     ) as saver:
         for step in (1, 2, 3):
             saver.save_async(step).exception()

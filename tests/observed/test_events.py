@@ -36,7 +36,8 @@ NAMES = [
 
 
 def saver(path: Path, on_event: Callable[[Event], object] | None, **options: Any) -> asyncckpt.Saver:
-    return asyncckpt.Saver(path=path, tensors={"w": torch.ones(100)}, on_event=on_event, **options)
+    debug = asyncckpt.DebugOptions(on_event=on_event)
+    return asyncckpt.Saver(path=path, tensors={"w": torch.ones(100)}, debug=debug, **options)
 
 
 def event_threads() -> int:
@@ -264,7 +265,8 @@ import torch, asyncckpt
 def tell(event):
     if event.name == "save":
         print("told", event.step, flush=True)
-ckpt = asyncckpt.Checkpointer({path!r}, every=100, w=torch.ones(3), options={{"on_event": tell}})
+debug = asyncckpt.DebugOptions(on_event=tell)
+ckpt = asyncckpt.Checkpointer({path!r}, every=100, w=torch.ones(3), options={{"debug": debug}})
 for step in range(3):
     ckpt.step(step)
 """
@@ -273,7 +275,8 @@ import threading, torch, asyncckpt
 import asyncckpt.saver
 from asyncckpt.engine.process import event_line
 event_line.EVENTS_WAIT_S = asyncckpt.saver.EVENTS_WAIT_S = 0.1
-saver = asyncckpt.Saver(path={path!r}, tensors={{"w": torch.ones(3)}}, on_event=lambda event: threading.Event().wait())
+debug = asyncckpt.DebugOptions(on_event=lambda event: threading.Event().wait())
+saver = asyncckpt.Saver(path={path!r}, tensors={{"w": torch.ones(3)}}, debug=debug)
 saver.save_async(2).result()
 """
 

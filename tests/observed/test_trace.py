@@ -23,7 +23,7 @@ def save_some(folder: Path, trace: TraceFile, count: int, **options: Any) -> Non
         tensors={"w": torch.ones(1000)},
         deltas=asyncckpt.DeltaPolicy(bytes_share_max=9.0),
         keep=2,
-        on_event=trace,
+        debug=asyncckpt.DebugOptions(on_event=trace),
         **options,
     )
     with saver:
@@ -52,7 +52,9 @@ def test_a_trace_of_queued_saves_is_well_formed(tmp_path: Path) -> None:
 def test_a_trace_of_a_streamed_save_shows_its_two_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncckpt.shard.stream.CHUNK_BYTES", 1 << 16)
     saver = asyncckpt.Saver(
-        path=tmp_path / "run", tensors={"w": torch.ones(1 << 17)}, on_event=TraceFile(tmp_path / "trace.json")
+        path=tmp_path / "run",
+        tensors={"w": torch.ones(1 << 17)},
+        debug=asyncckpt.DebugOptions(on_event=TraceFile(tmp_path / "trace.json")),
     )
     with saver:
         saver.save(1)
@@ -78,9 +80,10 @@ def test_a_trace_keeps_the_newest_saves(tmp_path: Path) -> None:
 
 def test_saves_of_two_savers_are_in_one_trace(tmp_path: Path) -> None:
     trace = TraceFile(tmp_path / "trace.json")
+    one, all = asyncckpt.DebugOptions(on_event=trace), asyncckpt.DebugOptions(on_event=all_of(trace))
     with (
-        asyncckpt.Saver(path=tmp_path / "a", tensors={"w": torch.ones(9)}, on_event=trace) as first,
-        asyncckpt.Saver(path=tmp_path / "b", tensors={"w": torch.ones(9)}, on_event=all_of(trace)) as second,
+        asyncckpt.Saver(path=tmp_path / "a", tensors={"w": torch.ones(9)}, debug=one) as first,
+        asyncckpt.Saver(path=tmp_path / "b", tensors={"w": torch.ones(9)}, debug=all) as second,
     ):
         first.save_async(1, on_busy="queue")
         second.save_async(1, on_busy="queue")

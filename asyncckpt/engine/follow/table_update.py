@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,7 +23,7 @@ import torch
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, read_manifest
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot, open_root
 from asyncckpt.engine.compact.fold import copies_of_column, layers_that_count
 from asyncckpt.engine.follow.cursor import SeenStep
 from asyncckpt.engine.load.run_load import fill, give_state_dicts, report_of, with_scalars
@@ -32,6 +31,7 @@ from asyncckpt.errors import CheckpointError, CorruptError, IncompatibleError, N
 from asyncckpt.format.encodings import decode
 from asyncckpt.format.manifest import Chain
 from asyncckpt.model.result import LoadReport
+from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import I64, Progress
 from asyncckpt.plan.contents import contents_of, metadata_of
@@ -61,22 +61,22 @@ class TableUpdate:
     whole: bool
 
 
-def seen_step(path: Path, step: int) -> SeenStep:
+def seen_step(path: Place, step: int) -> SeenStep:
     """Return a step that a consumer has finished, with its digests if it still exists."""
     try:
-        with CheckpointRoot.for_reading(path) as root:
+        with open_root(path) as root:
             return SeenStep.of(read_manifest(root, step))
     except (NotFoundError, CorruptError):
         return SeenStep(step=step, digests=())
 
 
-def find_update(path: Path, seen: SeenStep | None) -> OpenUpdate | None:
+def find_update(path: Place, seen: SeenStep | None) -> OpenUpdate | None:
     """Open the oldest step after the last finished one; None while there is none.
 
     Raises CorruptError if it is damaged, IncompatibleError, UnsupportedError, IOFailedError.
     """
     try:
-        root = CheckpointRoot.for_reading(path)
+        root = open_root(path)
     except NotFoundError:
         return None
     with root:
@@ -94,7 +94,7 @@ class OpenUpdate:
     previous: the last finished step, if the update is a change of that. tables: what the change holds.
     """
 
-    def __init__(self, root: CheckpointRoot, step: int, seen: SeenStep | None) -> None:
+    def __init__(self, root: ReadRoot, step: int, seen: SeenStep | None) -> None:
         chain = read_chain(root, step)
         self.path = root.path
         self.step = step
@@ -218,7 +218,7 @@ class OpenUpdate:
             whole=whole,
         )
 
-    def _open(self, root: CheckpointRoot) -> ChainReader:
+    def _open(self, root: ReadRoot) -> ChainReader:
         reader = ChainReader(root.data, self._chain, threads=READ_THREADS, verify=True, progress=Progress())
         weakref.finalize(self, uninterrupted(reader.close))  # A loop that is left with `break` closes nothing.
         return reader
@@ -227,7 +227,7 @@ class OpenUpdate:
     def _reading(self, progress: Progress | None = None) -> Iterator[ChainReader]:
         """Yield the reader. Close it after an error, when its queue may hold reads; the next use opens a new one."""
         if self._reader is None:
-            with CheckpointRoot.for_reading(self.path) as root:
+            with open_root(self.path) as root:
                 self._reader = self._open(root)
         self._reader.progress = progress or Progress()
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from asyncckpt.adapters.left_out import tables_left_out
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import committed_steps, look_again, mark_verified, newest_step
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import ReadRoot
 from asyncckpt.devices.current_runtime import check_not_capturing
 from asyncckpt.engine.load.verify import verify_blocks
 from asyncckpt.engine.load.whole_state import WholeRequest, WholeState
@@ -31,6 +30,7 @@ from asyncckpt.format.manifest import Chain
 from asyncckpt.format.tree import VALUE, Node, descend, leaf_of, leaves, path_name, rebuild, unique_names
 from asyncckpt.format.tree import Path as LeafPath
 from asyncckpt.model.result import LoadReport
+from asyncckpt.model.store_url import Place
 from asyncckpt.model.table import Table
 from asyncckpt.native import Progress
 from asyncckpt.plan.contents import Contents, contents_of, metadata_of
@@ -80,7 +80,7 @@ class OpenStep:
 
 
 def run_load(
-    root: CheckpointRoot, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
+    root: ReadRoot, request: LoadRequest, progress: Progress, *, on_read: Callable[[], bool] = lambda: True
 ) -> LoadReport:
     """Load the wanted step; with fallback, the newest sound one.
 
@@ -106,7 +106,7 @@ def run_load(
             return replace(report, fallback_from=tuple(passed_over), seconds=time.perf_counter() - begun)
 
 
-def _candidate(root: CheckpointRoot, request: LoadRequest, passed_over: Mapping[int, Exception]) -> int:
+def _candidate(root: ReadRoot, request: LoadRequest, passed_over: Mapping[int, Exception]) -> int:
     """Return the step to try next. NotFoundError when there is none at all, CorruptError when none is left."""
     if not passed_over:
         return newest_step(root) if request.step is None else request.step
@@ -118,12 +118,12 @@ def _candidate(root: CheckpointRoot, request: LoadRequest, passed_over: Mapping[
     return older[-1]
 
 
-def open_step(root: CheckpointRoot, request: LoadRequest, step: int) -> OpenStep:
+def open_step(root: ReadRoot, request: LoadRequest, step: int) -> OpenStep:
     """Open a step for `load_open`, with all checks before a target is touched."""
     return look_again(root, lambda: _open_step(root, request, step, Progress()))
 
 
-def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: Progress) -> OpenStep:
+def _open_step(root: ReadRoot, request: LoadRequest, step: int, progress: Progress) -> OpenStep:
     chain = read_chain(root, step)
     contents = contents_of(chain, rank=request.rank, ranks_count=request.ranks_count)
     whole = None if request.whole is None else WholeState(chain, contents, request.whole)
@@ -152,7 +152,7 @@ def _open_step(root: CheckpointRoot, request: LoadRequest, step: int, progress: 
 
 
 def load_open(
-    root: CheckpointRoot, request: LoadRequest, opened: OpenStep, on_read: Callable[[], bool] = lambda: True
+    root: ReadRoot, request: LoadRequest, opened: OpenStep, on_read: Callable[[], bool] = lambda: True
 ) -> LoadReport:
     """Fill the targets from the open files, and close these."""
     chain, contents, plan = opened.chain, opened.contents, opened.plan
@@ -174,7 +174,7 @@ def load_open(
     return replace(report, tree=tree, rows=rows, bytes_read=bytes_read)
 
 
-def report_of(path: Path, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
+def report_of(path: Place, chain: Chain, contents: Contents, targets: DenseTargets, plan: LoadPlan) -> LoadReport:
     """Return what a load reports of its plan. Raises CorruptError for metadata that cannot be decoded."""
     return LoadReport(
         step=chain.step,

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from asyncckpt.commit.chain import read_chain
-from asyncckpt.commit.discover import KnownHeads, look_again, manifests_by_step, mark_verified, newest_step
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.discover import head_in, look_again, manifests_by_step, mark_verified, newest_step
+from asyncckpt.commit.root import ReadRoot
 from asyncckpt.errors import NotFoundError
 from asyncckpt.format.manifest import Chain
 from asyncckpt.format.names import (
@@ -28,7 +28,7 @@ from asyncckpt.shard.reader import READ_THREADS, ChainReader
 WINDOW_BYTES = 64 << 20
 
 
-def verify(root: CheckpointRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
+def verify(root: ReadRoot, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
     """Read and check every byte of a step (default: the newest), for a delta of its whole chain.
 
     Raises CorruptError that says what is wrong.
@@ -68,7 +68,7 @@ def verify_blocks(reader: ChainReader, numbers: Iterable[int], *, bytes_total: i
         reader.check(number, digester.end())
 
 
-def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
+def _strays(root: ReadRoot, chain: Chain) -> tuple[str, ...]:
     """Return leftovers beside a chain: folders of its steps and files that no manifest names, unpublished manifests."""
     listed = {split_shard_path(file.path, owner="manifest") for m in chain.manifests for file in m.head.files}
     own = {folder for folder, _ in listed}
@@ -77,11 +77,11 @@ def _strays(root: CheckpointRoot, chain: Chain) -> tuple[str, ...]:
         attempt = attempt_of_directory(name)
         if attempt is not None and attempt.step in chain.steps and name not in own:
             folders[name] = attempt.step
-    manifests, heads = manifests_by_step(root), KnownHeads(root)
+    manifests = manifests_by_step(root)
     for step in set(folders.values()):
         for name in manifests.get(step, [])[:-1]:  # For which a compacted one stands.
             with contextlib.suppress(NotFoundError):
-                folders.pop(heads.of(name).head.folder_name, None)
+                folders.pop(head_in(root, name).folder_name, None)
     files = []
     for folder in own:
         # Retention may have taken it away meanwhile; its files were open.

@@ -11,6 +11,7 @@ runs:
     committer   the steps of a commit, which wait for nothing but the disk
     rewriters   compactions and removals, which wait for commits
     retainer    retention
+    uploaders   copies of checkpoints in object stores
     talkers     messages with other ranks: sending and receiving block
 """
 
@@ -39,6 +40,7 @@ WORKERS_MAX = 4
 COMMITTERS_MAX = 8
 # They read and write whole checkpoints; more of them at once would take the disk from saves and end no sooner.
 REWRITERS_MAX = 2
+UPLOADERS_MAX = 2  # One for each Saver; the threads of obstore move the bytes.
 TALKERS_MAX = 3  # One sends, one receives, one waits for what another rank has left.
 HANDOVER_S_MAX = 0.0002
 _usual_s: list[float] = []  # What to give back to a child that is forked meanwhile: it has no background.
@@ -50,6 +52,7 @@ writers = IdleEndingThreads("asyncckpt-writer", WORKERS_MAX)
 committer = IdleEndingThreads("asyncckpt-commit", COMMITTERS_MAX)
 rewriters = IdleEndingThreads("asyncckpt-rewrite", REWRITERS_MAX)
 retainer = IdleEndingThreads("asyncckpt-retention", 1)
+uploaders = IdleEndingThreads("asyncckpt-upload", UPLOADERS_MAX)
 talkers = IdleEndingThreads("asyncckpt-ranks", TALKERS_MAX)
 
 

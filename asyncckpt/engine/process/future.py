@@ -25,7 +25,6 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncckpt.arguments import check_timeout
@@ -36,6 +35,7 @@ from asyncckpt.engine.process.log import log_exception
 from asyncckpt.errors import CheckpointError, DeadlineError, IOFailedError, SaveCancelledError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.model.result import LoadReport, SaveResult
+from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import DEVICE_DEADLINE_S, SAVE_DEADLINE_S
 from asyncckpt.pipeline.threads import IdleEndingThreads
@@ -75,7 +75,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
     _pid = 0  # Until it is made.
     _pending: Pending | None = None  # Of a save, what still copies the state.
 
-    def __init__(self, *, step: int | None, path: Path, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
+    def __init__(self, *, step: int | None, path: Place, what: str, pools: Sequence[IdleEndingThreads] = ()) -> None:
         """pools: on which it runs, beside those of all saves and loads; nobody there may wait for it."""
         self._pools = pools
         self.step = step
@@ -263,6 +263,22 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
 class SaveFuture(CheckpointFuture[SaveResult]):
     """The future of one save."""
 
+    _wait_for_upload: Callable[[float], None] | None = None
+
+    @uninterrupted
+    def wait_uploaded(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is committed and is in the object store of the Saver, too; raise why it is not.
+
+        What was not uploaded stays on the disk, and the next save, or the next Saver, goes on with it. DeadlineError
+        after `timeout` seconds (None: SAVE_DEADLINE_S), UsageError for a save that was skipped or has no store.
+        """
+        until = time.monotonic() + (SAVE_DEADLINE_S if timeout is None else timeout)
+        skipped = self.result(timeout).skipped
+        if skipped or self._wait_for_upload is None:
+            what = "was skipped" if skipped else "is not uploaded anywhere"
+            raise UsageError(f"{self._what} {what}", hint="name a store: Saver(path=..., upload='s3://bucket/run1')")
+        self._wait_for_upload(max(0.0, until - time.monotonic()))
+
     def fence(self, stream: Any = None) -> None:
         """Let a stream (None: the current ones of this thread) wait until the state on devices may be changed.
 
@@ -282,6 +298,10 @@ class SaveFuture(CheckpointFuture[SaveResult]):
             step=step, kind="full", path=self.path, skipped=True, seconds=seconds, stall_seconds=stall_seconds
         )
         self.resolve(result, FutureState.SKIPPED)
+
+    def expect_upload(self, wait: Callable[[float], None]) -> None:
+        """Note how to wait until the checkpoint is uploaded."""
+        self._wait_for_upload = wait
 
     def expect_copies(self, pending: Pending) -> None:
         """Note what still copies the state."""

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 
 from asyncckpt.commit.root import CheckpointRoot
-from asyncckpt.commit.transaction import Commits
+from asyncckpt.commit.transaction import Commits, Uploader
 from asyncckpt.engine.process.background import committer, retainer
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.format.names import LOCK_NAME
@@ -15,8 +15,11 @@ from asyncckpt.options import Durability, KeepPolicy
 from asyncckpt.storage.owner_lock import OwnerLock
 
 
-def commits_of(root: CheckpointRoot, lock: OwnerLock | None, durability: Durability) -> Commits:
-    return Commits(root, lock, durable=durability == "fsync", threads=committer, warn=log_warning)
+def commits_of(
+    root: CheckpointRoot, lock: OwnerLock | None, durability: Durability, uploader: Uploader | None = None
+) -> Commits:
+    durable = durability == "fsync"
+    return Commits(root, lock, durable=durable, threads=committer, warn=log_warning, uploader=uploader)
 
 
 @contextmanager

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from asyncckpt.engine.process.background import background, check_may_wait
 from asyncckpt.errors import DeadlineError, SaveInProgressError, UsageError
 from asyncckpt.guard import Guard
+from asyncckpt.model.store_url import Place
 from asyncckpt.options import BusyPolicy, OnBusy
 from asyncckpt.signals import STEP_S, uninterrupted
 from asyncckpt.system import register_at_fork
@@ -43,7 +43,7 @@ class Ticket:
     """
 
     kind: Kind
-    path: Path | None
+    path: Place | None
     step: int | None
     thread: int | None = None
     is_captured: bool = False
@@ -169,7 +169,7 @@ class SaveLock:
             return [*self._held, *(other for other in self._asking if other.thread != threading.get_ident())]
 
     @contextmanager
-    def held(self, kind: Kind, path: Path | None, step: int | None, *, busy: BusyPolicy) -> Iterator[None]:
+    def held(self, kind: Kind, path: Place | None, step: int | None, *, busy: BusyPolicy) -> Iterator[None]:
         """Hold the lock on this thread, for what it does in one call."""
         ticket = Ticket(kind=kind, path=path, step=step, thread=threading.get_ident())
         try:

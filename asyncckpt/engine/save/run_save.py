@@ -15,6 +15,7 @@ import asyncio
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 
 from asyncckpt.commit.discover import newest_verified
 from asyncckpt.commit.proof import Draft
@@ -140,6 +141,8 @@ async def _save_alone(job: SaveJob) -> Committed:
         head = transaction.head(files=written.files, **facts)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft, job.recorder)
+        if job.target.uploads.uploader is not None:
+            job.future.expect_upload(partial(job.target.uploads.wait_for, transaction.attempt))
     except BaseException as error:
         newest = job.target.memory.newest
         if isinstance(error, ConflictError) and parents and newest is not None and newest.parent == parents[0]:

@@ -22,6 +22,7 @@ from asyncckpt.engine.ranks.saver_ranks import Ranks
 from asyncckpt.engine.save.delta_chain import ChainLink, Choice
 from asyncckpt.engine.save.device_stage import StepFences
 from asyncckpt.engine.save.state_cut import Cut
+from asyncckpt.engine.upload.uploads import Uploads
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
 from asyncckpt.format.strict_json import Json
@@ -74,6 +75,7 @@ class SaveTarget:
     ranks: Ranks | None
     step_fences: StepFences
     memory: SaverMemory
+    uploads: Uploads
     events: EventLine | None = None
 
     def recorder(self) -> Recorder:

@@ -1,0 +1,1 @@
+"""Copies of committed checkpoints in an object store, made behind the saves."""

@@ -1,0 +1,180 @@
+"""The uploads of one Saver, one after the other, on a thread of their own behind its saves.
+
+What is to be uploaded is known by its mark in the directory (commit/upload_marks.py), so nothing here has to survive:
+the next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried
+again for a while; then, or when it fails otherwise, it is left until the next commit, and the error is told once: by
+`SaveFuture.wait_uploaded`, else by `wait_idle` or `close`.
+
+#   from        to          done by
+#   waiting     uploading   _work_off
+#   uploading   uploaded    _work_off, when the manifest is in the store
+#   uploading   left        _work_off, after an error
+#   left        waiting     committed, of another attempt
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+
+from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.upload_marks import uploads_among
+from asyncckpt.engine.process.background import check_may_wait, uploaders
+from asyncckpt.engine.process.future import as_checkpoint_error
+from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, check_store, upload_attempt
+from asyncckpt.errors import DeadlineError, IOFailedError, UnsupportedError
+from asyncckpt.format.names import Attempt
+from asyncckpt.guard import Guard
+from asyncckpt.model.store_url import StoreUrl
+from asyncckpt.options import UploadOptions
+from asyncckpt.signals import uninterrupted, wait_until_done
+from asyncckpt.storage.object_store import ObjectStore, StoreLimits
+
+FIRST_PAUSE_S = 0.2
+PAUSE_S_MAX = 30.0
+
+
+class Uploads:
+    """See the module. An Uploader of commits (commit/transaction.py); without options there is nothing to do."""
+
+    def __init__(self, path: Path, options: UploadOptions | None) -> None:
+        self._path = path
+        self._options = options
+        self._store = None if options is None else _open_store(options)
+        self._guard = Guard()
+        self._waiting: deque[Attempt] = deque()
+        self._left: list[Attempt] = []
+        self._futures: dict[str, Future[None]] = {}  # Of what is waiting or uploading, by the id of its attempt.
+        self._is_working = False
+        self._working: Future[None] | None = None  # The last one.
+        self._error: BaseException | None = None  # The last one that nobody has got.
+        self._pid = os.getpid()
+
+    @staticmethod
+    def open(path: Path, options: UploadOptions | None, *, ranks_count: int) -> Uploads:
+        """Check the store, if there is one. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
+        if options is not None and ranks_count > 1:
+            raise UnsupportedError("upload is for a Saver that saves alone", found=f"{ranks_count} ranks")
+        uploads = Uploads(path, options)
+        if uploads._store is not None:
+            check_store(uploads._store)
+        return uploads
+
+    @property
+    def uploader(self) -> Uploads | None:
+        """What commits tell of their attempts, if anything is to be uploaded."""
+        return None if self._store is None else self
+
+    def go_on(self, root: CheckpointRoot) -> None:
+        """Upload what earlier Savers of the directory have left."""
+        for attempt in uploads_among(root.manifests.names()) if self._store is not None else ():
+            self.committed(attempt)
+
+    def committed(self, attempt: Attempt) -> None:
+        """Upload an attempt, behind those that were left."""
+        with self._guard:
+            again, self._left = self._left, []
+            for one in (*again, attempt):
+                self._waiting.append(one)
+                self._futures[one.id] = Future()
+            starts, self._is_working = not self._is_working, True
+        if starts:
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            self._working = uploaders.submit_behind(self._work_off)
+        except Exception as error:  # No thread can be started.
+            self._is_working = False
+            log_warning("checkpoints of %s are not uploaded yet: %s", self._path, error)
+
+    @uninterrupted
+    def wait_for(self, attempt: Attempt, timeout: float) -> None:
+        """Wait until an attempt is uploaded, or raise why it is not. DeadlineError."""
+        what = f"the upload of step {attempt.step} to {self._url!r}"
+        check_may_wait(what, uploaders)
+        with self._guard:
+            future = self._futures.get(attempt.id)
+        if future is None:
+            return
+        if not wait_until_done(future, timeout):
+            raise DeadlineError(f"{what} did not end within {timeout} s", hint="it goes on")
+        error = future.exception(0)
+        if error is not None:
+            with self._guard:
+                if self._error is error:
+                    self._error = None
+            raise error
+
+    def wait(self, timeout: float) -> None:
+        """Wait until nothing is being uploaded, whatever comes of it; not in a forked child. DeadlineError."""
+        working = self._working
+        if working is not None and self._pid == os.getpid() and not wait_until_done(working, timeout):
+            raise DeadlineError(f"uploads to {self._url!r} did not end within {timeout} s")
+
+    def are_settled(self) -> bool:
+        return self._working is None or self._working.done()
+
+    def raise_left(self) -> None:
+        """Raise, once, why what was committed is not uploaded."""
+        with self._guard:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def _url(self) -> str:
+        return "nowhere" if self._options is None else self._options.url
+
+    # -- on a thread of `uploaders` ------------------------------------------------------------------------------------
+
+    def _work_off(self) -> None:
+        while True:
+            with self._guard:
+                if not self._waiting:
+                    self._is_working = False
+                    return
+                attempt = self._waiting.popleft()
+            try:
+                self._upload(attempt)
+            except BaseException as error:
+                self._fail(attempt, as_checkpoint_error(error, attempt.step))
+            else:
+                with self._guard:
+                    future = self._futures.pop(attempt.id)
+                    if not self._waiting and not self._left:
+                        self._error = None  # Of an earlier try.
+                future.set_result(None)
+
+    def _upload(self, attempt: Attempt) -> None:
+        """Upload, and try again while that may help."""
+        assert self._store is not None
+        assert self._options is not None
+        until, pause_s = time.monotonic() + self._options.deadline, FIRST_PAUSE_S
+        while True:
+            try:
+                return upload_attempt(self._path, self._store, attempt, self._options)
+            except IOFailedError as error:
+                if error.errno != errno.ETIMEDOUT or time.monotonic() + pause_s > until:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _fail(self, attempt: Attempt, error: BaseException) -> None:
+        log_warning("step %d of %s is not uploaded: %s", attempt.step, self._path, error)
+        with self._guard:
+            self._error = error
+            if not isinstance(error, AttemptGoneError):
+                self._left.append(attempt)
+            future = self._futures[attempt.id]
+        future.set_exception(error)
+
+
+def _open_store(options: UploadOptions) -> ObjectStore:
+    limits = StoreLimits(request_s=options.request_deadline, retry_s=2 * options.request_deadline)
+    return ObjectStore(StoreUrl.of(options.url), limits)

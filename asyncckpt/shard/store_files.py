@@ -1,0 +1,155 @@
+"""Read the shard files of a checkpoint in an object store: by ranges, many at once, straight to where they go.
+
+Nothing holds an object open: one that is removed while a load reads is a NotFoundError. All files are looked at before
+a byte of data is used: one request for each gives its size and its header.
+
+Reads of one file that lie close together are one request, and one that is long is several, so that all connections
+have work. What is read between two wanted ranges is at most GAP_SHARE of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from asyncckpt.errors import CorruptError, NotFoundError
+from asyncckpt.format.manifest import FileFacts, Manifest
+from asyncckpt.native import U8, CancelledDrain, Progress, Reads, ShortFile, core
+from asyncckpt.shard.check_header import blocks_by_file, check_header, owner_of
+from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.store_folder import StoreFolder
+
+REQUEST_BYTES_MAX = 8 << 20
+REQUESTS_AT_ONCE_MIN = 8  # A store answers late, but many at once.
+GAP_SHARE = 0.05
+READ_S_MAX = 86400.0  # Each request has a deadline of its own.
+NOT_OPEN = -1
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A range of an object; `parts` go to (target address, offset in the object, bytes)."""
+
+    number: int
+    begin: int
+    end: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class StoreReader:
+    """Reads objects of a store as the core reads files: each has a number, like a descriptor."""
+
+    def __init__(self, data: StoreFolder, *, threads: int) -> None:
+        self._data = data
+        self._threads = max(threads, REQUESTS_AT_ONCE_MIN)
+        self._keys: list[str] = []
+
+    def open(self, path: str) -> int:
+        """Return the number of an object, by its path in the checkpoint directory."""
+        self._keys.append(path)
+        return len(self._keys) - 1
+
+    def begin_of(self, number: int, count: int) -> tuple[bytes, int]:
+        """Return the first bytes of an object, and how many it has."""
+        raw, size = self._data.store.read(self._keys[number], begin=0, bytes=count)
+        return bytes(raw), size
+
+    def read(self, reads: Reads, *, digests: bool, threads: int, progress: Progress) -> U8 | None:
+        """Fill the memory of all reads and return their digests, if asked: see Core.read."""
+        requests = list(_requests(reads))
+        for request, _ in self.at_once(self._fetch, requests):
+            progress.advance(sum(bytes for _, _, bytes in request.parts))
+            if progress.cancelled:
+                raise CancelledDrain("the reads were cancelled")
+        if not digests:
+            return None
+        return core.digest(np.ascontiguousarray(reads.places[:, [0, 2]]), threads=threads)
+
+    def at_once(self, work: Callable[[S], T], items: Sequence[S]) -> Iterator[tuple[S, T]]:
+        """Do work for all items, several at once, and give each with its result. What is not begun when one fails, or
+        when the caller has enough, is not begun any more."""
+        with ThreadPoolExecutor(min(self._threads, max(1, len(items))), "asyncckpt-fetch") as threads:
+            begun = {threads.submit(work, item): item for item in items}
+            try:
+                for done in as_completed(begun, timeout=READ_S_MAX):
+                    uninterrupted.look()
+                    yield begun[done], done.result(0)
+            finally:
+                for future in begun:
+                    future.cancel()
+
+    def _fetch(self, request: _Request) -> None:
+        size = request.end - request.begin
+        raw, _ = self._data.store.read(self._keys[request.number], begin=request.begin, bytes=size)
+        found = np.frombuffer(raw, dtype=np.uint8)
+        if len(found) != size:
+            raise ShortFile(f"object {self._keys[request.number]!r} gave {len(found)} of {size} bytes", request.number)
+        base = found.ctypes.data - request.begin
+        segments = [(base + offset, target, bytes) for target, offset, bytes in request.parts]
+        core.copy(np.array(segments, dtype=np.uint64), threads=1)
+
+
+def _requests(reads: Reads) -> Iterator[_Request]:
+    """Put reads together that lie close to each other, and take those apart that are long."""
+    order = np.lexsort((reads.places[:, 1], reads.fds))
+    numbers = reads.fds[order].tolist()
+    number, begin, end, wanted = NOT_OPEN, 0, 0, 0
+    parts: list[tuple[int, int, int]] = []
+    for own, (target, offset, bytes) in zip(numbers, reads.places[order].tolist(), strict=True):
+        while bytes:
+            count = min(bytes, REQUEST_BYTES_MAX)
+            span = offset + count - begin
+            is_near = own == number and offset >= end and span <= (1 + GAP_SHARE) * (wanted + count)
+            if not (parts and is_near and span <= REQUEST_BYTES_MAX):
+                if parts:
+                    yield _Request(number, begin, end, tuple(parts))
+                number, begin, wanted, parts = own, offset, 0, []
+            parts.append((target, offset, count))
+            end, wanted = offset + count, wanted + count
+            target, offset, bytes = target + count, offset + count, bytes - count
+    if parts:
+        yield _Request(number, begin, end, tuple(parts))
+
+
+class StoreFiles:
+    """The shard files of one manifest in a store, which were looked at: their numbers, in its order.
+
+    wanted: which files may be read; None: all.
+    """
+
+    def __init__(self, reader: StoreReader, manifest: Manifest, *, wanted: Collection[int] | None) -> None:
+        files = manifest.head.files
+        used = [number for number in range(len(files)) if wanted is None or number in wanted]
+        self.fds: list[int] = [NOT_OPEN] * len(files)
+        self.direct: Sequence[bool] = [False] * len(files)
+        for number in used:
+            self.fds[number] = reader.open(files[number].path)
+        blocks = blocks_by_file(manifest)
+
+        def look(number: int) -> None:
+            header = _header(reader, self.fds[number], files[number], manifest)
+            check_header(header, files[number], blocks[number], manifest)
+
+        for _ in reader.at_once(look, used):
+            pass
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _header(reader: StoreReader, number: int, file: FileFacts, manifest: Manifest) -> bytes:
+    """Return the bytes of a header, of a file that has its size. CorruptError."""
+    try:
+        raw, size = reader.begin_of(number, file.header_bytes)
+    except NotFoundError as error:
+        raise CorruptError(f"{owner_of(file, manifest)} is missing") from error
+    if size != file.bytes:
+        raise CorruptError(f"{owner_of(file, manifest)} has the wrong size", found=size, expected=file.bytes)
+    return raw

@@ -1,0 +1,268 @@
+"""A bucket of an object store, through obstore: objects, ranges of them, listings, and a PUT that replaces nothing.
+
+Nothing of obstore is imported before a store is used: it comes with the extra `asyncckpt[cloud]`. Credentials, region
+and endpoint come from the usual environment (AWS_*, GOOGLE_*, AZURE_*), and stay in the client. What a store answers
+may repeat them, so an error shows of an answer its status and its code alone, and nothing is chained to it.
+
+Each request has a deadline, and so has trying it again. obstore tries again where the store says that it is busy,
+breaks off or does not answer a read. What remains is an IOFailedError with errno ETIMEDOUT where another try may help,
+else EACCES, EIO, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncckpt.errors import CheckpointError, CorruptError, IOFailedError, NotFoundError, UnsupportedError, UsageError
+from asyncckpt.model.store_url import StoreUrl
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+EXTRA = "asyncckpt[cloud]"
+CONNECT_S_MAX = 5.0
+LIST_COUNT = 1000
+PARTS_MAX = 10_000  # Of one upload, in S3.
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
+_SECONDS = re.compile(r"timed out|deadline|Timeout")
+
+T = TypeVar("T")
+
+# Codes of S3 for which something can be done.
+_REFUSALS = {
+    "NoSuchBucket": (errno.ENOENT, "make the bucket, or correct the URL"),
+    "PermanentRedirect": (errno.ENOENT, "the bucket is in another region: set AWS_REGION"),
+    "AccessDenied": (errno.EACCES, "these credentials lack a permission, see docs/object-stores.md"),
+    "InvalidAccessKeyId": (errno.EACCES, "the store does not know this access key"),
+    "SignatureDoesNotMatch": (errno.EACCES, "the secret key is not the one of the access key"),
+    "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones"),
+    "InvalidToken": (errno.EACCES, "the session token is not valid"),
+    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine is wrong"),
+    "QuotaExceeded": (errno.EDQUOT, "the quota of the bucket is used up"),
+}
+_OF_STATUS = {
+    401: (errno.EACCES, "credentials are missing or not valid"),
+    403: (errno.EACCES, "these credentials lack a permission, see docs/object-stores.md"),
+    404: (errno.ENOENT, "is there such a bucket?"),
+}
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """request_s: for one request. retry_s: until a request is given up that fails again and again."""
+
+    request_s: float = 30.0
+    retry_s: float = 60.0
+    retries_max: int = 10
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object as the store lists it. `tag` differs when another one has its key."""
+
+    key: str
+    bytes: int
+    tag: str
+
+
+class ObjectStore:
+    """A client of one bucket; keys are relative to the URL. Any thread may use it."""
+
+    def __init__(self, url: StoreUrl, limits: StoreLimits = StoreLimits()) -> None:
+        self.url = url
+        self._api = _import_obstore(url)
+        retry: Any = {"max_retries": limits.retries_max, "retry_timeout": timedelta(seconds=limits.retry_s)}
+        client: Any = {
+            "timeout": timedelta(seconds=limits.request_s),
+            "connect_timeout": timedelta(seconds=min(CONNECT_S_MAX, limits.request_s)),
+            "user_agent": "asyncckpt",
+            "allow_http": os.environ.get(f"{_VARIABLES[url.scheme]}_ALLOW_HTTP", "").lower() in ("1", "true"),
+        }
+        bucket = f"{url.scheme}://{url.bucket}"
+        self._store: Any = self._ask(
+            "store cannot be opened",
+            "",
+            lambda: self._api.store.from_url(bucket, client_options=client, retry_config=retry),
+        )
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({str(self.url)!r})"
+
+    def find(self, key: str) -> Found | None:
+        """Return the object of this key, if there is one."""
+        try:
+            meta = self._ask("object cannot be looked up", key, lambda: self._api.head(self._store, self._path(key)))
+        except NotFoundError:
+            return None
+        return Found(key, meta["size"], meta["e_tag"] or "")
+
+    def read(self, key: str, *, begin: int, bytes: int) -> tuple[Any, int]:
+        """Return a range of an object, as a buffer, and how many bytes the object has. NotFoundError."""
+
+        def ask() -> tuple[Any, int]:
+            answer = self._api.get(self._store, self._path(key), options={"range": (begin, begin + bytes)})
+            return answer.bytes(), answer.meta["size"]
+
+        return self._ask("object cannot be read", key, ask)
+
+    def read_whole(self, key: str, *, bytes_max: int) -> bytes:
+        """Return a small object. NotFoundError; CorruptError if it is larger than bytes_max."""
+
+        def ask() -> tuple[int, Any]:
+            answer = self._api.get(self._store, self._path(key))
+            size: int = answer.meta["size"]
+            return size, b"" if size > bytes_max else answer.bytes()
+
+        size, raw = self._ask("object cannot be read", key, ask)
+        if size > bytes_max:
+            raise CorruptError(f"object {str(self.url / key)!r} is too large", found=size, expected=bytes_max)
+        return bytes(raw)
+
+    def names(self, folder: str) -> list[str]:
+        """Return what is right below a prefix: objects, and prefixes of others."""
+        what = "prefix cannot be listed"
+        listed = self._ask(what, folder, lambda: self._api.list_with_delimiter(self._store, self._path(folder)))
+        paths = [*(found["path"] for found in listed["objects"]), *listed["common_prefixes"]]
+        return [path.rpartition("/")[2] for path in paths]
+
+    def below(self, folder: str, *, count_max: int | None = None) -> list[Found]:
+        """Return the objects below a prefix, however deep; `count_max` of them."""
+        found: list[Found] = []
+
+        def ask() -> None:
+            for chunk in self._api.list(self._store, self._path(folder), chunk_size=count_max or LIST_COUNT):
+                for meta in chunk:
+                    key = meta["path"].removeprefix(f"{self.url.prefix}/")
+                    found.append(Found(key, meta["size"], meta["e_tag"] or ""))
+                if count_max is not None and len(found) >= count_max:
+                    break
+
+        self._ask("prefix cannot be listed", folder, ask)
+        return found[:count_max]
+
+    def put_new(self, key: str, raw: bytes) -> bool:
+        """Make an object unless its key is taken; False then. Also where an earlier try of this call has made it."""
+
+        def ask() -> bool:
+            try:
+                self._api.put(self._store, self._path(key), raw, mode="create")
+            except self._api.exceptions.AlreadyExistsError:
+                return False
+            return True
+
+        return self._ask("object cannot be made", key, ask)
+
+    def put(self, key: str, parts: Iterable[Any], *, part_bytes: int, parallel: int) -> None:
+        """Make or replace an object of these parts, of part_bytes each but for the last. Nobody sees a half of it.
+
+        parallel: how many parts are in memory and on their way at most. What `parts` raises is raised as it is.
+        """
+        taken = _Parts(parts)
+
+        def ask() -> None:
+            first = list(itertools.islice(taken, 2))
+            if len(first) < 2:
+                self._api.put(self._store, self._path(key), first[0] if first else b"", use_multipart=False)
+                return
+            self._api.put(
+                self._store,
+                self._path(key),
+                itertools.chain(first, taken),
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=parallel,
+            )
+
+        try:
+            self._ask("object cannot be uploaded", key, ask)
+        except CheckpointError:
+            if taken.error is not None:
+                raise taken.error from None
+            raise
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if it is there."""
+        with contextlib.suppress(NotFoundError):
+            self._ask("object cannot be removed", key, lambda: self._api.delete(self._store, self._path(key)))
+
+    def _path(self, key: str) -> str:
+        return f"{self.url.prefix}/{key}"
+
+    def _ask(self, what: str, key: str, ask: Callable[[], T]) -> T:
+        """Ask the store, and wrap what obstore raises, without its text: an answer may hold a key or a token."""
+        url = self.url / key if key else self.url
+        try:
+            return ask()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            failed = refused(f"{what}: {str(url)!r}", error)
+        raise failed  # Outside of the handler, so that the answer is not kept beside it.
+
+
+class _Parts:
+    """Gives parts on, and keeps the error of what makes them: obstore would wrap it."""
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self._parts = iter(parts)
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._parts)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def refused(what: str, error: Exception) -> CheckpointError:
+    """Return an error of obstore as one of this library."""
+    text = str(error).partition("Debug source")[0]
+    if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket" not in text:
+        return NotFoundError(f"{what}: it does not exist")
+    if "builder error" in text:
+        return UsageError(f"{what}: the endpoint is not https", hint="to allow http, set AWS_ALLOW_HTTP=true")
+    status = int(found.group(1)) if (found := _STATUS.search(text)) else None
+    code = found.group(1) if (found := _CODE.search(text)) else None
+    reason = " ".join(str(part) for part in (status, code) if part is not None)
+    if code == "NotImplemented" or status == 501:
+        return UnsupportedError(f"{what}: the store does not support this request: {reason}")
+    number, hint = _REFUSALS.get(code or "") or _OF_STATUS.get(status or 0) or (0, None)
+    if number == errno.ENOENT:
+        return NotFoundError(f"{what}: the store refused: {reason} ({hint})")
+    if number:
+        return IOFailedError(f"{what}: the store refused: {reason}", errno=number, hint=hint)
+    if status is not None and status < 500 and status not in (408, 409, 429):
+        return IOFailedError(f"{what}: the store refused: {reason}", errno=errno.EIO)
+    if status is not None:
+        return IOFailedError(f"{what}: the store is busy or broken: {reason}", errno=errno.ETIMEDOUT)
+    slow = "it did not answer in time" if _SECONDS.search(str(error)) else "the connection failed"
+    hint = "is the endpoint right, and the network up?"
+    return IOFailedError(f"{what}: {slow}", errno=errno.ETIMEDOUT, hint=hint)
+
+
+def _import_obstore(url: StoreUrl) -> ModuleType:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{url.scheme}:// needs the package obstore: {error}", hint=f"pip install '{EXTRA}'"
+        ) from error
+    return obstore

@@ -1,0 +1,173 @@
+"""Save to a disk, upload, and read from the store alone: the shortest way through all of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import asyncckpt
+from asyncckpt.checkpoints import summaries
+from asyncckpt.dcp import StorageReader
+from asyncckpt.inspection import compare
+from tests.cloud import seaweed
+from tests.cloud.fault_proxy import FaultProxy
+
+MIB = 1 << 20
+
+
+def state(seed: int, *, mib: int = 3) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(mib * MIB // 8, generator=made),
+        "bias": torch.randn(1000, generator=made),
+        "other": torch.randn(mib * MIB // 8, generator=made).to(torch.bfloat16),
+    }
+
+
+def saved(path: Path, url: str, *, steps: int = 1) -> dict[str, torch.Tensor]:
+    tensors = state(0)
+    with asyncckpt.Saver(path=path, tensors=tensors, upload=url) as saver:
+        for step in range(steps):
+            tensors["weight"] += step
+            saver.save_async(step).wait_uploaded()
+    return tensors
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_what_was_uploaded_is_what_was_saved(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "ckpt", url, steps=2)
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    report = asyncckpt.Loader(url, tensors=target, verify="before").load()
+    assert_equal(target, tensors)
+    assert (report.step, str(report.path)) == (1, url)
+    assert_equal(asyncckpt.load(url), tensors)
+    assert asyncckpt.list_steps(url) == [0, 1]
+    assert asyncckpt.verify(url).step == 1
+    assert asyncckpt.describe(url, 0).tensors_count == 3
+    assert summaries(url).keys() == {0, 1}
+    assert compare(tmp_path / "ckpt", 1, 1, other_path=url).is_same
+    assert [*compare(url, 0, 1).tensors] == ["weight"]
+
+
+def test_tables_and_their_deltas_come_back(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    table = asyncckpt.HashTable("user", 4)
+    with asyncckpt.Saver(path=tmp_path / "ckpt", hashtables={"user": table}, upload=url) as saver:
+        table.lookup(torch.arange(1000), insert=True)
+        saver.save(0, kind="full")
+        table.lookup(torch.arange(1000, 1010), insert=True)
+        saver.save(1, kind="delta")
+        saver.save_async(2, kind="delta").wait_uploaded()
+        assert asyncckpt.describe(url).parents == (1, 0)
+        assert saver.compact().result().kind == "full"
+        saver.wait_idle()
+    assert asyncckpt.describe(url).compacted
+    loaded = asyncckpt.HashTable("user", 4)
+    for step in (1, 2):
+        asyncckpt.Loader(url, hashtables={"user": loaded}, step=step).load()
+        assert len(loaded) == 1010
+
+
+async def test_a_store_is_followed(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", url, steps=3)
+    assert [update.step async for update in asyncckpt.follow(url, until=2)] == [0, 1, 2]
+
+
+def test_dcp_loads_from_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "ckpt", url)
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(target, storage_reader=StorageReader(url), no_dist=True)
+    assert_equal(target, tensors)
+
+
+def test_a_checkpointer_uploads_what_it_saves(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    with asyncckpt.Checkpointer(tmp_path / "ckpt", every=2, options={"upload": url}, model=model) as checkpointer:
+        checkpointer.restore()
+        for step in range(1, 4):
+            checkpointer.step(step)
+    assert asyncckpt.list_steps(url)[-1] == 3
+
+
+def test_a_load_reads_little_more_than_it_needs(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "ckpt", url)
+    proxy.requests.clear()
+    target = {"other": torch.zeros_like(tensors["other"])}
+    asyncckpt.Loader(url, tensors=target, strict=False).load()
+    assert torch.equal(target["other"], tensors["other"])
+    needed = target["other"].nbytes
+    assert needed < sum(request.bytes_down for request in proxy.requests) < 1.1 * needed
+    assert {request.method for request in proxy.requests} <= {"GET", "HEAD"}
+
+
+def test_the_command_shows_what_is_in_a_store(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", url)
+    for command in (["ls", url], ["show", url], ["tree", url], ["verify", url], ["diff", url, "0", "0"]):
+        ran = subprocess.run([sys.executable, "-m", "asyncckpt", *command], capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stderr) == (0, ""), command
+    assert url in ran.stdout or "same" in ran.stdout.lower()
+
+
+def test_what_is_no_directory_says_so(owner: seaweed.Server, url: str) -> None:
+    with pytest.raises(asyncckpt.NotFoundError, match="no manifests"):
+        asyncckpt.load(url)
+
+
+def test_no_key_is_written_anywhere(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ckpt", url)
+    for file in (tmp_path / "ckpt").rglob("*"):
+        if file.is_file():
+            raw = file.read_bytes()
+            assert not any(key.encode() in raw for key in (seaweed.OWNER.key, seaweed.OWNER.secret)), file
+
+
+WITHOUT = """
+import sys
+sys.modules["obstore"] = None
+import asyncckpt, torch
+from asyncckpt.checkpoints import list_steps
+for call in (
+    lambda: asyncckpt.Loader("s3://bucket/run", tensors={}).load(),
+    lambda: list_steps("s3://bucket/run"),
+    lambda: asyncckpt.Saver(path=sys.argv[1], tensors={}, upload="s3://bucket/run"),
+):
+    try:
+        call()
+    except asyncckpt.UnsupportedError as error:
+        assert "asyncckpt[cloud]" in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+asyncckpt.Saver(path=sys.argv[1], tensors={"a": torch.zeros(3)}).save(0)
+"""
+
+
+def test_without_the_extra_stores_are_refused_by_its_name(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT, str(tmp_path / "ckpt")], check=True)
+
+
+def test_nothing_imports_the_extra_before_a_store_is_used(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, asyncckpt\n"
+        f"asyncckpt.Saver(path={str(tmp_path / 'ckpt')!r}, tensors={{'a': torch.zeros(3)}}).save(0)\n"
+        f"asyncckpt.load({str(tmp_path / 'ckpt')!r})\n"
+        "sys.exit('obstore' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ})
+
+
+def test_parts_of_many_tensors_are_put_together(owner: seaweed.Server, url: str, tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.from_numpy(np.full(97, number, np.float32)) for number in range(500)}
+    with asyncckpt.Saver(path=tmp_path / "ckpt", tensors=tensors, upload=url) as saver:
+        saver.save_async(0).wait_uploaded()
+    assert_equal(asyncckpt.load(url), tensors)
