@@ -157,8 +157,7 @@ class Saver(Closing):
         except CheckpointError as error:
             announce_refused(error, index=shard_index, count=shard_num, options=ranks)
             raise
-        self._errors = OpenErrors()
-        self._counts = SaveCounts()
+        self._errors, self._counts = OpenErrors(), SaveCounts()
         self._closed, self._pid = False, os.getpid()
         self._calls = RunningCalls()  # They use the directory.
         opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
@@ -319,13 +318,12 @@ class Saver(Closing):
             return
         self._calls.wait(f"a call of the Saver of {self.path!r} on another thread", SAVE_DEADLINE_S)
         self._wait_in_flight(SAVE_DEADLINE_S)
-        target = self._target
-        if target.ranks is not None and not background.is_current_thread():
-            target.ranks.wait_announced()
-        if target.events is not None:
-            target.events.wait(EVENTS_WAIT_S)
+        if self._target.ranks is not None and not background.is_current_thread():
+            self._target.ranks.wait_announced()
+        if self._target.events is not None:
+            self._target.events.wait(EVENTS_WAIT_S)
         self._finalizer()  # Uploads go on without the directory's lock.
-        target.uploads.wait(SAVE_DEADLINE_S)
+        self._target.uploads.wait(SAVE_DEADLINE_S)
 
     def _start(
         self,
