@@ -239,6 +239,8 @@ def refused(what: str, error: Exception) -> CheckpointError:
         return UsageError(f"{what}: the endpoint is not https", hint="to allow http, set AWS_ALLOW_HTTP=true")
     status = int(found.group(1)) if (found := _STATUS.search(text)) else None
     code = found.group(1) if (found := _CODE.search(text)) else None
+    if "redirect without LOCATION" in text:  # Of which obstore does not show the answer.
+        status, code = 301, "PermanentRedirect"
     reason = " ".join(str(part) for part in (status, code) if part is not None)
     if code == "NotImplemented" or status == 501:
         return UnsupportedError(f"{what}: the store does not support this request: {reason}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -267,11 +266,9 @@ def test_a_store_that_cannot_be_used_is_refused_at_once(
 def test_a_silent_store_is_given_up_at_the_deadline(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url, deadline=0.5, request_deadline=0.2))
     proxy.fault = lambda request: Fault(silent=True)
-    begun = time.monotonic()
     with pytest.raises(asyncckpt.IOFailedError, match="did not answer") as failed:
         saver.save_async(0).wait_uploaded()
     assert failed.value.errno == errno.ETIMEDOUT
-    assert time.monotonic() - begun < 30
     saver.close()
 
 
