@@ -222,7 +222,10 @@ class UploadOptions:
     @staticmethod
     def of(upload: str | UploadOptions | None) -> UploadOptions | None:
         """Return the options that were given, or those of a URL. UsageError."""
-        return upload if upload is None or isinstance(upload, UploadOptions) else UploadOptions(upload)
+        if upload is None or isinstance(upload, UploadOptions):
+            return upload
+        check_type("upload", upload, str)
+        return UploadOptions(upload)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.integrations.needed import needed
 from asyncckpt.trainer_state import DataPosition, RngState
 
+__all__ = ["checkpointer"]
+
 accelerate = needed("accelerate", "accelerate")
 _NOT_TAKEN_APART = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 

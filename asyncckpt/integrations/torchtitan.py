@@ -27,6 +27,8 @@ from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.trainer_state import DataPosition, RngState
 
+__all__ = ["CheckpointManager"]
+
 LATEST = -1
 
 
