@@ -81,7 +81,7 @@ class PeriodicSaver:
             raise UsageError(
                 "exactly one of every_steps and every_seconds is needed", found=(every_steps, every_seconds)
             )
-        if every_steps != math.inf:
+        if not (isinstance(every_steps, float) and every_steps == math.inf):
             check_int("every_steps", every_steps, at_least=1, optional=True)
         if every_seconds is not None:
             check_seconds("every_seconds", every_seconds, above_zero=True)

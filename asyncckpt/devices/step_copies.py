@@ -106,7 +106,7 @@ def chunks_of(segments: U64, of: I64, watch: Watch) -> list[Chunk]:
     last = np.cumsum(pieces[:, 2].astype(np.int64)) - 1
     ends = np.flatnonzero(np.diff(last // CHUNK_BYTES)) + 1
     return [
-        Chunk(np.ascontiguousarray(own), watch, np.unique(of_own).tolist())
+        Chunk(np.ascontiguousarray(own), watch, sorted(set(of_own.tolist())))
         for own, of_own in zip(np.split(pieces, ends), np.split(numbers, ends), strict=True)
         if len(own)
     ]

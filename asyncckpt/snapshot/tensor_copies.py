@@ -92,9 +92,9 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
     memory, tensors = copies.steps.memory, pieces.tensor
     found = memory.find(live.begins[tensors], live.ways.bytes[tensors])
     stepped: NDArray[np.bool_] = (found >= 0) & (pieces.bytes > 0)
-    for owner in np.unique(memory.owners[found[stepped]]).tolist():
+    for owner in sorted(set(memory.owners[found[stepped]].tolist())):
         own = np.flatnonzero(stepped & (memory.owners[found] == owner))
-        numbers, firsts, of = np.unique(tensors[own], return_index=True, return_inverse=True)
+        numbers, firsts, of = _distinct(tensors[own])
         try:
             watch = Watch(
                 held=[live.tensors[number] for number in numbers.tolist()],
@@ -107,6 +107,19 @@ def _add_stepped(pieces: TensorPieces, live: LiveTensors, copies: HostCopies, se
         by_host = live.ways.way[tensors[own]] == BY_HOST
         copies.steps.add(owner, watch, segments[own[by_host]], of[by_host])
     return stepped
+
+
+def _distinct(values: I64) -> tuple[I64, I64, I64]:
+    """Return the distinct values in order, where each comes first, and which of them each value is.
+
+    As np.unique, which imports the module for masked arrays.
+    """
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    is_new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    of = np.empty(len(values), dtype=np.int64)
+    of[order] = np.cumsum(is_new) - 1
+    return ordered[is_new], order[is_new], of
 
 
 def _name_of(live: LiveTensors, numbers: I64, index: int) -> str:

@@ -129,6 +129,7 @@ def calls(world: World) -> dict[str, Callable[[], Any]]:
         "SaveFuture.result": lambda: world.done.result(DEADLINE_S),
         "SaveFuture.exception": lambda: world.done.exception(DEADLINE_S),
         "SaveFuture.wait_staged": lambda: world.done.wait_staged(DEADLINE_S),
+        "SaveFuture.wait_uploaded": lambda: world.done.wait_uploaded(DEADLINE_S),
         "SaveFuture.fence": world.done.fence,
         "SaveFuture.cancel": world.done.cancel,
         "SaveFuture.done": world.done.done,

@@ -51,6 +51,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 # What stands before DIR. TARGET is a name beside it that is free.
 FORMATS = {"import": ("recis",), "export": ("recis",)}
 WITHOUT_DIRECTORY = {"completion": ("bash",)}
+PAGES = {"report", "watch"}  # They make a page, and have no --json: tests/observed.
 LOOKS = {"ls", "show", "tree", "verify", "diff", "cat", "follow", "doctor"}
 LOCKS = {"compact", "rm", "prune", "gc"}
 OK, DAMAGED, NOT_FOUND, FAILED = ExitCode.OK, ExitCode.DAMAGED, ExitCode.NOT_FOUND, ExitCode.FAILED
@@ -145,7 +146,7 @@ def names_below(path: Path) -> list[str]:
 
 
 def test_the_matrix_has_every_command() -> None:
-    assert parser_of_all()[1].keys() == ARGUMENTS.keys() | WITHOUT_DIRECTORY.keys()
+    assert parser_of_all()[1].keys() == ARGUMENTS.keys() | WITHOUT_DIRECTORY.keys() | PAGES
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CODES if kind != "many"])
