@@ -135,7 +135,8 @@ class StepCopies:
     def __init__(self, memory: SteppedMemory) -> None:
         self.memory = memory
         self.waited_seconds = 0.0
-        self._changed = threading.Condition(Guard())
+        guard = Guard()
+        self._changed = threading.Condition(guard)
         self._parts: dict[int, Part] = {}
         self._refused: Exception | None = None
 

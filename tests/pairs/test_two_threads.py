@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from asyncckpt.commit.claims import Claims
+from asyncckpt.engine.process.running_calls import RunningCalls
 from asyncckpt.engine.process.save_lock import SaveLock
-from asyncckpt.saver import Saver
 from tests.pairs.gate import Gate, Place
 from tests.pairs.operations import BY_NAME, OPERATIONS, Operation
 from tests.pairs.run_pairs import operations_count, run_pair
@@ -173,6 +173,6 @@ def test_without_a_claim_compactions_are_removed_while_they_commit(gate: Gate, m
 
 
 def test_a_saver_that_closes_beside_a_call_is_found(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Saver, "_wait_for_calls", lambda *_: None)
+    monkeypatch.setattr(RunningCalls, "wait", lambda *_: None)
     with opened(gate) as world, pytest.raises(AssertionError, match="save_async beside close failed"):
         run_pair(world, BY_NAME["save_async"], BY_NAME["close"], "state_dict")
