@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -58,7 +58,8 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for value in (parameter, *optimizer.state.get(parameter, {}).values()):
+            kept = optimizer.state.get(parameter, {})
+            for value in (parameter, *(kept.values() if isinstance(kept, Mapping) else (kept,))):
                 if type(value) in _PLAIN:
                     found.append(value)
                 elif isinstance(value, torch.Tensor):

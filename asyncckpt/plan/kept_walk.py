@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,10 @@ class _Kept:
         if recorded is None:
             return None
         walk = KnownWalk.of(recorded.words, slots=recorded.slots)
-        found = None if walk is None else walk.take(state)
+        try:
+            found = None if walk is None else walk.take(state)
+        except ValueError:  # It is nested deeper than the core follows.
+            return None
         if walk is None or found is None:
             return None
         tensors, values = recorded.lists(found)
@@ -98,6 +102,7 @@ class _Kept:
         found = self.walk.take(state)
         if found is None or not recorded.has_sets(found):
             return None
+        taken = found.copy()  # What parts answer goes into the lists, which are over it.
         tensors, values = recorded.lists(found)
         flat = FlatState(tree=recorded.tree)
         for part in recorded.parts:
@@ -111,6 +116,8 @@ class _Kept:
             flat.originals |= {part.tensors[0] + number: original for number, original in own.originals.items()}
             flat.stateful += own.stateful
             flat.text_bytes += own.text_bytes
+        if not self._is_still(state, taken):
+            return None
         places = self.known.places(tensors)
         if places is None or flat.text_bytes > limits.MANIFEST_BYTES_MAX:
             return None
@@ -121,6 +128,13 @@ class _Kept:
             tensors, self.known, places, recorded.attached, encoded=recorded.encoded, changing=recorded.changing
         )
         return flat
+
+    def _is_still(self, state: Mapping[str, Any], taken: Objects) -> bool:
+        """Return whether what was taken is still there. Parts that were asked may have changed it, each in its turn."""
+        if all(part.node is None for part in self.recorded.parts):
+            return True
+        again = self.walk.take(state)
+        return again is not None and all(map(is_, again, taken))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -138,14 +138,21 @@ class _Recorder:
             self.words.same(value)
             self.made.constants[self._value_slot() - self.made.tensors_count] = value
         elif kind == "dict" and type(value) is dict:
-            children = iter(node[2])
-            self.words.mapping(value, lambda key, item: self.visit(item, next(children), (*path, key)))
+            children = iter(zip(node[1], node[2], strict=True))
+            self.words.mapping(value, lambda key, item: self._entry(key, item, next(children), path))
         elif kind in ("list", "tuple") and type(value) in (list, tuple):
             self.words.items(value, lambda number, item: self.visit(item, node[1][number], (*path, number)))
         elif kind == "state":
             self._state(value, node, path)
         else:
             self._ask(value, node, path)
+
+    def _entry(self, key: Any, item: Any, flattened: tuple[Any, Node], path: Path) -> None:
+        """Visit an entry of a dict, if it still has the key under which it was flattened."""
+        stored, node = flattened
+        if stored_key(key, path) != stored:
+            raise Unusual
+        self.visit(item, node, (*path, key))
 
     def _take_tensor(self) -> None:
         self.words.take(self.tensors_count)

@@ -11,7 +11,7 @@ from bench.state import State
 
 class AsyncckptNoWait(AsyncckptSteps):
     def __init__(self, state: State, directory: Path) -> None:
-        StepFences.wait = lambda *_: None  # type: ignore[method-assign]
+        StepFences.before_step = lambda *_: None  # type: ignore[method-assign]
         super().__init__(state, directory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,3 +205,66 @@ def test_each_checkpoint_holds_what_state_dict_would_have_returned(tmp_path: Pat
         for saver in savers:
             saver.close()
     assert found == []
+
+
+class _Position:
+    """Writes its position beside itself when it is asked, as a data loader may."""
+
+    def __init__(self, beside: dict[str, Any]) -> None:
+        self.number, self.beside = 10, beside
+
+    def state_dict(self) -> dict[str, Any]:
+        self.beside["number"] = self.number
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_what_a_part_changes_beside_itself_is_that_of_the_same_save(tmp_path: Path) -> None:
+    meta: dict[str, Any] = {"number": 0, "x": torch.ones(3)}
+    reader = _Position(meta)
+    with asyncckpt.Saver(path=tmp_path, tensors={"reader": reader, "meta": meta}) as saver:
+        for step in range(4):
+            reader.number = 10 + step
+            saver.save(step)
+            loaded = asyncckpt.load(tmp_path, step=step)
+            assert loaded["reader"]["number"] == loaded["meta"]["number"] == 10 + step
+
+
+class _Renames:
+    """Gives an entry beside it another name, the first time that it is asked."""
+
+    def __init__(self, beside: dict[str, Any]) -> None:
+        self.beside = beside
+
+    def state_dict(self) -> dict[str, Any]:
+        if "old" in self.beside:
+            self.beside["new"] = self.beside.pop("old")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_an_entry_that_is_renamed_meanwhile_has_its_new_name_from_then_on(tmp_path: Path) -> None:
+    beside: dict[str, Any] = {"old": torch.ones(3)}
+    with asyncckpt.Saver(path=tmp_path, tensors={"beside": beside, "renames": _Renames(beside)}) as saver:
+        for step in range(3):
+            saver.save(step)
+    assert list(asyncckpt.load(tmp_path, step=2)["beside"]) == ["new"]
+
+
+def test_a_state_that_is_nested_too_deeply_to_be_followed_is_walked(tmp_path: Path) -> None:
+    module: torch.nn.Module = torch.nn.Linear(2, 2)
+    for _ in range(400):
+        module = torch.nn.Sequential(module)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        with asyncckpt.Saver(path=tmp_path, tensors={"m": module}) as saver:
+            saver.save(1)
+            saver.save(2)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert len(asyncckpt.load(tmp_path, step=2)["m"]) == 2

@@ -202,7 +202,7 @@ def nothing(*_: Any, **__: Any) -> None:
 def test_a_step_that_does_not_wait_is_refused(
     round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepFences, "wait", nothing)
+    monkeypatch.setattr(StepFences, "before_step", nothing)
     assert "was changed behind the call" in step_while_held(tmp_path, gate)[0]
 
 
@@ -210,14 +210,14 @@ def test_a_step_that_does_not_wait_is_refused(
 def test_a_step_that_does_not_wait_tears_what_is_not_compared(
     round: int, tmp_path: Path, gate: gates.Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepFences, "wait", nothing)
+    monkeypatch.setattr(StepFences, "before_step", nothing)
     monkeypatch.setattr(Watch, "check_unchanged", nothing)
     assert step_while_held(tmp_path, gate) != []
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(StepFences, "wait"), (Watch, "check_unchanged"), (StepCopies, "_wait_copied")],
+    [(StepFences, "before_step"), (Watch, "check_unchanged"), (StepCopies, "_wait_copied")],
     ids=["steps do not wait", "versions are not compared", "nobody waits for the background"],
 )
 def test_what_is_left_out_is_found(

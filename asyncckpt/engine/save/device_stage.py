@@ -9,14 +9,11 @@ background copies meanwhile. Everything else of a state is waited for at the sav
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.current_runtime import runtime
@@ -25,6 +22,7 @@ from asyncckpt.devices.step_copies import StepCopies
 from asyncckpt.devices.stepped_memory import SteppedMemory
 from asyncckpt.engine.process.background import Job, copiers, run_on
 from asyncckpt.engine.process.log import log_warning
+from asyncckpt.engine.save.step_hooks import is_stepping, listen
 from asyncckpt.errors import DeviceError, IOFailedError
 from asyncckpt.native import core
 from asyncckpt.options import SaveOptions
@@ -75,29 +73,20 @@ def _warn_once(why: str) -> None:
 
 
 class StepFences:
-    """The optimizers of one Saver, whose steps wait. The hook goes when it does."""
+    """The optimizers of one Saver, whose steps wait."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = list(optimizers)
         self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
         self._pending: list[Pending] = []
         self._pid = os.getpid()
-        if not self._optimizers:
-            return
-        own = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            fences = own()
-            if fences is not None:
-                fences.wait(optimizer)
-
-        # Of all optimizers: one of these may be a wrapper of another one, or have a copy, which has no hooks.
-        handle = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, handle.remove).atexit = False
+        if self._optimizers:
+            # To all optimizers: one of these may be a wrapper of another one, or have a copy, which has no hooks.
+            listen(self)
 
     def memory(self) -> SteppedMemory:
-        """Return the memory that only steps change."""
-        return SteppedMemory(self._optimizers)
+        """Return the memory that only steps change. Within a step, none: it has waited already."""
+        return SteppedMemory(() if is_stepping() else self._optimizers)
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""
@@ -115,7 +104,7 @@ class StepFences:
 
         return Job(run=run, fail=lambda error: None, beside=True)
 
-    def wait(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a step wait: the current streams of this thread for devices, this thread for the host."""
         if self._pid != os.getpid():  # A forked child has no arena, and no save.
             self._pending = []

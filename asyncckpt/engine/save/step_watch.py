@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from asyncckpt.engine.save.step_hooks import listen
 from asyncckpt.model.table import Table, TrainedInBackward
 
 
@@ -37,12 +37,8 @@ class StepWatch:
         self._tell = [bool(getattr(type(optimizer).step, "hooked", False)) for optimizer in self._optimizers]
         if not self._optimizers:
             return
+        listen(self)
         own = weakref.ref(self)
-
-        def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
-            watch = own()
-            if watch is not None:
-                watch._note(stepping)
 
         def before_backward(_: torch.Tensor) -> None:
             watch = own()
@@ -56,12 +52,9 @@ class StepWatch:
                         tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
 
         modules = (table.in_backward_of for table in tables.values() if isinstance(table, TrainedInBackward))
-        handles = [
-            register_optimizer_step_pre_hook(before_step),
-            *(module.register_forward_hook(after_forward) for module in dict.fromkeys(modules) if module is not None),
-        ]
-        for handle in handles:
-            weakref.finalize(self, handle.remove).atexit = False
+        for module in dict.fromkeys(modules):
+            if module is not None:
+                weakref.finalize(self, module.register_forward_hook(after_forward).remove).atexit = False
 
     def step_ended(self) -> None:
         """Note that the state is that of the end of a step."""
@@ -72,7 +65,8 @@ class StepWatch:
         """Whether an optimizer has begun a step since; None: there are none that could tell, or one that could not."""
         return True if self._is_changed else False if self._tell and all(self._tell) else None
 
-    def _note(self, stepping: torch.optim.Optimizer) -> None:
+    def before_step(self, stepping: torch.optim.Optimizer) -> None:
+        """Note whose step begins."""
         is_known = False
         for number, optimizer in enumerate(self._optimizers):
             if optimizer is stepping or _share_parameters(optimizer, stepping):

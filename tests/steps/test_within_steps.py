@@ -1,0 +1,110 @@
+"""Saves that are made within a step, and hooks of the whole process: the step writes without waiting for them then."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import asyncckpt
+from asyncckpt.devices.stepped_memory import SteppedMemory
+from asyncckpt.engine.save.step_hooks import is_stepping, listen
+from tests.steps import gate as gates
+from tests.steps.gate import Gate
+
+pytestmark = pytest.mark.any_core
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = gates.install(monkeypatch)
+    yield made
+    made.open()
+
+
+def _in_closure(optimizer: torch.optim.Optimizer, save: Callable[[], Any]) -> None:
+    optimizer.step(lambda: save() and torch.tensor(0.0))  # type: ignore[arg-type]
+
+
+def _in_own_hook(optimizer: torch.optim.Optimizer, save: Callable[[], Any]) -> None:
+    handle = optimizer.register_step_pre_hook(lambda *_: save() and None)
+    optimizer.step()
+    handle.remove()
+
+
+@pytest.mark.parametrize("way", [_in_closure, _in_own_hook])
+def test_a_save_within_a_fused_step_holds_what_was_there(tmp_path: Path, gate: Gate, way: Any) -> None:
+    """Fused kernels count no version, so nothing would have been seen."""
+    weight = torch.nn.Parameter(torch.arange(3000.0))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    weight.grad = torch.ones_like(weight)
+    device = asyncckpt.DeviceOptions(optimizers=[optimizer])
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": weight}, device=device) as saver:
+        saver.save(0)
+        before, futures = weight.detach().clone(), list[asyncckpt.SaveFuture]()
+        with gate.held():
+            way(optimizer, lambda: futures.append(saver.save_async(1)) or True)
+            assert not torch.equal(weight.detach(), before)
+        futures[0].result(60)
+    assert not is_stepping()
+    assert torch.equal(asyncckpt.load(tmp_path, step=1)["w"].detach(), before)
+
+
+def test_an_optimizer_with_a_state_of_its_own_form_may_step(tmp_path: Path, gate: Gate) -> None:
+    weight, other = torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(3))
+    optimizer, odd = torch.optim.SGD([weight], lr=1.0), torch.optim.SGD([other], lr=1.0)
+    odd.state[other] = torch.ones(3)
+    other.grad = torch.ones(3)
+    device = asyncckpt.DeviceOptions(optimizers=[optimizer])
+    with asyncckpt.Saver(path=tmp_path, tensors={"w": weight}, device=device) as saver:
+        with gate.held():
+            future = saver.save_async(1)
+            odd.step()
+        future.result(60)
+    assert len(SteppedMemory([odd]).tensors) == 2
+
+
+def test_savers_come_and_go_within_hooks(tmp_path: Path) -> None:
+    """torch raises where a hook is removed or added while it goes through them."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(3)
+    device = asyncckpt.DeviceOptions(optimizers=[optimizer])
+    made = [asyncckpt.Saver(path=tmp_path / "0", tensors={"w": weight}, device=device)]
+
+    def replace(*_: Any) -> None:
+        made.append(asyncckpt.Saver(path=tmp_path / f"{len(made)}", tensors={"w": weight}, device=device))
+        made[-2].close()
+        made[-2] = made[-1]
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(replace)
+    last = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        optimizer.step()
+        optimizer.step()
+    finally:
+        handle.remove()
+        last.remove()
+        made[-1].close()
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps += 1
+
+
+def test_a_listener_hears_of_steps_as_long_as_it_is_held() -> None:
+    listener, weight = _Listener(), torch.nn.Parameter(torch.ones(3))
+    listen(listener)
+    weight.grad = torch.ones(3)
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert listener.steps == 1
