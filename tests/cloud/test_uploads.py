@@ -6,6 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,37 @@ def test_the_next_saver_goes_on_where_files_are_missing(
     assert len(again) == 2
     assert not any(path.endswith(key) for path in again for key in there)
     assert asyncckpt.verify(url).step == 0
+
+
+def test_files_that_vanish_behind_the_publish_are_uploaded_again(
+    proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, publish = ObjectStore(StoreUrl.of(url)), upload_attempt._publish
+
+    def publish_and_lose(*where: Any) -> None:
+        publish(*where)
+        for found in store.below("data"):
+            store.remove(found.key)
+
+    saver, _ = open_saver(tmp_path / "ckpt", options(url))
+    with saver:
+        with monkeypatch.context() as losing:
+            losing.setattr(upload_attempt, "_publish", publish_and_lose)
+            with pytest.raises(asyncckpt.CorruptError, match="is not there"):
+                saver.save_async(0).wait_uploaded()
+        assert marks(tmp_path / "ckpt") == [0]
+        [file] = (tmp_path / "ckpt" / "data").glob("*/*")
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-1])
+        saver.save(1)
+        with pytest.raises(asyncckpt.CorruptError):
+            saver.wait_idle()
+        assert marks(tmp_path / "ckpt") == [0]
+        file.write_bytes(raw)
+        saver.save(2)
+        saver.wait_idle()
+    assert marks(tmp_path / "ckpt") == []
+    assert asyncckpt.verify(url, step=0).step == 0
 
 
 def test_of_two_writers_one_wins_and_the_other_says_so(owner: seaweed.Server, url: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Copy a committed checkpoint to an object store: its files, then its manifest, which makes it visible there.
 
-1. What it builds upon is uploaded first, the full checkpoint before its deltas; of most of it one look shows that it is
-   there already.
+1. What it builds upon is uploaded first, the full checkpoint before its deltas; of most of it two requests show that it
+   is there already: the manifest, and the list of its files. What is missing of it is uploaded again.
 2. Files that the store has with their size are there: a key holds the random id of its attempt, and an upload becomes
    visible as a whole. So an upload goes on, file by file, where a crash ended it.
 3. The other files are read by direct reads, part by part, and every block is compared with its digest on the way: what
@@ -28,8 +28,9 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.upload_marks import unmark_upload
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, SealedHead
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.native import U8, Digester, Progress, Reads, ShortFile, core
 from asyncckpt.options import UploadOptions
@@ -82,12 +83,11 @@ def _find(heads: KnownHeads, attempt: Attempt) -> SealedHead | None:
 def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: UploadOptions) -> None:
     raw = root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
     key = f"{MANIFESTS_DIR}/{name}"
-    if _is_there(store, key, raw):
+    is_published = _is_there(store, key, raw)
+    missing = _missing_of(store, decode_head(raw, name).head)
+    if is_published and not missing:
         return
     manifest = decode_manifest(raw, name)
-    folder = f"{DATA_DIR}/{manifest.head.folder_name}"
-    there = {found.key: found.bytes for found in store.below(folder)}
-    missing = {number for number, file in enumerate(manifest.head.files) if there.get(file.path) != file.bytes}
     with contextlib.closing(OpenFiles(root.data, manifest, wanted=missing)) as files:
         blocks = blocks_by_file(manifest)
         for number in sorted(missing):
@@ -96,8 +96,9 @@ def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: Upload
             parts = _checked_parts(files, number, manifest, blocks[number], part_bytes)
             store.put(file.path, parts, part_bytes=part_bytes, parallel=options.parallel)
     _check_files(store, manifest)
-    _publish(store, key, raw)
-    _check_files(store, manifest)
+    if not is_published:
+        _publish(store, key, raw)
+        _check_files(store, manifest)
 
 
 def _publish(store: ObjectStore, key: str, raw: bytes) -> None:
@@ -124,6 +125,12 @@ def _is_there(store: ObjectStore, key: str, raw: bytes) -> bool:
             hint="does another writer upload to this URL? Upload to a prefix of its own, or remove that checkpoint",
         )
     return True
+
+
+def _missing_of(store: ObjectStore, head: ManifestHead) -> set[int]:
+    """Return the numbers of the files that the store does not have with their size."""
+    there = {found.key: found.bytes for found in store.below(f"{DATA_DIR}/{head.folder_name}")}
+    return {number for number, file in enumerate(head.files) if there.get(file.path) != file.bytes}
 
 
 def _check_files(store: ObjectStore, manifest: Manifest) -> None:
