@@ -7,10 +7,12 @@
 3. The other files are read by direct reads, part by part, and every block is compared with its digest on the way: what
    became corrupt on the disk does not get into the store.
 4. Look at the files in the store.
-5. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
+5. Look at the other name that a manifest of the step can have: a compacted one may only stand beside the very manifest
+   that it replaces. Anything else is a ConflictError, for loads would take the compacted one.
+6. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
    where an answer is lost, what is there says whether it was ours.
-6. Look at the files again: someone may have removed them meanwhile.
-7. Remove the upload mark.
+7. Look at the files again: someone may have removed them meanwhile.
+8. Remove the upload mark.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: Upload
             store.put(file.path, parts, part_bytes=part_bytes, parallel=options.parallel)
     _check_files(store, manifest)
     if not is_published:
+        _check_other_name(store, manifest)
         _publish(store, key, raw)
         _check_files(store, manifest)
 
@@ -120,11 +123,28 @@ def _is_there(store: ObjectStore, key: str, raw: bytes) -> bool:
     except NotFoundError:
         return False
     if found != raw:
-        raise ConflictError(
-            f"object {str(store.url / key)!r} exists already, and is the manifest of another checkpoint",
-            hint="does another writer upload to this URL? Upload to a prefix of its own, or remove that checkpoint",
-        )
+        raise _conflict(store, key)
     return True
+
+
+def _check_other_name(store: ObjectStore, manifest: Manifest) -> None:
+    """ConflictError where the step's other manifest in the store, its own or the compacted one, is of other data."""
+    head = manifest.head
+    name = compacted_manifest_name(head.step) if head.replaces is None else manifest_name(head.step)
+    try:
+        raw = store.read_whole(f"{MANIFESTS_DIR}/{name}", bytes_max=limits.MANIFEST_BYTES_MAX)
+    except NotFoundError:
+        return
+    other = decode_head(raw, name)
+    if head.replaces != other.digest and other.head.replaces != manifest.digest:
+        raise _conflict(store, f"{MANIFESTS_DIR}/{name}")
+
+
+def _conflict(store: ObjectStore, key: str) -> ConflictError:
+    return ConflictError(
+        f"object {str(store.url / key)!r} exists already, and is the manifest of another checkpoint",
+        hint="does another writer upload to this URL? Upload to a prefix of its own, or remove that checkpoint",
+    )
 
 
 def _missing_of(store: ObjectStore, head: ManifestHead) -> set[int]:
