@@ -142,6 +142,26 @@ def test_retention_keeps_what_is_not_uploaded(proxy: FaultProxy, url: str, tmp_p
     assert asyncckpt.list_steps(url) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_saver_without_upload_says_once_what_waits(
+    proxy: FaultProxy, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver, _ = open_saver(tmp_path / "ckpt", options(url), keep=1)
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    for step in range(3):
+        saver.save(step)
+    with pytest.raises(asyncckpt.IOFailedError):
+        saver.close()
+    caplog.clear()
+    saver, _ = open_saver(tmp_path / "ckpt", None, keep=1)
+    with saver:
+        saver.save(3)
+        saver.save(4)
+    [told] = [record.getMessage() for record in caplog.records if "wait to be uploaded" in record.getMessage()]
+    assert told.startswith("3 steps of ")
+    assert told.endswith("[0, 1, 2]")
+    assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1, 2, 4]
+
+
 def test_the_next_saver_goes_on_where_files_are_missing(
     proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
