@@ -186,7 +186,7 @@ class Saver(Closing):
                 # while it saves lets the save end first.
                 target = self._target
                 self._finalizer = weakref.finalize(target, _give_back, opened, target.memory, target.events)
-                uploads.go_on(opened.root)
+                uploads.go_on(opened.root, warns=opened.lock is not None)
         except BaseException:
             with uninterrupted:
                 if opened is not None:

@@ -112,7 +112,9 @@ def _read_of_step(root: ReadRoot, step: int, read: Callable[[str], Sealed]) -> S
                 if name == own or root.data.has_folder(found.head.folder_name) or not root.manifests.exists(own):
                     return found
     steps = committed_steps(root)
-    raise NotFoundError(f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {_shown(steps)}")
+    raise NotFoundError(
+        f"there is no checkpoint of step {step} in {str(root.path)!r}", found=f"steps {shown_steps(steps)}"
+    )
 
 
 def _bytes_of(root: ReadRoot, name: str) -> bytes:
@@ -213,7 +215,8 @@ def check_listed(folder: Directory, files: Iterable[FileFacts], *, step: int) ->
             raise CorruptError(f"{what} is not what was written: {error}") from error
 
 
-def _shown(steps: list[int]) -> str:
+def shown_steps(steps: list[int]) -> str:
+    """Return some of these steps, for a message."""
     if len(steps) <= 8:
         return str(steps)
     return f"[{steps[0]}, {steps[1]}, ... {len(steps) - 4} more ..., {steps[-2]}, {steps[-1]}]"

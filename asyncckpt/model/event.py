@@ -46,7 +46,7 @@ class Event:
     seconds    how long it took
     thread     the name of the thread, and `thread_id`, its number; "" and 0 for "save" and "compaction"
     result     of a "save" or "compaction" that did not fail; result.skipped: it was skipped
-    error      of one that failed or was cancelled
+    error      of one that failed or was cancelled: a copy without traceback, which would hold the state that was saved
     """
 
     name: EventName

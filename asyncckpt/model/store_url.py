@@ -30,28 +30,26 @@ class StoreUrl:
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
             expected = ", ".join(f"{known}://" for known in SCHEMES)
-            raise UsageError(
-                "path is a URL of another kind", found=f"{scheme[:16]}://", expected=f"{expected} or a folder"
-            )
+            raise UsageError("path is a URL of another kind", expected=f"{expected} or a folder")
         bucket, _, prefix = rest.partition("/")
-        if "@" in bucket or "?" in rest or "#" in rest:
+        form = f"{scheme}://bucket/prefix"
+        if any(mark in rest for mark in "@?#&"):
             raise UsageError(
                 f"{scheme}:// URL holds more than a bucket and a prefix",
-                expected=f"{scheme}://bucket/prefix",
+                expected=form,
                 hint="credentials and options come from the environment, see docs/object-stores.md",
             )
         if not _BUCKET.fullmatch(bucket):
-            raise UsageError(f"{scheme}:// URL names no bucket", found=bucket, expected=f"{scheme}://bucket/prefix")
+            raise UsageError(f"{scheme}:// URL names no bucket", expected=form)
         parts = prefix.removesuffix("/").split("/") if prefix else []
         if not parts:
-            raise UsageError(
-                "URL names a whole bucket", found=text, hint=f"name a prefix of its own: {text.rstrip('/')}/run1"
-            )
+            raise UsageError(f"{scheme}:// URL names a whole bucket", expected=form, hint="name a prefix of its own")
         if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
-            raise UsageError("URL holds what some stores do not take in a key", found=prefix, expected=_PART.pattern)
+            what = f"{scheme}:// URL holds what some stores do not take in a key"
+            raise UsageError(what, expected=f"parts of {_PART.pattern} between single slashes")
         url = StoreUrl(scheme, bucket, "/".join(parts))
         if len(url.prefix) > KEY_BYTES_MAX - _NAMES_BYTES_MAX:
-            raise UsageError("URL is too long", found=prefix[:80] + "...", expected=f"{KEY_BYTES_MAX} bytes a key")
+            raise UsageError(f"{scheme}:// URL is too long", expected=f"{KEY_BYTES_MAX} bytes a key")
         return url
 
     @staticmethod

@@ -93,7 +93,11 @@ class _Answers(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", b"this is no address\n")
+            return
         port = cast(tuple[str, int], self.server.server_address)[1]
         if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"this is served to this machine alone\n")

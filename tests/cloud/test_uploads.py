@@ -6,6 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_an_upload_asks_as_often_as_the_page_says(proxy: FaultProxy, url: str, t
         saver.save_async(0).wait_uploaded()
         kinds = Counter(request.kind for request in proxy.requests)
     parts_count = 3
-    assert kinds == {"begin upload": 1, "part": parts_count, "complete upload": 1, "get": 1, "put": 1, "list": 3}
+    assert kinds == {"begin upload": 1, "part": parts_count, "complete upload": 1, "get": 2, "put": 1, "list": 3}
 
 
 def test_what_a_store_refuses_is_raised_once_and_goes_on(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
@@ -141,6 +142,26 @@ def test_retention_keeps_what_is_not_uploaded(proxy: FaultProxy, url: str, tmp_p
     assert asyncckpt.list_steps(url) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_saver_without_upload_says_once_what_waits(
+    proxy: FaultProxy, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver, _ = open_saver(tmp_path / "ckpt", options(url), keep=1)
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    for step in range(3):
+        saver.save(step)
+    with pytest.raises(asyncckpt.IOFailedError):
+        saver.close()
+    caplog.clear()
+    saver, _ = open_saver(tmp_path / "ckpt", None, keep=1)
+    with saver:
+        saver.save(3)
+        saver.save(4)
+    [told] = [record.getMessage() for record in caplog.records if "wait to be uploaded" in record.getMessage()]
+    assert told.startswith("3 steps of ")
+    assert told.endswith("[0, 1, 2]")
+    assert asyncckpt.list_steps(tmp_path / "ckpt") == [0, 1, 2, 4]
+
+
 def test_the_next_saver_goes_on_where_files_are_missing(
     proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +185,37 @@ def test_the_next_saver_goes_on_where_files_are_missing(
     assert len(again) == 2
     assert not any(path.endswith(key) for path in again for key in there)
     assert asyncckpt.verify(url).step == 0
+
+
+def test_files_that_vanish_behind_the_publish_are_uploaded_again(
+    proxy: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, publish = ObjectStore(StoreUrl.of(url)), upload_attempt._publish
+
+    def publish_and_lose(*where: Any) -> None:
+        publish(*where)
+        for found in store.below("data"):
+            store.remove(found.key)
+
+    saver, _ = open_saver(tmp_path / "ckpt", options(url))
+    with saver:
+        with monkeypatch.context() as losing:
+            losing.setattr(upload_attempt, "_publish", publish_and_lose)
+            with pytest.raises(asyncckpt.CorruptError, match="is not there"):
+                saver.save_async(0).wait_uploaded()
+        assert marks(tmp_path / "ckpt") == [0]
+        [file] = (tmp_path / "ckpt" / "data").glob("*/*")
+        raw = file.read_bytes()
+        file.write_bytes(raw[:-1])
+        saver.save(1)
+        with pytest.raises(asyncckpt.CorruptError):
+            saver.wait_idle()
+        assert marks(tmp_path / "ckpt") == [0]
+        file.write_bytes(raw)
+        saver.save(2)
+        saver.wait_idle()
+    assert marks(tmp_path / "ckpt") == []
+    assert asyncckpt.verify(url, step=0).step == 0
 
 
 def test_of_two_writers_one_wins_and_the_other_says_so(owner: seaweed.Server, url: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,47 @@ def test_how_saves_end_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "from the filter" in str(ends[1].error)
     assert outcome(ends[-1]) == "committed"
     assert "save of step 4 of" in caplog.text
+
+
+class OddError(Exception):
+    def __init__(self, one: int, *, other: int) -> None:
+        super().__init__(f"odd {one + other}")
+
+
+@pytest.mark.parametrize("error", [ValueError("plain"), OddError(1, other=2), asyncckpt.IOFailedError("io", errno=5)])
+def test_the_error_of_an_event_keeps_no_frame_of_the_save(tmp_path: Path, error: Exception) -> None:
+    ends: list[Event] = []
+
+    def filter_func(blocks: list[Any]) -> list[Any]:
+        raise error from KeyError("cause")
+
+    def note(event: Event) -> None:
+        if event.name == "save":
+            ends.append(event)
+
+    with saver(tmp_path, note, filter_func=filter_func) as own:
+        failed = own.save_async(1).exception()
+    told = ends[0].error
+    assert failed is not None
+    assert failed.__traceback__ is not None
+    assert told is not None
+    while told is not None:
+        assert told.__traceback__ is None
+        assert told.__context__ is None
+        last, told = told, told.__cause__
+    assert str(failed) in str(ends[0].error)
+    assert "cause" in str(last)
+
+
+def test_a_wait_behind_close_ends_with_the_thread() -> None:
+    gate = threading.Event()
+    line = event_line.EventLine(lambda event: gate.wait())
+    line.put(Event(name="call", step=1, path=Path(), rank=0, time=0.0, begun=0.0, seconds=0.0))
+    line.close()
+    threading.Timer(0.2, gate.set).start()
+    begun = time.monotonic()
+    line.wait(30)
+    assert time.monotonic() - begun < 15
 
 
 def test_one_of_several_functions_that_raises_keeps_none_of_the_others(tmp_path: Path) -> None:

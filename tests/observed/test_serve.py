@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -68,6 +69,15 @@ def test_only_this_machine_is_answered(tmp_path: Path) -> None:
             assert ask(port, "/data", host=host)[0] == 403
         assert ask(port, "/../../etc/passwd")[0] == 404
         assert ask(port, "/", method="POST")[0] == 501
+
+
+def test_what_is_no_address_is_a_bad_request(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with served(tmp_path) as port:
+        with socket.create_connection(("127.0.0.1", port), 60) as client:
+            client.sendall(b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 400 " in client.makefile("rb").read()
+        assert ask(port, "/")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_what_cannot_be_listed_is_shown_on_the_page(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ the interpreter ends, which is when a last save may be made.
 from __future__ import annotations
 
 import atexit
+import copy
 import threading
 import time
 import weakref
@@ -29,6 +30,7 @@ from asyncckpt.system import register_at_fork
 
 EVENTS_WAITING_MAX = 10_000
 EVENTS_WAIT_S = 5.0
+CAUSES_MAX = 8
 
 EventFunction = Callable[[Event], object]
 
@@ -68,7 +70,8 @@ class EventLine:
             return
         all_taken = threading.Event()
         self._queue.put(all_taken)
-        if not wait_in_steps(all_taken.wait, timeout):
+        # What is put behind `close` is taken by nobody.
+        if not wait_in_steps(lambda step_s: all_taken.wait(step_s) or not self._thread.is_alive(), timeout):
             log_warning("on_event did not return within %s s: %d events did not reach it", timeout, self.left_count)
 
     @property
@@ -95,9 +98,23 @@ def _ended(
             begun=begun,
             seconds=time.perf_counter() - begun,
             result=None if error is not None else future._inner.result(),
-            error=error,
+            error=None if error is None else _bare(error),
         )
     )
+
+
+def _bare(error: BaseException, *, causes_left: int = CAUSES_MAX) -> BaseException:
+    """Return an error that says the same without a traceback, whose frames hold the save and so its state."""
+    try:
+        bare = copy.copy(error)
+        if bare is error or type(bare) is not type(error):
+            raise TypeError("it does not copy itself")
+    except Exception:  # Of a class whose arguments are not those of Exception.
+        bare = RuntimeError(f"{type(error).__name__}: {error}")
+    bare.__traceback__ = bare.__context__ = None
+    cause = error.__cause__
+    bare.__cause__ = _bare(cause, causes_left=causes_left - 1) if cause is not None and causes_left else None
+    return bare
 
 
 def _deliver(queue: SimpleQueue[Event | threading.Event | None], on_event: EventFunction) -> None:

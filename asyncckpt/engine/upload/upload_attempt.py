@@ -1,16 +1,18 @@
 """Copy a committed checkpoint to an object store: its files, then its manifest, which makes it visible there.
 
-1. What it builds upon is uploaded first, the full checkpoint before its deltas; of most of it one look shows that it is
-   there already.
+1. What it builds upon is uploaded first, the full checkpoint before its deltas; of most of it two requests show that it
+   is there already: the manifest, and the list of its files. What is missing of it is uploaded again.
 2. Files that the store has with their size are there: a key holds the random id of its attempt, and an upload becomes
    visible as a whole. So an upload goes on, file by file, where a crash ended it.
 3. The other files are read by direct reads, part by part, and every block is compared with its digest on the way: what
    became corrupt on the disk does not get into the store.
 4. Look at the files in the store.
-5. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
+5. Look at the other name that a manifest of the step can have: a compacted one may only stand beside the very manifest
+   that it replaces. Anything else is a ConflictError, for loads would take the compacted one.
+6. Put the manifest, unless its key is taken: the commit. The key of another writer's checkpoint is a ConflictError;
    where an answer is lost, what is there says whether it was ours.
-6. Look at the files again: someone may have removed them meanwhile.
-7. Remove the upload mark.
+7. Look at the files again: someone may have removed them meanwhile.
+8. Remove the upload mark.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.upload_marks import unmark_upload
 from asyncckpt.errors import ConflictError, CorruptError, IOFailedError, NotFoundError, UnsupportedError
 from asyncckpt.format import limits
-from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, SealedHead
+from asyncckpt.format.manifest import BlockFacts, FileFacts, Manifest, ManifestHead, SealedHead
 from asyncckpt.format.names import DATA_DIR, MANIFESTS_DIR, Attempt, compacted_manifest_name, manifest_name
+from asyncckpt.format.read_head import decode_head
 from asyncckpt.format.read_manifest import decode_manifest
 from asyncckpt.native import U8, Digester, Progress, Reads, ShortFile, core
 from asyncckpt.options import UploadOptions
@@ -82,12 +85,11 @@ def _find(heads: KnownHeads, attempt: Attempt) -> SealedHead | None:
 def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: UploadOptions) -> None:
     raw = root.manifests.read_file(name, bytes_max=limits.MANIFEST_BYTES_MAX)
     key = f"{MANIFESTS_DIR}/{name}"
-    if _is_there(store, key, raw):
+    is_published = _is_there(store, key, raw)
+    missing = _missing_of(store, decode_head(raw, name).head)
+    if is_published and not missing:
         return
     manifest = decode_manifest(raw, name)
-    folder = f"{DATA_DIR}/{manifest.head.folder_name}"
-    there = {found.key: found.bytes for found in store.below(folder)}
-    missing = {number for number, file in enumerate(manifest.head.files) if there.get(file.path) != file.bytes}
     with contextlib.closing(OpenFiles(root.data, manifest, wanted=missing)) as files:
         blocks = blocks_by_file(manifest)
         for number in sorted(missing):
@@ -96,8 +98,10 @@ def _upload(root: CheckpointRoot, store: ObjectStore, name: str, options: Upload
             parts = _checked_parts(files, number, manifest, blocks[number], part_bytes)
             store.put(file.path, parts, part_bytes=part_bytes, parallel=options.parallel)
     _check_files(store, manifest)
-    _publish(store, key, raw)
-    _check_files(store, manifest)
+    if not is_published:
+        _check_other_name(store, manifest)
+        _publish(store, key, raw)
+        _check_files(store, manifest)
 
 
 def _publish(store: ObjectStore, key: str, raw: bytes) -> None:
@@ -119,11 +123,34 @@ def _is_there(store: ObjectStore, key: str, raw: bytes) -> bool:
     except NotFoundError:
         return False
     if found != raw:
-        raise ConflictError(
-            f"object {str(store.url / key)!r} exists already, and is the manifest of another checkpoint",
-            hint="does another writer upload to this URL? Upload to a prefix of its own, or remove that checkpoint",
-        )
+        raise _conflict(store, key)
     return True
+
+
+def _check_other_name(store: ObjectStore, manifest: Manifest) -> None:
+    """ConflictError where the step's other manifest in the store, its own or the compacted one, is of other data."""
+    head = manifest.head
+    name = compacted_manifest_name(head.step) if head.replaces is None else manifest_name(head.step)
+    try:
+        raw = store.read_whole(f"{MANIFESTS_DIR}/{name}", bytes_max=limits.MANIFEST_BYTES_MAX)
+    except NotFoundError:
+        return
+    other = decode_head(raw, name)
+    if head.replaces != other.digest and other.head.replaces != manifest.digest:
+        raise _conflict(store, f"{MANIFESTS_DIR}/{name}")
+
+
+def _conflict(store: ObjectStore, key: str) -> ConflictError:
+    return ConflictError(
+        f"object {str(store.url / key)!r} exists already, and is the manifest of another checkpoint",
+        hint="does another writer upload to this URL? Upload to a prefix of its own, or remove that checkpoint",
+    )
+
+
+def _missing_of(store: ObjectStore, head: ManifestHead) -> set[int]:
+    """Return the numbers of the files that the store does not have with their size."""
+    there = {found.key: found.bytes for found in store.below(f"{DATA_DIR}/{head.folder_name}")}
+    return {number for number, file in enumerate(head.files) if there.get(file.path) != file.bytes}
 
 
 def _check_files(store: ObjectStore, manifest: Manifest) -> None:

@@ -21,6 +21,7 @@ from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 
+from asyncckpt.commit.discover import is_committed, shown_steps
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.upload_marks import uploads_among
 from asyncckpt.engine.process.background import check_may_wait, uploaders
@@ -70,10 +71,17 @@ class Uploads:
         """What commits tell of their attempts, if anything is to be uploaded."""
         return None if self._store is None else self
 
-    def go_on(self, root: CheckpointRoot) -> None:
-        """Upload what earlier Savers of the directory have left."""
-        for attempt in uploads_among(root.manifests.names()) if self._store is not None else ():
-            self.committed(attempt)
+    def go_on(self, root: CheckpointRoot, *, warns: bool) -> None:
+        """Upload what earlier Savers of the directory have left.
+
+        warns: where this one uploads nothing, log how many steps wait; for one rank of all.
+        """
+        left = uploads_among(root.manifests.names()) if self._store is not None or warns else []
+        if self._store is not None:
+            for attempt in left:
+                self.committed(attempt)
+        elif left:
+            _warn_of_left(root, left)
 
     def committed(self, attempt: Attempt) -> None:
         """Upload an attempt, behind those that were left."""
@@ -173,6 +181,17 @@ class Uploads:
                 self._left.append(attempt)
             future = self._futures[attempt.id]
         future.set_exception(error)
+
+
+def _warn_of_left(root: CheckpointRoot, left: list[Attempt]) -> None:
+    steps = {one.step for one in left if is_committed(root, one.step) and root.data.has_folder(one.directory)}
+    if steps:
+        log_warning(
+            "%d steps of %s wait to be uploaded, and stay there until a Saver with `upload` has done so: %s",
+            len(steps),
+            root.path,
+            shown_steps(sorted(steps)),
+        )
 
 
 def _open_store(options: UploadOptions) -> ObjectStore:
