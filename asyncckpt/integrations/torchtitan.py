@@ -24,6 +24,7 @@ import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.format.limits import check_step
 from asyncckpt.options import SAVE_DEADLINE_S
 from asyncckpt.trainer_state import DataPosition, RngState
 
@@ -43,7 +44,7 @@ class CheckpointManager:
     folder           the checkpoint directory
     interval         steps between saves
     keep_latest_k    how many stay; 0: all
-    load_only        saves nothing
+    load_only        saves nothing and removes nothing
     arguments        further arguments of the Checkpointer, by name
 
     Used by all ranks alike. Behind SIGTERM `save` saves the step and ends the process.
@@ -81,9 +82,14 @@ class CheckpointManager:
         self._checkpointer = Checkpointer(folder, every=math.inf, **keep, **state)
 
     def load(self, step: int = LATEST) -> bool:
-        """Restore a step, or the newest; return whether there was one. What is newer than a given step is removed."""
+        """Restore a step, or the newest; return whether there was one.
+
+        Training goes on from a step that is given: what is newer is removed, durably. With load_only it stays.
+        """
         if step == LATEST:
             self._checkpointer.restore()
+        elif self._load_only:
+            self._load_beside_newer(step)
         else:
             self._checkpointer.restore(step, discard_newer=True)
         return self._checkpointer.report is not None
@@ -106,3 +112,12 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for what is in flight and give everything back."""
         self._checkpointer.close()
+
+    def _load_beside_newer(self, step: int) -> None:
+        """Load a step as `restore` does, on all ranks. Newer ones are no second history here: nothing is saved."""
+        own = self._checkpointer
+        own._check_open()
+        with own._together.restoring():
+            own._load_step(check_step(step, or_none=False), discard_newer=False)
+        if own._together.is_asked:
+            own._termination.leave()

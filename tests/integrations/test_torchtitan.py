@@ -56,3 +56,20 @@ def test_when_it_saves_and_what_it_goes_back_to(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == [1, 3]
     with pytest.raises(asyncckpt.UsageError, match="interval"):
         CheckpointManager(None, model, sgd, None, {}, folder=tmp_path / "other", interval=0)
+
+
+def test_load_only_removes_nothing(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = CheckpointManager(None, model, sgd, None, {}, folder=tmp_path, interval=1)
+    for step in range(1, 6):
+        torch.nn.init.constant_(model.weight, step)
+        manager.save(step)
+    manager.close()
+    reading = CheckpointManager(None, model, sgd, None, {}, folder=tmp_path, load_only=True)
+    assert reading.load(2)
+    assert model.weight.tolist() == [[2.0, 2.0]]
+    with pytest.raises(asyncckpt.CheckpointError, match="9"):
+        reading.load(9)
+    reading.close()
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5]
