@@ -30,7 +30,9 @@ from typing import Any
 import torch
 
 from asyncckpt.checkpointer import Checkpointer
-from asyncckpt.checkpoints import describe, list_steps
+from asyncckpt.checkpoints import list_steps
+from asyncckpt.commit.discover import committed_steps, read_head
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import CheckpointError, IOFailedError, UsageError
 from asyncckpt.integrations.needed import needed
@@ -146,7 +148,10 @@ def _check_own(path: str) -> None:
     if not os.path.isdir(path) or not os.listdir(path):
         return
     is_ours = os.path.isdir(os.path.join(path, "manifests"))
-    if not is_ours or any(describe(path, step).metadata != _MADE_HERE for step in list_steps(path)):
+    if is_ours:
+        with open_root(Path(path)) as root:
+            is_ours = all(read_head(root, step).metadata == _MADE_HERE for step in committed_steps(root))
+    if not is_ours:
         raise UsageError(f"{path!r} was not made by AsyncCheckpointIO", hint="save to a path of its own")
 
 
