@@ -31,6 +31,8 @@ import torch
 
 from asyncckpt.checkpointer import Checkpointer
 from asyncckpt.checkpoints import list_steps
+from asyncckpt.commit.discover import committed_steps, read_head
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import CheckpointError, IOFailedError, UsageError
 from asyncckpt.integrations.needed import needed
@@ -47,6 +49,7 @@ _callbacks = needed("lightning.pytorch.callbacks", "lightning")
 _io = needed("lightning.fabric.plugins", "lightning")
 _NAMED_STEP = re.compile(r"step=(\d+)")
 _ROOT = "checkpoint"
+_MADE_HERE = {"made_by": "AsyncCheckpointIO"}
 
 
 class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
@@ -67,13 +70,16 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Capture a checkpoint; it is written in the background."""
+        """Capture a checkpoint; it is written in the background. UsageError for a directory made by others."""
         if storage_options is not None:
             raise UsageError("there are no storage options here", found=storage_options, hint="AsyncCheckpointIO(...)")
-        key = os.path.realpath(path)
         self._settle()
+        self._keep(_entry(path))
+        key = os.path.realpath(path)
+        self._keep(key)
         if key in self._open:
             self._finish(key)
+        _check_own(key)
         self._open[key] = _Saving(key, {_ROOT: checkpoint}, self._options)
 
     def load_checkpoint(
@@ -95,8 +101,8 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, once everything that was saved before is durable."""
-        self._to_remove.append(os.path.realpath(path))
+        """Remove a checkpoint, or a link to one alone, once everything that was saved before is durable."""
+        self._to_remove.append(_entry(path))
         self._settle()
 
     def teardown(self) -> None:
@@ -111,9 +117,16 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
             self._finish(key)
         while self._to_remove and not self._open:
             key = self._to_remove.pop(0)
-            if os.path.isdir(key):
+            if os.path.isdir(key) and not os.path.islink(key):
                 shutil.rmtree(key)
             elif os.path.lexists(key):
+                os.remove(key)
+
+    def _keep(self, key: str) -> None:
+        """Let what is about to be saved again not be removed behind that. A link that was to go goes now."""
+        if key in self._to_remove:
+            self._to_remove = [other for other in self._to_remove if other != key]
+            if os.path.islink(key):
                 os.remove(key)
 
     def _finish(self, key: str) -> None:
@@ -122,6 +135,24 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         except BaseException:
             self._to_remove.clear()  # Nothing goes that the failed one was to replace.
             raise
+
+
+def _entry(path: str | os.PathLike[str]) -> str:
+    """Return where a path itself is, be it a link."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def _check_own(path: str) -> None:
+    """Refuse a directory with anything else than what this class saves, which a save might remove."""
+    if not os.path.isdir(path) or not os.listdir(path):
+        return
+    is_ours = os.path.isdir(os.path.join(path, "manifests"))
+    if is_ours:
+        with open_root(Path(path)) as root:
+            is_ours = all(read_head(root, step).metadata == _MADE_HERE for step in committed_steps(root))
+    if not is_ours:
+        raise UsageError(f"{path!r} was not made by AsyncCheckpointIO", hint="save to a path of its own")
 
 
 class _Saving:
@@ -135,7 +166,7 @@ class _Saving:
         self._error: OSError | None = None
         self._saver = Saver(0, 1, path=self._temporary, tensors=state, **options)
         try:
-            self._future = self._saver.save_async()
+            self._future = self._saver.save_async(metadata=_MADE_HERE)
         except BaseException:
             self._saver.close()
             raise

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from asyncckpt.arguments import check_int
 from asyncckpt.checkpointer import Checkpointer
+from asyncckpt.format.limits import check_step
 from asyncckpt.options import SAVE_DEADLINE_S
+from asyncckpt.plan.state import unwrapped
 from asyncckpt.trainer_state import DataPosition, RngState
 
 __all__ = ["CheckpointManager"]
@@ -43,7 +45,7 @@ class CheckpointManager:
     folder           the checkpoint directory
     interval         steps between saves
     keep_latest_k    how many stay; 0: all
-    load_only        saves nothing
+    load_only        saves nothing and removes nothing
     arguments        further arguments of the Checkpointer, by name
 
     Used by all ranks alike. Behind SIGTERM `save` saves the step and ends the process.
@@ -69,7 +71,7 @@ class CheckpointManager:
         self._interval, self._saves_first, self._load_only = interval, enable_first_step_checkpoint, load_only
         modules = [model_parts] if isinstance(model_parts, torch.nn.Module) else list(model_parts)
         state = {
-            "model": {name: value for module in modules for name, value in module.state_dict().items()},
+            "model": modules[0] if len(modules) == 1 else _Parts(modules),
             "optimizer": optimizers,
             "lr_scheduler": lr_schedulers,
             "dataloader": None if dataloader is None else DataPosition(dataloader),
@@ -81,9 +83,14 @@ class CheckpointManager:
         self._checkpointer = Checkpointer(folder, every=math.inf, **keep, **state)
 
     def load(self, step: int = LATEST) -> bool:
-        """Restore a step, or the newest; return whether there was one. What is newer than a given step is removed."""
+        """Restore a step, or the newest; return whether there was one.
+
+        Training goes on from a step that is given: what is newer is removed, durably. With load_only it stays.
+        """
         if step == LATEST:
             self._checkpointer.restore()
+        elif self._load_only:
+            self._load_beside_newer(step)
         else:
             self._checkpointer.restore(step, discard_newer=True)
         return self._checkpointer.report is not None
@@ -106,3 +113,35 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for what is in flight and give everything back."""
         self._checkpointer.close()
+
+    def _load_beside_newer(self, step: int) -> None:
+        """Load a step as `restore` does, on all ranks. Newer ones are no second history here: nothing is saved."""
+        own = self._checkpointer
+        own._check_open()
+        with own._together.restoring():
+            own._load_step(check_step(step, or_none=False), discard_newer=False)
+        if own._together.is_asked:
+            own._termination.leave()
+
+
+class _Parts(torch.nn.Module):
+    """The parts of a pipeline under one name, each asked for its state whenever that is saved or loaded.
+
+    A torch.nn.Module only by type: it has no children, whose names would say where they are, and a Loader fills the
+    tensors of modules in place.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self._parts = tuple(map(unwrapped, modules))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {name: value for module in self._parts for name, value in module.state_dict().items()}
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for module in self._parts:
+            yield from module.named_buffers(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        for module in self._parts:
+            module.load_state_dict({name: state_dict[name] for name in module.state_dict()}, strict, assign)

@@ -6,6 +6,7 @@ fit, the longest counts. A tensor stays in the mapping that it is in, where ther
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,7 +71,7 @@ class Names:
             children = (self.tree(child, (*path, ("int", index))) for index, child in enumerate(node[1]))
             return (node[0], tuple(children))
         keys = tuple(self.path((*path, key))[-1] for key in node[1])
-        twice = [key for key in keys if keys.count(key) > 1] if keys != node[1] else []
+        twice = [key for key, count in Counter(keys).items() if count > 1] if keys != node[1] else []
         if twice:
             raise UsageError("two things would have the same name", found=path_name((*self.path(path), twice[0])))
         pairs = zip(node[1], node[2], strict=True)

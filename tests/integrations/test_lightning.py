@@ -130,6 +130,53 @@ def test_a_path_that_is_saved_again_keeps_its_newest(tmp_path: Path) -> None:
     assert len(asyncckpt.list_steps(tmp_path / "last.ckpt")) == 1
 
 
+def test_a_link_is_removed_without_what_it_names(tmp_path: Path) -> None:
+    gate, plugin = _Gate(), AsyncCheckpointIO()
+    plugin.save_checkpoint({"x": torch.ones(1)}, tmp_path / "best.ckpt")
+    plugin.teardown()
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    plugin.remove_checkpoint(tmp_path / "last.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    slow = AsyncCheckpointIO(filter_func=gate)
+    slow.save_checkpoint({"x": torch.ones(1)}, tmp_path / "other.ckpt")
+    slow.remove_checkpoint(tmp_path / "last.ckpt")
+    slow.save_checkpoint({"x": torch.zeros(1)}, tmp_path / "last.ckpt")
+    gate.open()
+    slow.teardown()
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    found = [plugin.load_checkpoint(tmp_path / f"{name}.ckpt")["x"].item() for name in ("best", "last")]
+    assert found == [1.0, 0.0]
+
+
+def test_a_path_that_was_to_be_removed_and_is_saved_again_stays(tmp_path: Path) -> None:
+    gate, plugin = _Gate(), AsyncCheckpointIO()
+    plugin.save_checkpoint({"value": 1, "x": torch.ones(1)}, tmp_path / "a.ckpt")
+    plugin.teardown()
+    slow = AsyncCheckpointIO(filter_func=gate)
+    slow.save_checkpoint({"value": 2, "x": torch.ones(1)}, tmp_path / "b.ckpt")
+    slow.remove_checkpoint(tmp_path / "a.ckpt")
+    slow.save_checkpoint({"value": 3, "x": torch.ones(1)}, tmp_path / "a.ckpt")
+    gate.open()
+    slow.teardown()
+    assert slow.load_checkpoint(tmp_path / "a.ckpt")["value"] == 3
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    with asyncckpt.Saver(path=tmp_path / "run", tensors={"x": torch.ones(1)}) as saver:
+        for step in range(3):
+            saver.save(step)
+    (tmp_path / "things").mkdir()
+    (tmp_path / "things" / "notes.txt").write_text("mine")
+    plugin = AsyncCheckpointIO()
+    for name in ("run", "things"):
+        with pytest.raises(asyncckpt.UsageError, match=f"{name}' was not made by AsyncCheckpointIO"):
+            plugin.save_checkpoint({"x": torch.ones(1)}, tmp_path / name)
+    plugin.teardown()
+    assert asyncckpt.list_steps(tmp_path / "run") == [0, 1, 2]
+    assert [path.name for path in (tmp_path / "things").iterdir()] == ["notes.txt"]
+
+
 def test_lightnings_own_files_are_read(tmp_path: Path) -> None:
     running = trainer(tmp_path)
     running.fit(Model(), batches())

@@ -56,3 +56,63 @@ def test_when_it_saves_and_what_it_goes_back_to(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path) == [1, 3]
     with pytest.raises(asyncckpt.UsageError, match="interval"):
         CheckpointManager(None, model, sgd, None, {}, folder=tmp_path / "other", interval=0)
+
+
+def test_load_only_removes_nothing(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = CheckpointManager(None, model, sgd, None, {}, folder=tmp_path, interval=1)
+    for step in range(1, 6):
+        torch.nn.init.constant_(model.weight, step)
+        manager.save(step)
+    manager.close()
+    reading = CheckpointManager(None, model, sgd, None, {}, folder=tmp_path, load_only=True)
+    assert reading.load(2)
+    assert model.weight.tolist() == [[2.0, 2.0]]
+    with pytest.raises(asyncckpt.CheckpointError, match="9"):
+        reading.load(9)
+    reading.close()
+    assert asyncckpt.list_steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+class _Counting(torch.nn.Module):
+    """Has a buffer that is another tensor behind every call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, torch.nn.Linear(1, 1))
+        self._name = f"{name}_seen"
+        self.register_buffer(self._name, torch.zeros(1))
+
+    def forward(self) -> None:
+        setattr(self, self._name, self.seen + 1)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        found: torch.Tensor = getattr(self, self._name)
+        return found
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_buffers_that_are_replaced_are_saved_and_restored(tmp_path: Path, names: list[str]) -> None:
+    modules = [_Counting(name) for name in names]
+    sgd = torch.optim.SGD([value for module in modules for value in module.parameters()], lr=0.1)
+    manager = CheckpointManager(None, modules, sgd, None, {}, folder=tmp_path, interval=1)
+    for step in range(1, 4):
+        for module in modules:
+            module()
+        manager.save(step)
+    manager.close()
+    saved = asyncckpt.load(tmp_path)["model"]
+    assert {name: saved[f"{name}_seen"].item() for name in names} == dict.fromkeys(names, 3.0)
+    weights = [module.state_dict()[f"{name}.weight"].item() for module, name in zip(modules, names, strict=True)]
+    modules = [_Counting(name) for name in names]
+    sgd = torch.optim.SGD([value for module in modules for value in module.parameters()], lr=0.1)
+    manager = CheckpointManager(None, modules, sgd, None, {}, folder=tmp_path)
+    for module in modules:
+        module()
+    assert manager.load()
+    manager.close()
+    assert [module.seen.item() for module in modules] == [3.0] * len(names)
+    loaded = [module.state_dict()[f"{name}.weight"].item() for module, name in zip(modules, names, strict=True)]
+    assert loaded == weights

@@ -1,0 +1,32 @@
+"""Trees get other names with few comparisons, and no name comes twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncckpt.errors import UsageError
+from asyncckpt.plan.rename import Names
+
+KEYS_COUNT = 300
+
+
+class _Counted(str):
+    comparisons_count = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.comparisons_count += 1
+        return str.__eq__(self, other)
+
+
+def test_names_are_not_compared_each_with_each() -> None:
+    keys = tuple(_Counted(f"layer{number}.weight") for number in range(KEYS_COUNT))
+    _, renamed, _ = Names.of({"layer0": "first"}).tree(("dict", keys, (("tensor",),) * KEYS_COUNT))
+    assert _Counted.comparisons_count < 20 * KEYS_COUNT
+    assert renamed == ("first.weight", *keys[1:])
+
+
+def test_two_that_become_the_same_are_refused() -> None:
+    node = ("dict", ("a", "b"), (("tensor",), ("tensor",)))
+    with pytest.raises(UsageError, match=r"same name, found 'b'"):
+        Names.of({"a": "b"}).tree(node)
