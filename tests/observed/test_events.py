@@ -86,7 +86,7 @@ def test_without_a_function_there_is_no_thread_and_no_event(tmp_path: Path, monk
     before = event_threads()
     with saver(tmp_path, None) as own:
         own.save_async(1).result()
-        assert event_threads() == before
+        assert event_threads() <= before  # That of an earlier Saver may end meanwhile.
 
 
 def test_a_function_that_raises_is_called_again_and_saves_go_on(
