@@ -27,8 +27,8 @@ def test_every_module_is_imported(name: str) -> None:
     try:
         __import__("asyncckpt" if name == "__init__" else f"asyncckpt.{name}")
     except asyncckpt.UnsupportedError as error:  # Of the library that an integration is for.
-        assert name.startswith("integrations."), name
-        assert "which is not installed" in str(error)
+        if not name.startswith("integrations.") or "which is not installed" not in str(error):
+            raise
 
 
 def test_the_twin_runs() -> None:
