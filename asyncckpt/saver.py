@@ -350,7 +350,7 @@ class Saver(Closing):
                     announce_failed(ranks, call, error)
                 raise
             self._errors.watch(future)
-            future.add_done_callback(self._counts.add)
+            future.before_done(self._counts.add)
             self._target.tell_end(future, "save", begun)
             return future
 

@@ -246,7 +246,7 @@ def test_a_step_waits_for_what_only_steps_change(seed: int, tmp_path: Path) -> N
 
 
 def test_a_step_that_does_not_wait_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepFences, "wait", lambda *_: None)
+    monkeypatch.setattr(StepFences, "before_step", lambda *_: None)
     with pytest.raises(asyncckpt.UsageError, match="was changed behind the call"):
         saved_before_a_step(0, tmp_path / "refused")
     monkeypatch.setattr(Watch, "check_unchanged", lambda self: None)

@@ -16,6 +16,7 @@ import torch
 
 import asyncckpt
 from asyncckpt.engine.process import event_line
+from asyncckpt.engine.save.save_counts import SaveCounts
 from asyncckpt.events import Event, all_of, log_events, outcome
 from asyncckpt.options import RankOptions
 
@@ -62,6 +63,30 @@ def test_a_save_tells_its_parts_and_its_end(tmp_path: Path) -> None:
         assert parts[inner].begun + parts[inner].seconds <= parts[outer].begun + parts[outer].seconds
     assert parts["call"].seconds == pytest.approx(result.stall_seconds, abs=0.5)
     assert abs(parts["call"].time - (tmp_path / "manifests").stat().st_mtime) < 60
+
+
+def test_statistics_and_events_know_of_a_result_that_somebody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow background between the end of a save and what follows from it."""
+    put, add = event_line.EventLine.put, SaveCounts.add
+
+    def slow_put(line: event_line.EventLine, event: Event) -> None:
+        time.sleep(0.2 * (event.name == "save"))
+        put(line, event)
+
+    def slow_add(counts: SaveCounts, *end: Any) -> None:
+        time.sleep(0.2)
+        add(counts, *end)
+
+    monkeypatch.setattr(event_line.EventLine, "put", slow_put)
+    monkeypatch.setattr(SaveCounts, "add", slow_add)
+    events: list[Event] = []
+    with saver(tmp_path, events.append) as own:
+        own.save_async(1).result()
+        assert own.statistics().saves_count == 1
+        own.save_async(2).result()
+    assert [event.step for event in events if event.name == "save"] == [1, 2]
 
 
 def test_nothing_is_handed_on_before_the_fence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +341,7 @@ NEVER_RETURNS = """
 import threading, torch, asyncckpt
 import asyncckpt.saver
 from asyncckpt.engine.process import event_line
+from asyncckpt.engine.save.save_counts import SaveCounts
 event_line.EVENTS_WAIT_S = asyncckpt.saver.EVENTS_WAIT_S = 0.1
 debug = asyncckpt.DebugOptions(on_event=lambda event: threading.Event().wait())
 saver = asyncckpt.Saver(path={path!r}, tensors={{"w": torch.ones(3)}}, debug=debug)

@@ -21,9 +21,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
-from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.log import log_exception, log_warning
 from asyncckpt.model.event import Event, unix_time
+from asyncckpt.model.result import SaveResult
 from asyncckpt.pipeline.threads import start_thread
 from asyncckpt.signals import wait_in_steps
 from asyncckpt.system import register_at_fork
@@ -57,10 +57,10 @@ class EventLine:
             log_warning("on_event of %s blocks: events are dropped, first that of a %s", event.path, event.name)
 
     def ended(
-        self, name: Literal["save", "compaction"], begun: float, path: Path, rank: int
-    ) -> Callable[[SaveFuture], None]:
-        """Return a done callback that hands on how a save has ended. It holds nothing of the Saver."""
-        return partial(_ended, self, name, begun, path, rank)
+        self, name: Literal["save", "compaction"], *, step: int | None, begun: float, path: Path, rank: int
+    ) -> Callable[[SaveResult | None, BaseException | None], None]:
+        """Return a function that hands on how a save has ended. It holds nothing of the Saver."""
+        return partial(_ended, self, name, step, begun, path, rank)
 
     def wait(self, timeout: float) -> None:
         """Wait until what was put has been taken; a warning when it was not in time. Returns at once where the function
@@ -85,19 +85,25 @@ class EventLine:
 
 
 def _ended(
-    line: EventLine, name: Literal["save", "compaction"], begun: float, path: Path, rank: int, future: SaveFuture
+    line: EventLine,
+    name: Literal["save", "compaction"],
+    step: int | None,
+    begun: float,
+    path: Path,
+    rank: int,
+    result: SaveResult | None,
+    error: BaseException | None,
 ) -> None:
-    error = future._inner.exception()
     line.put(
         Event(
             name=name,
-            step=future.step,
+            step=step,
             path=path,
             rank=rank,
             time=unix_time(begun),
             begun=begun,
             seconds=time.perf_counter() - begun,
-            result=None if error is not None else future._inner.result(),
+            result=result,
             error=None if error is None else _bare(error),
         )
     )

@@ -43,6 +43,7 @@ from asyncckpt.signals import uninterrupted, wait_in_steps, wait_until_done
 from asyncckpt.storage.directory import io_failed
 
 T = TypeVar("T")
+EndFunction = Callable[[Any, BaseException | None], object]
 
 
 class FutureState(str, Enum):
@@ -87,6 +88,8 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._guard = Guard()
         self._state = FutureState.STAGED
         self._claim = ErrorClaim(self._inner)
+        self._end: tuple[T | None, BaseException | None] | None = None
+        self._before_done: list[EndFunction] = []
         self._driven: dict[asyncio.Task[Any] | None, Coroutine[Any, Any, T]] = {}
         self.native_progress = Progress()
         self._bytes_total = 0
@@ -220,6 +223,28 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
             self._state = state
             return True
 
+    def before_done(self, function: EndFunction) -> None:
+        """Call function(result, error) before anybody gets these; now, when they are there. Its errors are logged."""
+        with self._guard:
+            end = self._end
+            if end is None:
+                self._before_done.append(function)
+        if end is not None:
+            self._tell(function, end)
+
+    def _tell(self, function: EndFunction, end: tuple[T | None, BaseException | None]) -> None:
+        try:
+            function(*end)
+        except BaseException:
+            log_exception("what follows the end of %s raised", self._what)
+
+    def _tell_all(self, result: T | None, error: BaseException | None) -> None:
+        with self._guard:
+            end = self._end = result, error
+        for function in self._before_done:
+            self._tell(function, end)
+        self._before_done = []  # They may hold much.
+
     def expect_bytes(self, total: int) -> None:
         self._bytes_total = total
 
@@ -227,6 +252,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._state = state
         self._staged.set()
         self._pending = None
+        self._tell_all(result, None)
         self._inner.set_result(result)
         self._claim.wake_loops()  # Behind the callbacks.
 
@@ -235,6 +261,7 @@ class CheckpointFuture(Coroutine[Any, Any, T]):
         self._staged.set()
         self._pending = None
         _failed.add(self)
+        self._tell_all(None, error)
         self._inner.set_exception(error)
         self._claim.wake_loops()
 

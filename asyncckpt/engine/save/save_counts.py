@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.guard import Guard
-from asyncckpt.model.result import SaverStatistics
+from asyncckpt.model.result import SaveResult, SaverStatistics
 from asyncckpt.staging.pool import pool
 
 
@@ -32,13 +31,11 @@ class SaveCounts:
             arena_touches_count=arenas.touches_count,
         )
 
-    def add(self, future: SaveFuture) -> None:
-        """Count the outcome of a save that is done."""
-        error = future._inner.exception()
-        if error is not None:
+    def add(self, result: SaveResult | None, error: BaseException | None) -> None:
+        """Count the outcome of a save."""
+        if result is None:
             added: dict[str, Any] = {"cancelled_count" if isinstance(error, SaveCancelledError) else "failed_count": 1}
         else:
-            result = future._inner.result()
             added = {
                 "saves_count": not result.skipped,
                 "skipped_count": result.skipped,

@@ -85,7 +85,9 @@ class SaveTarget:
     def tell_end(self, future: SaveFuture, name: Literal["save", "compaction"], begun: float) -> None:
         """Let whoever listens know how a save ends."""
         if self.events is not None:
-            future.add_done_callback(self.events.ended(name, begun, self.root.path, self.rank))
+            future.before_done(
+                self.events.ended(name, step=future.step, begun=begun, path=self.root.path, rank=self.rank)
+            )
 
     @property
     def root(self) -> CheckpointRoot:
