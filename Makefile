@@ -20,7 +20,9 @@ PYTEST := $(BIN)/python -m pytest
 # Some tests take half a minute, so a worker that has nothing left takes over what another one has not begun.
 FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_locks.py tests/ranks \
 	tests/bad_input/test_process_end.py tests/interrupts/test_children.py tests/interrupts/test_collected.py \
-	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/systems tests/embcache/test_several_ranks.py
+	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/end_to_end/test_memory.py tests/systems \
+	tests/embcache/test_several_ranks.py tests/embcache/test_resharding.py tests/strategies/test_two_ranks.py \
+	tests/dcp/test_ranks.py tests/limits tests/simulator tests/formats/test_commands.py
 # What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
 CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
@@ -80,12 +82,12 @@ test-twin: $(READY) ## the suite on the portable twin, but for what shows nothin
 test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback, disturbed by a proxy, killed
 	ASYNCCKPT_NATIVE=1 $(PYTEST) tests/cloud $(PARALLEL) $(ARGS)
 
-test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all numbers of ranks
+test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all limits and numbers of ranks
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
 
 test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of tables, at many of other calls; and with one protection removed
-	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py tests/interrupts/test_steps_that_wait.py $(PARALLEL) $(ARGS)
 	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts/test_controls.py $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers

@@ -156,6 +156,8 @@ def test_uploads_bench_gives_figures(tmp_path: Path) -> None:
     assert "targets" in (tmp_path / "uploads.txt").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
 def test_compaction_bench_gives_figures(tmp_path: Path) -> None:
     rounds = {one["way"]: one for one in run_bench("compaction", tmp_path / "compaction")["rounds"]}
     assert rounds.keys() == {"alone", "beside", "held", "floor alone", "floor beside"}

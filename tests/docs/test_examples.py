@@ -51,15 +51,18 @@ def check_resumes(job: str, folder: Path, *, steps: int = STEPS, ranks: int = 1)
     assert rest.splitlines()[-1] == whole.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "ranks"), [("plain_loop", 1), ("ddp", 2), ("fsdp2", 2), ("recommender_deltas", 1)])
 def test_jobs_resume(tmp_path: Path, job: str, ranks: int) -> None:
     check_resumes(f"jobs/{job}.py", tmp_path, ranks=ranks)
 
 
+@pytest.mark.slow
 def test_the_job_of_dcp_resumes_too(tmp_path: Path) -> None:
     check_resumes("peers/plain_loop_dcp.py", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_follower_serves_what_the_recommender_saved(tmp_path: Path) -> None:
     run("jobs/recommender_deltas.py", tmp_path, STEPS)
     printed = run("jobs/serving_follower.py", tmp_path, STEPS - 1)
