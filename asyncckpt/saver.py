@@ -20,8 +20,9 @@ from asyncckpt.engine.compact.run_compaction import start_compaction
 from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.closing import Closing
 from asyncckpt.engine.process.event_line import EVENTS_WAIT_S, EventLine
-from asyncckpt.engine.process.future import OpenErrors, SaveFuture
+from asyncckpt.engine.process.future import SaveFuture
 from asyncckpt.engine.process.held_directory import commits_of
+from asyncckpt.engine.process.open_errors import OpenErrors
 from asyncckpt.engine.process.running_calls import RunningCalls
 from asyncckpt.engine.ranks.holdings import check_said
 from asyncckpt.engine.ranks.open_directory import Opened, announce_refused, open_directory, which_shard
@@ -157,9 +158,8 @@ class Saver(Closing):
         except CheckpointError as error:
             announce_refused(error, index=shard_index, count=shard_num, options=ranks)
             raise
-        self._errors, self._counts = OpenErrors(), SaveCounts()
+        self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
         self._closed, self._pid = False, os.getpid()
-        self._calls = RunningCalls()  # They use the directory.
         opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
         uploads = Uploads.open(checked, upload, ranks_count=shard_num)
         plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "asyncckpt"
+LINES_MAX = 400
+TWICE_LINES = 10
 
 FLOORS = {
     "errors": 0,
@@ -213,3 +216,19 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "wrong.py").write_text(source)
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "asyncckpt")
     assert len(violations(folder / "wrong.py")) == 1
+
+
+def test_files_are_short() -> None:
+    lines_of = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {name: count for name, count in lines_of.items() if count > LINES_MAX} == {}
+
+
+def test_no_ten_lines_but_imports_stand_twice() -> None:
+    places: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line for line in lines if line and not line.startswith(("import ", "from "))]
+        for number in range(len(lines) - TWICE_LINES + 1):
+            places[tuple(lines[number : number + TWICE_LINES])].append(path.name)
+    assert len(places) > 10_000
+    assert [(files, lines[0]) for lines, files in places.items() if len(files) > 1] == []
