@@ -103,9 +103,10 @@ class Directory:
     @staticmethod
     def open(path: Path, *, exact_modes: bool = False) -> Directory:
         """Open an existing folder; NotFoundError, UsageError or IOFailedError."""
+        folder = Directory(-1, path, exact_modes=exact_modes)  # First: a descriptor that nobody has is never closed.
         try:
-            fd = at.open(path, at.O_RDONLY | at.O_DIRECTORY | at.O_CLOEXEC)
-            return Directory(fd, path, exact_modes=exact_modes)
+            folder.fd = at.open(path, at.O_RDONLY | at.O_DIRECTORY | at.O_CLOEXEC)
+            return folder
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(path)!r} does not exist") from error
         except NotADirectoryError as error:
@@ -123,8 +124,10 @@ class Directory:
             # Also when it is there: the process that made it may have died before it synced.
             self.sync()
         flags = at.O_RDONLY | at.O_DIRECTORY | at.O_NOFOLLOW | at.O_CLOEXEC
+        folder = Directory(-1, self.path / name, exact_modes=self.exact_modes)
         try:
-            return Directory(at.open(name, flags, dir_fd=self.fd), self.path / name, exact_modes=self.exact_modes)
+            folder.fd = at.open(name, flags, dir_fd=self.fd)
+            return folder
         except FileNotFoundError as error:
             raise NotFoundError(f"folder {str(self.path / name)!r} does not exist") from error
         except OSError as error:
@@ -168,21 +171,24 @@ class Directory:
     def create_file(self, name: str, *, direct: bool = False, readable: bool = False) -> tuple[int, bool]:
         """Create a file that must be new; returns (descriptor, whether O_DIRECT is on)."""
         flags = (at.O_RDWR if readable else at.O_WRONLY) | at.O_CREAT | at.O_EXCL | at.O_NOFOLLOW | at.O_CLOEXEC
-        with _door(f"file {str(self.path / name)!r} cannot be created"):
-            fd = at.open(name, flags, FILE_MODE, dir_fd=self.fd)
-            self.settle_file(fd)
-            self.made[name] = _identity(at.fstat(fd))
-            # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
-            return fd, direct and set_direct(fd)
+        fd = -1
+        try:
+            with _door(f"file {str(self.path / name)!r} cannot be created"):
+                fd = at.open(name, flags, FILE_MODE, dir_fd=self.fd)
+                self.settle_file(fd)
+                self.made[name] = _identity(at.fstat(fd))
+                # O_DIRECT is asked for afterwards: an open that fails for it would leave an empty file behind.
+                is_direct = direct and set_direct(fd)
+        except BaseException:
+            if fd >= 0:
+                at.close(fd)
+            raise
+        return fd, is_direct
 
     def settle_file(self, fd: int) -> None:
-        """Give a file that was just made its mode, with exact_modes; OSError closes it."""
+        """Give a file that was just made its mode, with exact_modes."""
         if self.exact_modes:
-            try:
-                at.fchmod(fd, FILE_MODE)
-            except OSError:
-                at.close(fd)
-                raise
+            at.fchmod(fd, FILE_MODE)
 
     def _settle_folder(self, name: str) -> None:
         if self.exact_modes:

@@ -354,4 +354,4 @@ def test_every_public_function_is_called(world: World) -> None:
 
 # Of a future, what the engine and asyncio call.
 ENGINE_ONLY = {"enter", "expect_bytes", "resolve", "fail", "end_with", "take_unclaimed_error", "skip", "expect_copies",
-               "expect_upload", "mark_staged", "send", "throw", "close"}  # fmt: skip
+               "expect_upload", "before_done", "mark_staged", "send", "throw", "close"}  # fmt: skip

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,45 +15,14 @@ import torch
 
 import asyncckpt
 from asyncckpt.storage import owner_lock
-from tests.interrupts.watched_locks import PACKAGE
+from tests.interrupts.fails_at import FailsAt
 from tests.ranks.channels import at_once
 
-# What gives things back may not fail: that it is called is what the test shows. Nor what only hands them over.
-SPARED = {
-    "__init__",
-    "__enter__",
-    "close",
-    "release",
-    "settle",
-    "_release",
-    "__exit__",
-    "hang_up",
-    "_leave",
-    "remove_session",
-    "_remove",
-    "_end",
-    "_handle",
-}
 WRONG: dict[str, Any] = {
     "hashtables": {"t": 1}, "tensors": 1, "filter_func": 1, "on_busy": "later", "durability": "never",
     "host_memory_limit": -1, "keep": 0, "deltas": 1, "filters": [1], "device": 1, "ranks": 1, "debug": 1,
     "parallel": 0, "shard_index": 1,
 }  # fmt: skip
-
-
-class FailsAt:
-    """Raises where the library calls a function of its own for the nth time, on this thread."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in SPARED:
-            self.count += 1
-            if self.count == self.number:
-                raise MemoryError("as if there were no memory for a call")
 
 
 def what_is_held() -> tuple[set[str], set[tuple[int, int]], int]:

@@ -128,6 +128,7 @@ COMMANDS_OF_ALL: dict[str, tuple[object, ...]] = {
     "prune --dry-run": ("--latest", 2, "--every-hours", 1),
     "follow": ("--poll", 0.01, "--until", 6),
     "doctor": ("--mib", 0),
+    "report": ("--output", lambda path: path.with_name("report.html")),
 }
 COMMANDS_OF_NAMED: dict[str, tuple[object, ...]] = {
     "show": (NAMED,),
@@ -152,7 +153,7 @@ def test_every_function_and_command_is_here() -> None:
     assert functions - CHANGES <= OF_ALL.keys()
     assert {"prune", "remove", "remove_after"} <= OF_ALL.keys() | OF_NAMED.keys()
     commands = {name.split()[0] for name in [*COMMANDS_OF_ALL, *COMMANDS_OF_NAMED]}
-    assert parser_of_all()[1].keys() - COMMANDS_OF_CHANGES - {"completion"} == commands | {"export"}
+    assert parser_of_all()[1].keys() - COMMANDS_OF_CHANGES - {"completion", "watch"} == commands | {"export"}
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +238,8 @@ def command(words: str, *more: object, codes: set[ExitCode]) -> Reader:
     name, *options = words.split()
 
     def run(path: Path) -> None:
-        result = invoke(name, path, *more, *options)
+        arguments = [argument(path) if callable(argument) else argument for argument in more]
+        result = invoke(name, path, *arguments, *options)
         assert result.exit_code in codes, result.output
 
     return run

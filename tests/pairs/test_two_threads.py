@@ -40,6 +40,7 @@ READERS = [
     "dcp.load",
     "sharded load",
 ]
+REMOVES_S_MAX = 1.0  # No remover waits for a reader.
 SHARES = (0.3, 0.6, 0.9)
 
 
@@ -96,8 +97,10 @@ def test_two_savers(first: Operation, world: World) -> None:
 def test_readers_beside_what_removes(name: str, every: int, world: World) -> None:
     """While it is held, what it reads is removed: it reads that all the same, or says that it is gone."""
     reader = BY_NAME[name]
-    for place in places_of(reader, world, every=every):
-        run_pair(world, reader, BY_NAME[REMOVERS[reader.room]], place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.pairs.run_pairs.GRACE_S", REMOVES_S_MAX)
+        for place in places_of(reader, world, every=every):
+            run_pair(world, reader, BY_NAME[REMOVERS[reader.room]], place)
 
 
 @pytest.mark.slow
