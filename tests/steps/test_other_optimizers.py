@@ -8,11 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 import asyncckpt
+from asyncckpt.devices.host_copies import Pending
+from asyncckpt.devices.step_copies import StepCopies
+from asyncckpt.engine.save.device_stage import StepFences
 from tests.steps import gate as gates
 from tests.steps.gate import Gate
 
@@ -77,3 +81,41 @@ def test_a_step_waits_for_the_memory_that_it_changes(tmp_path: Path, gate: Gate,
     assert not all(torch.equal(state[name].detach(), value) for name, value in before.items())
     found = asyncckpt.load(tmp_path, step=1)
     assert [name for name, value in before.items() if not torch.equal(found[name].detach(), value)] == []
+
+
+class _Steps:
+    """Copies for which a step has to wait, that do something when they are asked whether they are such."""
+
+    def __init__(self, when_asked: Callable[[], object]) -> None:
+        self._when_asked = when_asked
+
+    @property
+    def is_open(self) -> bool:
+        self._when_asked()
+        return True
+
+
+class _Saved(Pending):
+    def __init__(self, when_asked: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.steps = cast(StepCopies, _Steps(when_asked))
+
+
+def test_a_save_is_waited_for_that_begins_while_the_optimizer_of_another_thread_steps() -> None:
+    """Of another training, with which the Saver has nothing to do."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    fences, later, threads = StepFences([optimizer]), _Saved(), list[threading.Thread]()
+    is_stepping = False
+
+    def save() -> None:
+        if not threads:
+            threads.append(threading.Thread(target=fences.expect, args=(later,)))
+            threads[0].start()
+            threads[0].join(0.1)  # It may have to wait until the step has looked.
+
+    fences.expect(_Saved(lambda: is_stepping and save()))
+    is_stepping = True
+    fences._prune()  # As behind each step of the process.
+    threads[0].join(30)
+    pending, fences._pending = fences._pending, ()  # Other tests step, too.
+    assert later in pending
