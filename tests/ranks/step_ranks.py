@@ -45,7 +45,8 @@ class State:
 
     def values(self) -> dict[str, torch.Tensor]:
         found = {name: value for name, value in self.tensors.items() if isinstance(value, torch.Tensor)}
-        found |= {f"momentum{n}": self.optimizers[0].state[item]["momentum_buffer"] for n, item in enumerate(self.shared)}
+        kept = self.optimizers[0].state
+        found |= {f"momentum{number}": kept[item]["momentum_buffer"] for number, item in enumerate(self.shared)}
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
     def forward(self, number: int) -> None:
@@ -74,17 +75,17 @@ def saver_of(state: State, path: Path, **options: Any) -> asyncckpt.Saver:
     )
 
 
-def differences(state: State, path: Path, step: int, values: dict[str, torch.Tensor], rows: dict[int, float]) -> list[str]:
+def differences(
+    state: State, path: Path, step: int, values: dict[str, torch.Tensor], rows: dict[int, float]
+) -> list[str]:
     """In what a checkpoint differs from what this rank had at its cut."""
     tree = asyncckpt.load(path, step=step)
     found = {name: tree[name].detach() for name in values if name in tree}
     found |= {f"momentum{n}": tree["momentum"]["state"][n]["momentum_buffer"] for n in (0, 1)}
     table = asyncckpt.HashTable("user", 2, shard=(state.rank, 2))
     asyncckpt.Loader(path, {"user": table}, {}, step=step).load()
-    ids = table.ids()
-    held = dict(zip(ids.tolist(), table.read(ids)["embedding"][:, 0].tolist(), strict=True))
     wrong = [name for name, value in values.items() if not torch.equal(found[name], value)]
-    return [f"{name} of step {step}" for name in wrong] + ([] if held == rows else [f"rows of step {step}"])
+    return [f"{name} of step {step}" for name in wrong] + ([] if rows_of(table) == rows else [f"rows of step {step}"])
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def rows_of(table: asyncckpt.HashTable) -> dict[int, float]:
 
 
 def at_any_times(rank: int, folder: Path, seeds: list[int]) -> None:
-    """Full saves and deltas; how far the background has come before a step, and who waits, differs from rank to rank."""
+    """Full saves and deltas; how far the background has come before a step, and who waits, differs by rank."""
     group_of(rank, 2, folder)
     for seed in seeds:
         own, state, path = random.Random(1000 * seed + rank), State(rank), folder / f"{seed}"

@@ -1,4 +1,4 @@
-"""Saves of several ranks that wait for steps: each rank holds its cut, whatever its own background has copied by then."""
+"""Saves of several ranks that wait for steps: each rank holds its cut, however far its own background has come."""
 
 from __future__ import annotations
 

@@ -82,7 +82,10 @@ class StepFences:
         self._guard = Guard()  # Any thread's optimizer comes here, also one that trains something else.
         self._pending: tuple[Pending, ...] = ()
         self._pid = os.getpid()
+        self._uncompiled = StepFences._let_wait
         if self._optimizers:
+            # Else it would be compiled with a step that is, anew for each save. Optimizers have loaded the compiler.
+            self._uncompiled = torch.compiler.disable(StepFences._let_wait)  # type: ignore[no-untyped-call]
             # To all optimizers: one of these may be a wrapper of another one, or have a copy, which has no hooks.
             listen(self)
 
@@ -107,6 +110,9 @@ class StepFences:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a step wait: the current streams of this thread for devices, this thread for the host."""
+        self._uncompiled(self, optimizer)
+
+    def _let_wait(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pid != os.getpid():  # A forked child has no arena, and no save.
             self._pending = ()
         number = next((number for number, item in enumerate(self._optimizers) if item is optimizer), None)
