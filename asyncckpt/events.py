@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.arguments import check_int
 from asyncckpt.errors import SaveCancelledError
+from asyncckpt.guard import Guard
 from asyncckpt.model.event import Event, EventName
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class TraceFile:
     """Keep a trace of the newest saves in a file, in the JSON of Chrome's trace events, which Perfetto opens.
 
     path   written anew, by a rename, whenever a save, a compaction or retention has ended
-    saves  of how many saves
+    saves  of how many saves; several Savers may share them
     """
 
     def __init__(self, path: str | os.PathLike[str], *, saves: int = 8) -> None:
@@ -83,8 +84,13 @@ class TraceFile:
         self._path = Path(path)
         self._events: deque[Event] = deque(maxlen=saves * EVENTS_OF_A_SAVE_MAX)
         self._saves = saves
+        self._guard = Guard()  # Each Saver calls it on a thread of its own.
 
     def __call__(self, event: Event) -> None:
+        with self._guard:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         self._events.append(event)
         if event.name not in ("save", "compaction", "retention"):
             return
@@ -222,7 +228,7 @@ def opentelemetry_events(meters: MeterProvider | None = None, tracers: TracerPro
             return
         traced(event, open_parts.pop(save, ()) if event.name == "save" else ())
         for oldest in list(open_parts)[:-OPEN_SAVES_MAX]:  # Of a step that became another one among ranks.
-            del open_parts[oldest]
+            open_parts.pop(oldest, None)
         if event.thread:
             return
         labels = {"path": str(event.path), "what": event.name}

@@ -160,13 +160,13 @@ class StepCopies:
         """Copy all on this thread, parts in this order."""
         self._copy([self._parts[number] for number in order if number in self._parts], threads=threads)
 
-    def wait(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy what is left of what a step is about to write, wait for the rest, and let it write.
+    def wait(self, numbers: Iterable[int]) -> None:
+        """Copy what is left of the parts that a step is about to write, wait for the rest, and let it write.
 
         Raises what signal handlers raise: then the step does not begin, and the background copies what is left.
         """
-        numbers = [number for number in self.memory.parts_of(optimizer) if number in self._parts]
-        parts = [self._parts[number] for number in numbers if not self._parts[number].is_closed]
+        own = (self._parts[number] for number in numbers if number in self._parts)
+        parts = [part for part in own if not part.is_closed]
         begun = time.perf_counter()
         try:
             self._copy(parts, threads=0)

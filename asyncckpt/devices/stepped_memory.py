@@ -7,6 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncckpt.native import I64, U64
 
@@ -29,10 +30,14 @@ class SteppedMemory:
         begins, bytes = _places(tensors)
         order = np.lexsort((bytes, begins))
         self._begins, self._bytes = begins[order], bytes[order]
+        # Of those that begin at one address the longest is the last: by it `find` knows them.
+        self._is_longest = np.append(self._begins[1:] != self._begins[:-1], True)[: len(order)]
+        # No earlier one reaches further.
+        self._reaches = np.maximum.accumulate(self._begins + self._bytes.astype(np.uint64))
         self.tensors = [tensors[number] for number in order.tolist()]
         self.owners: I64 = owners[order]
-        self._parts = {
-            id(item): self._owners_of(begins[owners == number], bytes[owners == number])
+        self._known = {
+            id(item): (_parameters_of(item), self._owners_of(begins[owners == number], bytes[owners == number]))
             for number, item in enumerate(optimizers)
         }
 
@@ -40,18 +45,37 @@ class SteppedMemory:
         """Return the number of a tensor that begins where a memory range does and is not shorter; -1: there is none."""
         if not len(self.tensors):
             return np.full(len(begins), -1, dtype=np.int64)
-        # The last of those that begin there is the longest.
         found = np.maximum(np.searchsorted(self._begins, begins, side="right") - 1, 0)
-        return np.where((self._begins[found] == begins) & (bytes <= self._bytes[found]) & (bytes > 0), found, -1)
+        is_within = (self._begins[found] == begins) & (bytes <= self._bytes[found])
+        return np.where(is_within & _are_memory(begins, bytes), found, -1)
 
     def parts_of(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """Return the numbers of the optimizers whose memory a step of any optimizer changes."""
-        known = self._parts.get(id(optimizer))
-        return self._owners_of(*_places(_tensors_of(optimizer))) if known is None else known
+        """Return the numbers of the optimizers whose memory a step of any optimizer changes, or a piece of it."""
+        parameters, owners = self._known.get(id(optimizer), (None, frozenset()))
+        if parameters == _parameters_of(optimizer):
+            return owners
+        return self._owners_of(*_places(_tensors_of(optimizer)))
 
     def _owners_of(self, begins: U64, bytes: I64) -> frozenset[int]:
-        found = self.find(begins, bytes)
-        return frozenset(self.owners[found[found >= 0]].tolist())
+        """Return the owners of tensors that memory ranges reach into, perhaps also of some that lie in longer ones."""
+        is_memory = _are_memory(begins, bytes)
+        begins, ends = begins[is_memory], begins[is_memory] + bytes[is_memory].astype(np.uint64)
+        count = len(self._begins) + 1
+        firsts = np.bincount(np.searchsorted(self._reaches, begins, side="right"), minlength=count)
+        lasts = np.bincount(np.searchsorted(self._begins, ends, side="left"), minlength=count)
+        is_reached = np.cumsum(firsts - lasts)[:-1] > 0
+        return frozenset(np.flatnonzero(np.bincount(self.owners[is_reached & self._is_longest])).tolist())
+
+
+def _are_memory(begins: U64, bytes: I64) -> NDArray[np.bool_]:
+    """Return which ranges are memory, bool [n]: what torch has freed or never made has no address."""
+    are: NDArray[np.bool_] = (begins > 0) & (bytes > 0)
+    return are
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return by which it is known whether an optimizer still has the parameters that it had."""
+    return [number for group in optimizer.param_groups for number in map(id, group["params"])]
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

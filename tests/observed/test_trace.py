@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.events import TraceFile, all_of
+from asyncckpt import events
+from asyncckpt.events import Event, TraceFile, all_of
 from tests.observed.chrome_trace import faults, read
 
 
@@ -76,6 +78,28 @@ def test_a_trace_keeps_the_newest_saves(tmp_path: Path) -> None:
     assert faults(trace) == []
     assert {event["args"]["step"] for event in trace["traceEvents"] if event["name"] == "call"} == {5}
     assert len([event for event in trace["traceEvents"] if event["ph"] == "b"]) == 2
+
+
+def test_a_trace_that_two_savers_write_at_once_has_the_events_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, dumps, threads = TraceFile(tmp_path / "trace.json"), events.json.dumps, list[threading.Thread]()
+
+    def event(step: int) -> Event:
+        return Event(name="save", step=step, path=tmp_path, rank=0, time=0.0, begun=float(step), seconds=1.0)
+
+    def interrupted(content: Any) -> str:
+        if not threads:
+            threads.append(threading.Thread(target=trace, args=(event(2),)))
+            threads[0].start()
+            threads[0].join(0.1)  # It may have to wait until this one is written.
+        return dumps(content)
+
+    monkeypatch.setattr(events.json, "dumps", interrupted)
+    trace(event(1))
+    threads[0].join(30)
+    ends = [found["args"]["step"] for found in read(tmp_path / "trace.json")["traceEvents"] if found["ph"] == "b"]
+    assert ends == [1, 2]
 
 
 def test_saves_of_two_savers_are_in_one_trace(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from asyncckpt.engine.process.background import Job, copiers, run_on
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.step_hooks import is_stepping, listen
 from asyncckpt.errors import DeviceError, IOFailedError
+from asyncckpt.guard import Guard
 from asyncckpt.native import core
 from asyncckpt.options import SaveOptions
 from asyncckpt.signals import uninterrupted
@@ -78,9 +79,13 @@ class StepFences:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = list(optimizers)
         self._order = list(range(len(self._optimizers)))  # In which they have stepped last.
-        self._pending: list[Pending] = []
+        self._guard = Guard()  # Any thread's optimizer comes here, also one that trains something else.
+        self._pending: tuple[Pending, ...] = ()
         self._pid = os.getpid()
+        self._uncompiled = StepFences._let_wait
         if self._optimizers:
+            # Else it would be compiled with a step that is, anew for each save. Optimizers have loaded the compiler.
+            self._uncompiled = torch.compiler.disable(StepFences._let_wait)  # type: ignore[no-untyped-call]
             # To all optimizers: one of these may be a wrapper of another one, or have a copy, which has no hooks.
             listen(self)
 
@@ -90,9 +95,8 @@ class StepFences:
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""
-        self._prune()
-        if self._optimizers and (pending.devices or pending.steps.is_open):
-            self._pending.append(pending)
+        if self._optimizers:
+            self._prune(pending)
 
     def copy_job(self, pending: Pending) -> Job:
         """Return a job that copies on the host, beside what else is in flight. Where it fails, the save copies."""
@@ -106,22 +110,27 @@ class StepFences:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let a step wait: the current streams of this thread for devices, this thread for the host."""
+        self._uncompiled(self, optimizer)
+
+    def _let_wait(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pid != os.getpid():  # A forked child has no arena, and no save.
-            self._pending = []
+            self._pending = ()
         number = next((number for number, item in enumerate(self._optimizers) if item is optimizer), None)
         if number is not None:
             self._order = [*(other for other in self._order if other != number), number]  # In one go: see signals.py.
         if self._pending:
             with uninterrupted:
                 for pending in self._pending:
-                    if pending.steps.memory.parts_of(optimizer):
+                    numbers = pending.steps.memory.parts_of(optimizer)
+                    if numbers:
                         pending.fence()
-                        pending.steps.wait(optimizer)
+                        pending.steps.wait(numbers)
                 self._prune()
 
-    def _prune(self) -> None:
-        """Forget what no step has to ask for, with all tensors of that time."""
-        self._pending = [item for item in self._pending if item.devices or item.steps.is_open]
+    def _prune(self, *more: Pending) -> None:
+        """Take more, and forget what no step has to ask for, with all tensors of that time."""
+        with self._guard:
+            self._pending = tuple(item for item in (*self._pending, *more) if item.devices or item.steps.is_open)
 
 
 def _copy(steps: StepCopies, order: Sequence[int]) -> None:

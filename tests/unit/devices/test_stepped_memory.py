@@ -41,6 +41,44 @@ def test_an_optimizer_is_known_by_its_memory() -> None:
     assert memory.parts_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])) == frozenset()
 
 
+def test_an_optimizer_of_pieces_or_of_more_is_known_by_the_memory_that_it_reaches_into() -> None:
+    whole = torch.ones(100)
+    first, second = torch.nn.Parameter(whole[10:40]), torch.nn.Parameter(whole[40:70])
+    long = torch.nn.Parameter(whole[5:95])
+
+    def parts(*optimizers: torch.optim.Optimizer) -> list[frozenset[int]]:
+        memory = SteppedMemory(optimizers)
+        ranges = [(0, 100), (10, 30), (12, 20), (35, 45), (40, 41), (69, 80), (70, 80), (0, 10), (0, 11), (96, 99)]
+        pieces = [torch.nn.Parameter(whole[begin:end]) for begin, end in ranges]
+        return [memory.parts_of(torch.optim.SGD([piece])) for piece in pieces]
+
+    one, other, neither, both = frozenset([0]), frozenset([1]), frozenset[int](), frozenset([0, 1])
+    apart = [torch.optim.SGD([first]), torch.optim.SGD([second])]
+    assert parts(*apart) == [both, one, one, both, other, other, neither, neither, one, neither]
+    found = parts(*apart, torch.optim.SGD([long]))
+    assert [2 in owners for owners in found] == [True] * 9 + [False]
+    assert [1 in owners for owners in found[4:6]] == [True, True]
+    assert SteppedMemory([*apart, torch.optim.SGD([long])]).parts_of(apart[0]) == {0, 2}
+
+
+def test_an_optimizer_that_gets_other_parameters_is_looked_at_again() -> None:
+    own, more = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(4))
+    optimizers = [torch.optim.SGD([own]), torch.optim.SGD([more])]
+    memory = SteppedMemory(optimizers)
+    assert memory.parts_of(optimizers[0]) == {0}
+    optimizers[0].add_param_group({"params": [more]})
+    assert memory.parts_of(optimizers[0]) == {0, 1}
+
+
+def test_what_has_no_address_is_nobodys() -> None:
+    freed, other = torch.nn.Parameter(torch.ones(6)), torch.nn.Parameter(torch.ones(3))
+    for parameter in (freed, other):
+        parameter.untyped_storage().resize_(0)
+    memory = SteppedMemory([torch.optim.SGD([freed])])
+    numbers, owners = found(memory, other).tolist(), memory.parts_of(torch.optim.SGD([other]))
+    assert (numbers, owners) == ([-1], frozenset())  # Nobody may print what was freed.
+
+
 def test_tensors_without_an_address_are_left_out() -> None:
     dense = torch.nn.Parameter(torch.ones(6))
     optimizer = torch.optim.SGD([dense])
