@@ -197,6 +197,8 @@ def _tell(wanted: Namespace, facts: Mapping[str, Any], done: str) -> ExitCode:
     step = "" if facts["step"] is None else f" step {facts['step']}"
     taken = f" in {facts['seconds']:.1f} s" if "seconds" in facts else ""
     print(f"{done}{step}: {', '.join([*found, size(facts['bytes'])])}{taken}")
+    if facts.get("reused"):
+        print(f"{size(facts['reused'])} of it {'are' if wanted.dry_run else 'were'} written already, by an earlier try")
     for noun in LEFT_OUT:
         if names := facts.get(LEFT_OUT[noun]):
             print(f"left out: {count_of(len(names), noun)}: {safe(', '.join(names)[:NAMES_CHARACTERS_MAX])}")

@@ -7,7 +7,7 @@ saved twice at once, "the next step" counts those in flight, and a sweep knows t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,16 +54,17 @@ class Claims(Container[str]):
         self._guard = Guard()
         self.held: dict[str, Claim] = {}
 
-    def save(self, root: CheckpointRoot, step: int | None) -> Claim:
+    def save(self, root: CheckpointRoot, step: int | None, attempt_of: Callable[[int], Attempt] = Attempt.new) -> Claim:
         """Claim a step to save, or the next: one more than the newest that is committed or being saved here.
 
-        UsageError; ConflictError for a step that exists or is being saved.
+        attempt_of: which attempt it is: an import goes on with one that was killed. UsageError; ConflictError for a
+        step that exists or is being saved.
         """
         place = root.root.identity
         while True:
             others = self._steps(place, "save")
             chosen = max([-1, *others, *committed_steps(root)[-1:]]) + 1 if step is None else step
-            attempt = Attempt.new(chosen)
+            attempt = attempt_of(chosen)
             with self._guard:
                 is_free = chosen not in self._steps(place, "save")
                 claim = self._hold(Claim(place, "save", attempt, is_next=step is None)) if is_free else None

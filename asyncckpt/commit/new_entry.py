@@ -4,7 +4,8 @@
 2. The caller writes into it, syncs what is in it, and reads it back.
 3. `give_name` renames it to the target's name, which must be free, and syncs the folder above.
 
-An error before 3 removes it; a crash leaves it, and nothing of it counts.
+An error before 3 removes it; a crash leaves it, and nothing of it counts. A folder that was left is gone on with by
+whoever makes the same once more (storage/written_chunks.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from asyncckpt.commit.root import make_folder
 from asyncckpt.errors import CheckpointError, ConflictError, IndeterminateError
 from asyncckpt.options import Durability
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.written_chunks import WrittenChunks
 
 FOLDERS_DEPTH_MAX = 3  # Of what is made: RecSDK has tables, ranks and parts.
 
@@ -32,14 +34,17 @@ def check_is_free(path: Path) -> None:
 class NewEntry:
     """What is going to be `path`; see above. Close it in any case, or use it as a context manager.
 
-    temporary: where it is until then. Folders above are made. ConflictError for a name that is taken.
+    temporary: where it is until then. Folders above are made. ConflictError for a name that is taken. written: what of
+    a folder is written, if it can be gone on with.
     """
 
     def __init__(self, path: Path, *, kind: str, durability: Durability) -> None:
         check_is_free(path)
         make_folder(path.parent)
         self.path, self._durability = path, durability
+        self._kind = kind
         self._name = f".{kind}-{uuid.uuid4().hex}.tmp"
+        self.written: WrittenChunks | None = None
         self._folder: Directory | None = None
         self._is_published = False
         self._parent = Directory.open(path.parent)
@@ -48,9 +53,19 @@ class NewEntry:
     def temporary(self) -> Path:
         return self.path.parent / self._name
 
-    def make_folder(self) -> Directory:
-        """Make it a folder, which stays open until the end."""
+    def make_folder(self, identity: str | None = None) -> Directory:
+        """Make it a folder, which stays open until the end. identity: go on with one that was left with the same."""
+        for name in [] if identity is None else _left(self._parent, self._kind):
+            with contextlib.ExitStack() as opened, contextlib.suppress(CheckpointError):
+                folder = opened.enter_context(self._parent.child(name))
+                self.written = WrittenChunks.go_on(folder, str(identity))
+                if self.written is not None:
+                    opened.pop_all()
+                    self._name, self._folder = name, folder
+                    return folder
         self._folder = self._parent.make_folder(self._name)
+        if identity is not None:
+            self.written = WrittenChunks.open(self._folder, identity)
         return self._folder
 
     def make_file(self) -> int:
@@ -82,6 +97,9 @@ class NewEntry:
 
         is_whole: whether what is under the name is complete; NotFoundError where there is nothing.
         """
+        if self.written is not None:
+            self.written.end()
+            self.sync()
         self._rename()
         self._is_published = True
         try:
@@ -92,6 +110,8 @@ class NewEntry:
 
     def close(self) -> None:
         """Remove what is not published."""
+        if self.written is not None:
+            self.written.close()
         if not self._is_published:
             with contextlib.suppress(CheckpointError):
                 if os.path.isdir(self.temporary):
@@ -120,6 +140,25 @@ class NewEntry:
     def _sync(self, folder: Directory) -> None:
         if self._durability == "fsync":
             folder.sync()
+
+
+def noted_bytes(path: Path, *, kind: str, identity: str) -> int:
+    """Return how much of what is going to be `path` was written and left with an identity, as far as it is noted."""
+    try:
+        with Directory.open(path.parent) as parent:
+            for name in _left(parent, kind):
+                with parent.child(name) as folder:
+                    found = WrittenChunks.noted_bytes(folder, identity)
+                if found is not None:
+                    return found
+    except CheckpointError:
+        return 0
+    return 0
+
+
+def _left(parent: Directory, kind: str) -> list[str]:
+    """Return the names of what is being made of a kind, or was left."""
+    return sorted(name for name in parent.names() if name.startswith(f".{kind}-") and name.endswith(".tmp"))
 
 
 def _is_durable(path: Path, is_whole: Callable[[], bool]) -> bool:

@@ -166,13 +166,14 @@ class Transaction:
 
     @staticmethod
     def begin(commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED) -> Transaction:
-        """Sweep, and make the attempt's folder, durable in data/."""
+        """Sweep, and make the attempt's folder, durable in data/; it is there of an import that is gone on with."""
         commits.check_not_in_doubt()
         root, attempt = commits.root, claim.attempt
         with recorder.span("begin"):
             if claim.kind == "save":
                 commits.sweep()
-            folder = root.data.make_folder(attempt.directory)
+            is_there = root.data.has_folder(attempt.directory)
+            folder = root.data.child(attempt.directory) if is_there else root.data.make_folder(attempt.directory)
             try:
                 root.data.sync()
             except BaseException:

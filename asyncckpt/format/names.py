@@ -9,6 +9,7 @@
     manifests/.r-<id>-000000000120-<attempt>   an empty file: the removal of this id wants to remove this attempt
     manifests/.d-<id>-000000000120-<attempt>   and has decided to
     data/000000000120-<attempt>/r00000-000.safetensors
+    data/000000000120-<attempt>/.written   while an import runs: storage/written_chunks.py
 
 Names hold lower-case letters, digits, '-', '_' and '.', so every file system keeps them apart. Names of tensors and
 tables never become file names.
@@ -40,7 +41,7 @@ _SHARD_PATH = re.compile(rf"{DATA_DIR}/(?P<folder>{_ATTEMPT_DIR.pattern})/(?P<na
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try to save one step: its folder is never reused."""
+    """One try to save one step: its folder is never reused, but by an import that was killed (commit_import.py)."""
 
     step: int
     id: str

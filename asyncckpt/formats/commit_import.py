@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
 from asyncckpt.commit.claims import claims, step_exists
-from asyncckpt.commit.discover import is_committed
+from asyncckpt.commit.discover import committed_steps, is_committed
 from asyncckpt.commit.proof import Draft
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.transaction import Transaction
@@ -25,8 +27,9 @@ from asyncckpt.engine.process.background import background
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.held_directory import held_directory
 from asyncckpt.engine.process.save_lock import save_lock
-from asyncckpt.errors import NotFoundError, UsageError
+from asyncckpt.errors import CheckpointError, NotFoundError, UsageError
 from asyncckpt.format.manifest import RankPart
+from asyncckpt.format.names import Attempt, attempt_of_directory
 from asyncckpt.format.write_manifest import BodyTemplate, PartText, encode_part, render_body
 from asyncckpt.formats.conversion import Conversion, Facts
 from asyncckpt.model.result import SaveResult
@@ -38,6 +41,7 @@ from asyncckpt.shard.reader import ChainReader
 from asyncckpt.shard.stored_rows import stored_source
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
+from asyncckpt.storage.written_chunks import WrittenChunks
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Importable:
     facts      what it is, for people (conversion.py)
     step       which one it becomes; None: one more than the newest
     check      reads what is to be checked before anything is written
+    files      beside the source: what it consists of
+
+    An import that was killed is gone on with if nothing of this has changed since: the version of asyncckpt, the
+    target, the step, the names and options, and of each file of the source place, size and times.
     """
 
     parts: Sequence[RankPart]
@@ -56,6 +64,7 @@ class Importable:
     facts: Facts
     step: int | None
     check: Callable[[], None] = lambda: None
+    files: Sequence[Path] = ()
 
     def renamed(self, names: Names) -> Importable:
         """Return the same under other names. UsageError."""
@@ -75,7 +84,7 @@ def look_into(asked: Conversion, opening: AbstractContextManager[Importable]) ->
     with opening as opened:
         found = opened.renamed(asked.names)
         check_step_is_free(asked.target, found.step)
-        return asked.facts(step=found.step, **found.facts)
+        return asked.facts(**{**found.facts, "step": found.step, "reused": _noted_bytes(asked, found)})
 
 
 @uninterrupted
@@ -86,21 +95,21 @@ def run_import(asked: Conversion, opening: AbstractContextManager[Importable]) -
         found = opened.renamed(asked.names)
         found.check()
         asked.expect(sum(block.placed.spec.bytes for part in found.parts for block in part.blocks))
-        result = commit_import(asked, found)
+        result, reused = commit_import(asked, found)
     if asked.verify:
         verify_import(asked.target, result.step, asked.progress)
     result = replace(result, seconds=time.perf_counter() - begun)
-    done = {"step": result.step, "bytes": result.bytes_written, "seconds": result.seconds}
+    done = {"step": result.step, "reused": reused, "bytes": result.bytes_written, "seconds": result.seconds}
     return result, asked.facts(**{**found.facts, **done})
 
 
-def commit_import(asked: Conversion, found: Importable) -> SaveResult:
-    """Copy all blocks into a new step; returns when it is durable. Waits while a save or load of this process is in
-    flight."""
+def commit_import(asked: Conversion, found: Importable) -> tuple[SaveResult, int]:
+    """Copy all blocks into a new step; returns when it is durable, with the bytes that were there already. Waits while
+    a save or load of this process is in flight."""
     begun = time.perf_counter()
     with save_lock.held("save", asked.target, found.step, busy=BusyPolicy("wait")):
-        step, files_bytes = _copy(asked, found)
-    return SaveResult(
+        step, files_bytes, reused = _copy(asked, found)
+    result = SaveResult(
         step=step,
         kind="full",
         path=asked.target,
@@ -109,6 +118,7 @@ def commit_import(asked: Conversion, found: Importable) -> SaveResult:
         bytes_written=files_bytes,
         rows_count=sum(facts.rows_count for part in found.parts for facts in part.tables),
     )
+    return result, reused
 
 
 def verify_import(path: Path, step: int, progress: Progress) -> None:
@@ -134,21 +144,75 @@ def check_step_is_free(path: Path, step: int | None) -> None:
         return
 
 
-def _copy(asked: Conversion, found: Importable) -> tuple[int, int]:
-    """Copy and commit; return the step, and the bytes of all files."""
+def _copy(asked: Conversion, found: Importable) -> tuple[int, int, int]:
+    """Copy and commit; return the step, the bytes of all files, and how many of them were there already."""
+    identity = _identity(asked, found)
     with (
         CheckpointRoot.for_writing(asked.target) as root,
         held_directory(root, asked.options.durability) as commits,
-        claims.save(root, found.step) as claim,
+        # Without the lock, another process may write there still.
+        claims.save(
+            root, found.step, Attempt.new if commits.lock is None else partial(_attempt, root, identity)
+        ) as claim,
         Transaction.begin(commits, claim) as transaction,
+        closing(WrittenChunks.open(transaction.folder, identity)) as written,
     ):
-        target = ShardTarget(transaction.folder, transaction.attempt, asked.options, asked.progress)
+        target = ShardTarget(transaction.folder, claim.attempt, asked.options, asked.progress, written=written)
         try:
             draft = _write(found, transaction, target)
+            written.end()
             published = background.run(lambda: transaction.commit(draft), "an import")
         except (OSError, MemoryError) as error:
             raise as_checkpoint_error(error, claim.step) from error
-        return claim.step, published.manifest_bytes + sum(file.bytes for file in draft.head.files)
+        return claim.step, published.manifest_bytes + sum(file.bytes for file in draft.head.files), written.reused_bytes
+
+
+def _identity(asked: Conversion, found: Importable) -> str:
+    """Return what two imports have in common that write the same bytes."""
+    columns = [block.placed.spec.name for part in found.parts for block in part.blocks]
+    facts = [
+        (str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        for path, status in _statuses([asked.source, *found.files])
+    ]
+    return asked.identity(facts, xxhash.xxh3_128_hexdigest(repr(columns).encode()))
+
+
+def _statuses(paths: Sequence[Path]) -> list[tuple[Path, os.stat_result]]:
+    """Return what the system says of files, and of all that is in folders. What is not there when it is asked for, as
+    behind a link that leads nowhere, is no part of a source."""
+    found: dict[Path, os.stat_result] = {}
+    for path in paths:
+        below = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+        for each in (path, *below):
+            with suppress(OSError):
+                found[each] = each.stat()
+    return sorted(found.items())
+
+
+def _attempt(root: CheckpointRoot, identity: str, step: int) -> Attempt:
+    """Return the attempt that was left with this identity, or a new one."""
+    return next((attempt for attempt, _ in _left(root, identity, step)), None) or Attempt.new(step)
+
+
+def _left(root: CheckpointRoot, identity: str, step: int) -> Iterator[tuple[Attempt, int]]:
+    """Yield attempts at a step that were left with this identity, and how many bytes are noted of each."""
+    for name in root.data.names():
+        attempt = attempt_of_directory(name)
+        if attempt is not None and attempt.step == step:
+            with suppress(CheckpointError), root.data.child(name) as folder:
+                noted = WrittenChunks.noted_bytes(folder, identity)
+                if noted is not None:
+                    yield attempt, noted
+
+
+def _noted_bytes(asked: Conversion, found: Importable) -> int:
+    """Return how much of an import was written and left."""
+    try:
+        with CheckpointRoot.for_reading(asked.target) as root:
+            step = max([-1, *committed_steps(root)[-1:]]) + 1 if found.step is None else found.step
+            return next((noted for _, noted in _left(root, _identity(asked, found), step)), 0)
+    except NotFoundError:
+        return 0
 
 
 def _write(found: Importable, transaction: Transaction, target: ShardTarget) -> Draft:

@@ -2,16 +2,20 @@
 
 A format has a module with the four functions of Converter. Facts are `step`, `source`, `target`, `bytes`, `tensors`
 (how many), and where a format has such: `values` (how many plain ones), `tables` (rows by name), `shards` (how many),
-`seconds` of what was done; `left_out` and `left_out_tables` name what has no place in the target.
+`seconds` of what was done; `reused`, bytes that an earlier try had
+written; `left_out` and `left_out_tables` name what has no place in the target.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import xxhash
 
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.chain import read_chain
@@ -24,6 +28,7 @@ from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
 from asyncckpt.plan.rename import Names
 from asyncckpt.storage.directory import check_path
+from asyncckpt.version import __version__
 
 Facts = dict[str, Any]
 
@@ -65,6 +70,11 @@ class Conversion:
         """Say how many bytes are going to be written; as many are read back."""
         self.progress.bytes_expected = bytes * (2 if self.verify else 1)
 
+    def identity(self, source: object, options: object = None) -> str:
+        """Return what two conversions have in common that write the same bytes. source: what its contents depend on."""
+        what = [__version__, self.target.name, sorted(self.names.new.items()), self.options.parallel, source, options]
+        return xxhash.xxh3_128_hexdigest(json.dumps(what).encode())
+
     def facts(self, **more: Any) -> Facts:
         """Return those that every conversion has, and more, which stand instead of them."""
         places = {"step": self.step, "source": str(self.source), "target": str(self.target)}
@@ -94,6 +104,7 @@ class ExportReport:
     left_out      names of plain values that the format has no place for; left_out_tensors: of dense tensors;
                   left_out_columns: of columns, `table@column`; tables: of tables
     shards_count  of tables; None: the format has none
+    reused_bytes  of bytes_written: what an export that was killed had written already
     """
 
     step: int
@@ -108,6 +119,7 @@ class ExportReport:
     files_count: int = 1
     values_count: int = 0
     bytes_written: int = 0
+    reused_bytes: int = 0
     seconds: float = 0.0
 
     def facts(self) -> Facts:
@@ -116,6 +128,7 @@ class ExportReport:
             **({"tables": dict(self.rows)} if self.rows else {}),
             "tensors": len(self.tensors),
             "bytes": self.bytes_written,
+            "reused": self.reused_bytes,
             "left_out": list(self.left_out),
             "left_out_tables": list(self.tables),
             "left_out_tensors": list(self.left_out_tensors),

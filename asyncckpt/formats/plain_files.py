@@ -28,6 +28,7 @@ from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan, ImagePlan
 from asyncckpt.shard.target import ShardTarget
 from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.written_chunks import WrittenChunks
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,13 @@ def write_plain_files(
     options: SaveOptions,
     progress: Progress,
     *,
+    written: WrittenChunks | None = None,
     metadata: Mapping[str, str] | None = None,
     has_header: bool = True,
 ) -> WrittenArrays:
     """Write new files (name, arrays), and sync them. metadata: of every header. UnsupportedError, IOFailedError.
+
+    written: notes what is written; what was written before is not once more.
 
     has_header: False writes the bytes of the arrays and nothing else; they must have some.
     """
@@ -92,7 +96,7 @@ def write_plain_files(
         offsets=np.zeros(len(placed), dtype=np.int64),
         lengths=np.array([block.spec.bytes for block in placed], dtype=np.int64),
     )
-    target = _Target(folder, Attempt.new(0), options, progress)
+    target = _Target(folder, Attempt.new(0), options, progress, written=written)
     _, digests = write_apart(image, [array.source for _, arrays in files for array in arrays], target)
     keyed = {block.key: digest.tobytes() for block, digest in zip(placed, digests, strict=True)}
     return WrittenArrays(sum(plan.bytes for plan in plans), keyed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from asyncckpt.commit.chain import read_chain
@@ -21,30 +22,43 @@ Plan = TypeVar("Plan")
 Written = TypeVar("Written")
 
 
-def plan_export(asked: Conversion, plan_of: Callable[[Chain], Plan]) -> Plan:
-    """Return what would be exported. Raises what an export would before it reads data."""
+def plan_export(asked: Conversion, plan_of: Callable[[Chain], Plan]) -> tuple[Plan, str]:
+    """Return what would be exported, and its identity. Raises what an export would before it reads data."""
     check_is_free(asked.target)
-    return plan_of(asked.names.chain(chain_to_export(asked.source, asked.step)))
+    chain = chain_to_export(asked.source, asked.step)
+    return plan_of(asked.names.chain(chain)), identity_of_export(asked, chain, plan_of)
+
+
+def identity_of_export(asked: Conversion, chain: Chain, plan_of: Callable[[Chain], Plan]) -> str:
+    """Return what two exports have in common that write the same bytes: manifests, and with them the digests of all
+    data, names and options."""
+    options = plan_of.keywords if isinstance(plan_of, partial) else {}
+    digests = [manifest.digest for manifest in chain.manifests]
+    return asked.identity(digests, repr(sorted(options.items())))
 
 
 @uninterrupted
 def run_export(
-    asked: Conversion, plan_of: Callable[[Chain], Plan], write: Callable[[Plan, ChainReader], Written]
+    asked: Conversion, plan_of: Callable[[Chain], Plan], write: Callable[[Plan, ChainReader, str], Written]
 ) -> tuple[Plan, Written, float]:
-    """Plan and write; return the plan, what `write` returned, and the seconds it took."""
+    """Plan and write; return the plan, what `write` returned, and the seconds it took.
+
+    write: gets the identity too, with which an export that was killed is gone on with.
+    """
     begun = time.perf_counter()
     with CheckpointRoot.for_reading(asked.source) as root:
 
-        def look() -> tuple[int, Plan, ChainReader]:
+        def look() -> tuple[int, Plan, ChainReader, str]:
             chain = read_chain(root, newest_step(root) if asked.step is None else asked.step)
             plan = plan_of(asked.names.chain(chain))
-            return chain.step, plan, ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
+            reader = ChainReader(root.data, chain, threads=1, verify=True, progress=Progress())
+            return chain.step, plan, reader, identity_of_export(asked, chain, plan_of)
 
         check_is_free(asked.target)
-        step, plan, reader = look_again(root, look)
+        step, plan, reader, identity = look_again(root, look)
         with reader:
             try:
-                written = write(plan, reader)
+                written = write(plan, reader, identity)
             except (OSError, MemoryError) as error:
                 raise as_checkpoint_error(error, step) from error
     return plan, written, time.perf_counter() - begun

@@ -63,6 +63,11 @@ class JoinedSources:
             self._used.append(source)
         return np.concatenate(found)
 
+    def restart(self, at: int) -> int:
+        """Return where the source begins that byte `at` is in: each is checked as a whole."""
+        number = int(np.searchsorted(self._ends, at, side="right"))
+        return 0 if number == 0 else int(self._ends[number - 1])
+
     def release(self) -> None:
         used, self._used = self._used, []
         for source in used:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ class ByteSource(Protocol):
 
     def release(self) -> None:
         """Free what holds the pieces that were given: all have been copied."""
+        ...
+
+
+@runtime_checkable
+class RestartingSource(ByteSource, Protocol):
+    """A source whose first range need not begin at its begin."""
+
+    def restart(self, at: int) -> int:
+        """Return the last place up to `at` where the first range may begin; what is before it is not checked."""
         ...
 
 

@@ -7,6 +7,9 @@
 2. Hand it to the writer thread, which has ended the chunk before by then.
 3. Cut the file to its length, sync it, close it.
 
+Of files that were written in part before (storage/written_chunks.py), chunks are read back that are there, and not
+written again.
+
 Digests are taken from the chunk, never from the source, so they always fit the bytes that were written.
 """
 
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 
 from asyncckpt.devices.fetch import to_host_all
 from asyncckpt.format.manifest import FileFacts
-from asyncckpt.model.source import ByteSource, DeviceRows, one_behind_the_other
+from asyncckpt.model.source import ByteSource, DeviceRows, RestartingSource, one_behind_the_other
 from asyncckpt.model.table import DeferredCut
 from asyncckpt.native import DIGEST_BYTES, U8, core
 from asyncckpt.options import CHUNK_BYTES
@@ -35,11 +38,13 @@ from asyncckpt.shard.target import ShardFiles, ShardTarget
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [offset, offset + bytes) of a file. `fill` puts them at an address."""
+    """Bytes [offset, offset + bytes) of a file. `fill` puts them at an address. is_written: they are there already, as
+    all chunks before them."""
 
     offset: int
     bytes: int
     fill: Callable[[int], None]
+    is_written: bool = False
 
 
 def write_chunks(
@@ -67,8 +72,9 @@ def write_chunks(
                         chunk.fill(address)
                     if running:
                         running.pop().result()
-                    write = target.recorder.timed("chunk", shard.write)
-                    running.append(writer.submit(write, address, chunk.bytes, offset=chunk.offset))
+                    if not chunk.is_written:
+                        write = target.recorder.timed("chunk", target.write)
+                        running.append(writer.submit(write, shard, address, chunk.bytes, offset=chunk.offset))
                     target.progress.advance(chunk.bytes)
             finally:  # Nobody else may use the buffers while one is written.
                 if running:
@@ -90,16 +96,20 @@ def stream_sources(
 
     def chunks_of(number: int, header: bytes) -> Iterator[Chunk]:
         file = plan.files[number]
-        stream = _FileStream(plan, file, header, sources, digests)
+        stream = _FileStream(plan, file, header, sources, digests, target)
         for begin in range(0, file.bytes, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, file.bytes)
-            yield Chunk(begin, end - begin, partial(stream.fill, begin, end))
+            yield Chunk(begin, end - begin, partial(stream.fill, begin, end), is_written=end <= stream.reused_bytes)
 
     return write_chunks(plan.files, chunks_of, target, buffers=buffers, writer=writer), digests
 
 
 class _FileStream:
-    """The bytes of one file in order, with a digester for the block that the last chunk ended in."""
+    """The bytes of one file in order, with a digester for the block that the last chunk ended in.
+
+    The first `reused_bytes` were written before, and are read back. They end with a block, or where the source of one
+    can begin: what is checked when a source ends is checked of all of it.
+    """
 
     def __init__(
         self,
@@ -108,7 +118,9 @@ class _FileStream:
         header: bytes,
         sources: Sequence[ByteSource],
         digests: NDArray[np.uint8],
+        target: ShardTarget,
     ) -> None:
+        self._name, self._target = file.name, target
         self._header = np.frombuffer(header, dtype=np.uint8)
         self._numbers = [number for number in file.blocks if plan.lengths[number] > 0]
         self._begins = [plan.blocks[number].offset for number in self._numbers]
@@ -118,25 +130,45 @@ class _FileStream:
         self._digester = core.digester()
         empty = [number for number in file.blocks if plan.lengths[number] == 0]
         self._digests[empty] = np.frombuffer(self._digester.end(), dtype=np.uint8)
+        self.reused_bytes = self._reusable(min(target.sound_bytes(file.name), file.bytes))
+        if target.written is not None:
+            target.written.reused_bytes += self.reused_bytes
+
+    def _reusable(self, sound: int) -> int:
+        if sound < len(self._header):
+            return 0
+        at = bisect_right(self._ends, sound)
+        if at == len(self._ends) or self._begins[at] >= sound:
+            return sound
+        source, begin = self._sources[self._numbers[at]], self._begins[at]
+        return begin + (source.restart(sound - begin) if isinstance(source, RestartingSource) else 0)
 
     def fill(self, begin: int, end: int, address: int) -> None:
-        """Copy file bytes [begin, end) to `address`, and digest them."""
-        positions = range(bisect_right(self._ends, begin), bisect_left(self._begins, end))
-        parts = [self._part(position, begin, end) for position in positions]
+        """Put file bytes [begin, end) at `address`, and digest them."""
+        first = min(max(begin, self.reused_bytes), end)  # From here on out of the sources.
+        if begin < first:
+            self._target.read_back(self._name, address, offset=begin, bytes=first - begin)
+        parts = [self._part(position, first, end) for position in self._between(first, end)]
         _fetch(parts)
-        segments: list[NDArray[np.uint64]] = []
-        if begin < len(self._header):
+        segments: list[NDArray[np.uint64]] = [np.empty((0, 3), dtype=np.uint64)]
+        if first < len(self._header):
             stop = min(end, len(self._header))
-            source = self._header.ctypes.data + begin
-            segments.append(np.array([[source, address, stop - begin]], dtype=np.uint64))
+            source = self._header.ctypes.data + first
+            segments.append(np.array([[source, address, stop - first]], dtype=np.uint64))
         segments += [one_behind_the_other(part.pieces(), address + part.offset - begin) for part in parts]
         core.copy(np.ascontiguousarray(np.concatenate(segments)))
-        for position, part in zip(positions, parts, strict=True):
+        for part in parts:
             part.source.release()
-            self._digester.update(address + part.offset - begin, part.end - part.begin)
-            if part.offset + part.end - part.begin == self._ends[position]:
+        for position in self._between(begin, end):
+            at, stop = max(begin, self._begins[position]), min(end, self._ends[position])
+            self._digester.update(address + at - begin, stop - at)
+            if stop == self._ends[position]:
                 digest = self._digester.end()
                 self._digests[self._numbers[position]] = np.frombuffer(digest, dtype=np.uint8)
+
+    def _between(self, begin: int, end: int) -> range:
+        """Return the positions of the blocks that have bytes in [begin, end)."""
+        return range(bisect_right(self._ends, begin), bisect_left(self._begins, end)) if begin < end else range(0)
 
     def _part(self, position: int, begin: int, end: int) -> _Part:
         at = self._begins[position]

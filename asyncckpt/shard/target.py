@@ -18,13 +18,14 @@ from asyncckpt.native import CancelledDrain, Progress, core, paged
 from asyncckpt.options import SaveOptions
 from asyncckpt.plan.image import FilePlan
 from asyncckpt.signals import uninterrupted
-from asyncckpt.storage.directory import Directory, io_failed
+from asyncckpt.storage.directory import Directory, io_failed, set_direct
+from asyncckpt.storage.written_chunks import WrittenChunks, reopen_file
 
 
 @dataclass(frozen=True)
 class ShardTarget:
     """Where the shard files of a rank are written to, and how. Cancelling the progress ends the write. recorder: notes
-    how long its parts take.
+    how long its parts take. written: notes what is written, and knows what was before.
     """
 
     folder: Directory
@@ -32,6 +33,7 @@ class ShardTarget:
     options: SaveOptions
     progress: Progress
     recorder: Recorder = NOT_RECORDED
+    written: WrittenChunks | None = None
 
     def check_not_cancelled(self) -> None:
         uninterrupted.look()
@@ -48,6 +50,29 @@ class ShardTarget:
             header_digest=xxhash.xxh3_128_digest(header),
         )
 
+    def open_file(self, name: str) -> OpenShard:
+        """Make a file, or open one that is written in part."""
+        if self.written is not None and self.written.has(self.folder, name):
+            fd = reopen_file(self.folder, name)
+            return OpenShard(name=name, fd=fd, direct=set_direct(fd))
+        fd, direct = self.folder.create_file(name, direct=True)
+        return OpenShard(name=name, fd=fd, direct=direct)
+
+    def sound_bytes(self, name: str) -> int:
+        """Return how many bytes of a file, from its begin on, were written before and are so still."""
+        return 0 if self.written is None else self.written.sound_bytes(self.folder, name)
+
+    def read_back(self, name: str, address: int, *, offset: int, bytes: int) -> None:
+        """Read what was written before."""
+        assert self.written is not None
+        self.written.read(self.folder, name, address, offset=offset, bytes=bytes)
+
+    def write(self, shard: OpenShard, address: int, size: int, *, offset: int) -> None:
+        """Write bytes of a file, and note them."""
+        shard.write(address, size, offset=offset)
+        if self.written is not None:
+            self.written.note(self.folder, shard.name, address, offset=offset, bytes=size)
+
     def end_file(self, shard: OpenShard, *, bytes: int) -> None:
         """Cut a file to its length, and sync it."""
         os.ftruncate(shard.fd, bytes)
@@ -58,7 +83,7 @@ class ShardTarget:
 
 @dataclass
 class OpenShard:
-    """A new, empty shard file."""
+    """A shard file that is written."""
 
     name: str
     fd: int
@@ -78,8 +103,7 @@ class ShardFiles:
         self._files: list[OpenShard] = []
         try:
             for file in files:
-                fd, direct = target.folder.create_file(file.name, direct=True)
-                self._files.append(OpenShard(name=file.name, fd=fd, direct=direct))
+                self._files.append(target.open_file(file.name))
         except BaseException:
             with contextlib.suppress(CheckpointError):
                 self.close()

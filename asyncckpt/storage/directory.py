@@ -194,9 +194,9 @@ class Directory:
         if self.exact_modes:
             at.chmod(name, FOLDER_MODE, dir_fd=self.fd)
 
-    def open_file(self, name: str) -> int:
+    def open_file(self, name: str, *, writable: bool = False) -> int:
         """Open a regular file for reading; a link, FIFO, socket or device is a CorruptError."""
-        flags = at.O_RDONLY | at.O_NOFOLLOW | at.O_NONBLOCK | at.O_CLOEXEC
+        flags = (at.O_RDWR if writable else at.O_RDONLY) | at.O_NOFOLLOW | at.O_NONBLOCK | at.O_CLOEXEC
         shown = repr(f"{self.path}/{name}")  # Not by a Path: lists open thousands.
         try:
             fd = at.open(name, flags, dir_fd=self.fd)
@@ -240,7 +240,7 @@ class Directory:
                 at.close(fd)
 
     def exists(self, name: str) -> bool:
-        return self._stat(name) is not None
+        return self.entry_status(name) is not None
 
     def has_folder(self, name: str) -> bool:
         return self.exists(name)
@@ -251,7 +251,7 @@ class Directory:
 
     def has(self, name: str, identity: tuple[int, int]) -> bool:
         """Return whether this name leads to the file or folder with this device and inode. Raises IOFailedError."""
-        status = self._stat(name)
+        status = self.entry_status(name)
         return status is not None and _identity(status) == identity
 
     def version(self, name: str) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ class Directory:
 
     def folder_version(self, name: str) -> tuple[int, ...]:
         """Return what differs when this folder is another one or has other names in it; () when it is not there."""
-        status = self._stat(name)
+        status = self.entry_status(name)
         return () if status is None else (*_identity(status), status.st_mtime_ns)
 
     def size(self, name: str) -> int:
@@ -278,14 +278,15 @@ class Directory:
             raise CorruptError(f"{str(self.path / name)!r} is another file than the one that was written")
 
     def _file_status(self, name: str) -> os.stat_result:
-        status = self._stat(name)
+        status = self.entry_status(name)
         if status is None:
             raise NotFoundError(f"file {str(self.path / name)!r} does not exist")
         if not stat.S_ISREG(status.st_mode):
             raise CorruptError(f"{str(self.path / name)!r} is not a regular file")
         return status
 
-    def _stat(self, name: str) -> os.stat_result | None:
+    def entry_status(self, name: str) -> os.stat_result | None:
+        """Return what the system says of a name, which is not followed; None where there is nothing."""
         try:
             return at.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -327,7 +328,7 @@ class Directory:
             with contextlib.suppress(NotFoundError), self.child(name) as folder:
                 for entry in folder.names():
                     try:
-                        if depth and (found := folder._stat(entry)) is not None and stat.S_ISDIR(found.st_mode):
+                        if depth and (found := folder.entry_status(entry)) is not None and stat.S_ISDIR(found.st_mode):
                             folder.remove_folder(entry, depth=depth - 1)
                         else:
                             at.unlink(entry, dir_fd=folder.fd)

@@ -12,4 +12,4 @@ from asyncckpt.formats.hf.export_checkpoint import ExportPlan, export, export_ch
 from asyncckpt.formats.hf.import_checkpoint import import_checkpoint, open_import
 
 __all__ = ["ExportReport", "export_checkpoint", "import_checkpoint"]
-CONVERTER = BlockFormat(open_import, ExportPlan.of, export)
+CONVERTER = BlockFormat(open_import, ExportPlan.of, export, "hf")

@@ -125,18 +125,21 @@ def export_checkpoint(
 
 def export(asked: Conversion, *, shard_size: int = SHARD_BYTES) -> ExportReport:
     """Do the same, as it is asked for. Warns of nothing."""
-    plan, written, seconds = run_export(asked, partial(ExportPlan.of, shard_size=shard_size), partial(_write, asked))
+    plan, (written, reused), seconds = run_export(
+        asked, partial(ExportPlan.of, shard_size=shard_size), partial(_write, asked)
+    )
     report: ExportReport = plan.report(asked.target)
-    return replace(report, bytes_written=written, seconds=seconds)
+    return replace(report, bytes_written=written, reused_bytes=reused, seconds=seconds)
 
 
-def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> int:
-    """Write the folder and give it its name; return the bytes of its files of tensors."""
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, identity: str) -> tuple[int, int]:
+    """Write the folder and give it its name; return the bytes of its files of tensors, and how many were there."""
     path, options, progress = asked.target, asked.options, asked.progress
     asked.expect(plan.bytes)
     with NewEntry(path, kind="hf", durability=options.durability) as entry:
-        folder = entry.make_folder()
-        written = write_plain_files(list(plan.arrays(reader)), folder, options, progress, metadata=METADATA)
+        folder = entry.make_folder(identity)
+        files, notes = list(plan.arrays(reader)), entry.written
+        written = write_plain_files(files, folder, options, progress, written=notes, metadata=METADATA)
         if len(plan.files) > 1:
             write_json(folder, INDEX_FILE, plan.index, options, indent=2)
         entry.sync()
@@ -144,7 +147,7 @@ def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> int:
             if asked.verify:
                 written.check(found, found.arrays.values(), path, progress)
         entry.give_name(lambda: _is_there(path))
-    return written.bytes_count
+    return written.bytes_count, 0 if notes is None else notes.reused_bytes
 
 
 def _is_there(path: Path) -> bool:

@@ -51,7 +51,8 @@ def open_import(asked: Conversion) -> Iterator[Importable]:
         chain = _chain(found)
         facts = {"tensors": len(found.arrays), "shards": len(found.files.names), "bytes": found.bytes}
         with ForeignReader(found.files, found.folder, chain, threads=READ_THREADS, progress=Progress()) as reader:
-            yield Importable(chain.newest.parts, blocks_of(reader), facts, asked.step)
+            files = tuple(found.path.parent / name for name in found.files.names)
+            yield Importable(chain.newest.parts, blocks_of(reader), facts, asked.step, files=files)
 
 
 def _chain(found: HfFiles) -> Chain:

@@ -12,4 +12,4 @@ from asyncckpt.formats.parquet.export_checkpoint import ExportPlan, export, expo
 from asyncckpt.formats.parquet.import_checkpoint import import_checkpoint, open_import
 
 __all__ = ["ExportReport", "export_checkpoint", "import_checkpoint"]
-CONVERTER = BlockFormat(open_import, ExportPlan.of, export)
+CONVERTER = BlockFormat(open_import, ExportPlan.of, export, "parquet")

@@ -119,7 +119,7 @@ def export(asked: Conversion) -> ExportReport:
     return replace(report, rows=rows, bytes_written=size, seconds=seconds)
 
 
-def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> tuple[dict[str, int], int]:
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, _: str) -> tuple[dict[str, int], int]:
     """Write the folder and give it its name; return the rows of every table, and the bytes of the files."""
     asked.expect(plan.report(asked.target).bytes_written)
     with NewEntry(asked.target, kind="parquet", durability=asked.options.durability) as entry:

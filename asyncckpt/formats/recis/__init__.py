@@ -26,4 +26,4 @@ __all__ = [
     "save",
     "split_sparse_dense_state_dict",
 ]
-CONVERTER = BlockFormat(open_import, ExportPlan.of, export)
+CONVERTER = BlockFormat(open_import, ExportPlan.of, export, "recis")

@@ -121,16 +121,17 @@ def export(asked: Conversion, **names: Any) -> ExportReport:
     plan, out, seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
     rows = {table.name: table.rows_count for table in out.tables}
     report: ExportReport = plan.report(asked.target)
-    return replace(report, rows=rows, bytes_written=out.bytes_written, seconds=seconds)
+    return replace(report, rows=rows, bytes_written=out.bytes_written, reused_bytes=out.reused_bytes, seconds=seconds)
 
 
 @dataclass(frozen=True)
 class _Written:
     tables: Sequence[ExportedTable]
     bytes_written: int
+    reused_bytes: int
 
 
-def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> _Written:
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, identity: str) -> _Written:
     asked.expect(plan.bytes)
     with RecisWriter(
         asked.target,
@@ -138,12 +139,13 @@ def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> _Written
         options=asked.options,
         progress=asked.progress,
         verify=asked.verify,
+        identity=identity,
     ) as out:
         tables = [ExportedTable(table, reader) for table in plan.contents.tables.values()]
         for number in range(plan.shards_count):
             out.write_shard(number, list(_blocks(plan, tables, reader, number)))
         out.publish()
-        return _Written(tables, out.bytes_written)
+        return _Written(tables, out.bytes_written, out.reused_bytes)
 
 
 def _named(contents: Contents) -> dict[str, StoredDense]:

@@ -70,8 +70,16 @@ class RecisWriter:
     """A directory under way; see above. Close it in any case. `bytes_written` counts the data files."""
 
     def __init__(
-        self, path: Path, *, shards_count: int, options: SaveOptions, progress: Progress, verify: bool = True
+        self,
+        path: Path,
+        *,
+        shards_count: int,
+        options: SaveOptions,
+        progress: Progress,
+        verify: bool = True,
+        identity: str | None = None,
     ) -> None:
+        """identity: go on with what was left with the same."""
         self._shards_count, self._options, self._progress = shards_count, options, progress
         self._verify = verify
         self._file_numbers: dict[str, int] = {}
@@ -82,7 +90,7 @@ class RecisWriter:
         self.bytes_written = 0
         self._entry = NewEntry(path, kind="recis", durability=options.durability)
         try:
-            self._folder = self._entry.make_folder()
+            self._folder = self._entry.make_folder(identity)
         except BaseException:
             self._entry.close()
             raise
@@ -100,7 +108,7 @@ class RecisWriter:
             for block, (key, entry) in zip(own, header_entries(arrays).items(), strict=True):
                 self._arrays[key] = _listed(key, block, entry)
             files.append((name, arrays))
-        written = write_plain_files(files, self._folder, self._options, self._progress)
+        written = write_plain_files(files, self._folder, self._options, self._progress, written=self._entry.written)
         self._digests |= written.digests
         self.bytes_written += written.bytes_count
 
@@ -117,6 +125,11 @@ class RecisWriter:
                 written = WrittenArrays(self.bytes_written, self._digests)
                 written.check(found, found.arrays, self._entry.path, self._progress)
         self._entry.give_name(lambda: _is_there(self._entry.path))
+
+    @property
+    def reused_bytes(self) -> int:
+        """How many bytes were there already."""
+        return 0 if self._entry.written is None else self._entry.written.reused_bytes
 
     def close(self) -> None:
         """Remove what is not published."""

@@ -14,4 +14,4 @@ from asyncckpt.formats.recsdk.export_checkpoint import ExportPlan, export, expor
 from asyncckpt.formats.recsdk.import_checkpoint import import_checkpoint, open_import
 
 __all__ = ["ExportReport", "export_checkpoint", "import_checkpoint"]
-CONVERTER = BlockFormat(open_import, ExportPlan.of, export)
+CONVERTER = BlockFormat(open_import, ExportPlan.of, export, "recsdk")

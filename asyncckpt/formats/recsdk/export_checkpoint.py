@@ -50,6 +50,7 @@ from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.plan.contents import Contents, contents_of
 from asyncckpt.shard.reader import ChainReader
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.written_chunks import WrittenChunks
 from asyncckpt.tables.embedding import COUNT_COLUMN, LAST_SEEN_COLUMN
 from asyncckpt.tables.slots import EMBEDDING_COLUMN
 
@@ -144,29 +145,33 @@ def export_checkpoint(
 
 def export(asked: Conversion, **names: Any) -> ExportReport:
     """Do the same, as it is asked for."""
-    plan, (rows, size), seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
+    plan, (rows, size, reused), seconds = run_export(asked, partial(ExportPlan.of, **names), partial(_write, asked))
     report: ExportReport = plan.report(asked.target)
-    return replace(report, rows=rows, bytes_written=size, seconds=seconds)
+    return replace(report, rows=rows, bytes_written=size, reused_bytes=reused, seconds=seconds)
 
 
-def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader) -> tuple[dict[str, int], int]:
-    """Write the folder and give it its name; return the rows of every table, and the bytes of all data."""
+def _write(asked: Conversion, plan: ExportPlan, reader: ChainReader, identity: str) -> tuple[dict[str, int], int, int]:
+    """Write the folder and give it its name; return the rows of every table, the bytes of all data, and how many of
+    them were there already."""
     asked.expect(plan.bytes)
     with NewEntry(asked.target, kind="recsdk", durability=asked.options.durability) as entry:
-        writer = _Writer(entry.make_folder(), asked.options, asked.progress)
+        writer = _Writer(entry.make_folder(identity), asked.options, asked.progress, entry.written)
         rows = writer.write(plan, reader)
         entry.sync()
         found = read_recsdk_checkpoint(entry.temporary)
         if asked.verify:
             writer.check(found, asked.target)
         entry.give_name(lambda: _is_there(asked.target))
-    return rows, writer.bytes_written
+    return rows, writer.bytes_written, 0 if entry.written is None else entry.written.reused_bytes
 
 
 class _Writer:
     """Writes tables below a folder. digests: of every array, by its path below."""
 
-    def __init__(self, folder: Directory, options: SaveOptions, progress: Progress) -> None:
+    def __init__(
+        self, folder: Directory, options: SaveOptions, progress: Progress, written: WrittenChunks | None
+    ) -> None:
+        self._written = written
         self._folder, self._options, self._progress = folder, options, progress
         self.digests: dict[str, bytes] = {}
         self.bytes_written = 0
@@ -177,11 +182,11 @@ class _Writer:
         for name, folders in plan.folders.items():
             exported = ExportedTable(plan.contents.tables[name], reader)
             rows[name] = 0
-            with self._folder.make_folder(name) as table:
+            with _made(self._folder, name) as table:
                 if plan.shards_count is None:
                     rows[name] = self._write_part(table, (name,), exported, folders, (0, 1))
                 for rank in range(plan.shards_count or 0):
-                    with table.make_folder(f"rank{rank}") as part:
+                    with _made(table, f"rank{rank}") as part:
                         place, shard = (name, f"rank{rank}"), (rank, plan.shards_count or 1)
                         rows[name] += self._write_part(part, place, exported, folders, shard)
                 self._sync(table)
@@ -215,7 +220,7 @@ class _Writer:
                 continue
             count = spec.shape[0]
             name = folders[column]
-            with folder.make_folder(name) as below:
+            with _made(folder, name) as below:
                 if name == EVICT_TIMESTAMP:
                     [keys] = [_read(own, ids) for each, own, ids in exported.columns(shard) if each == ID_COLUMN]
                     times = _read(spec, source)
@@ -238,13 +243,20 @@ class _Writer:
             write_small_file(folder, name, b"", self._options)
             return
         array = OutArray(key, spec.stored_dtype, spec, source)
-        written = write_plain_files([(name, [array])], folder, self._options, self._progress, has_header=False)
+        written = write_plain_files(
+            [(name, [array])], folder, self._options, self._progress, written=self._written, has_header=False
+        )
         self.digests |= written.digests
         self.bytes_written += written.bytes_count
 
     def _sync(self, folder: Directory) -> None:
         if self._options.durability == "fsync":
             folder.sync()
+
+
+def _made(folder: Directory, name: str) -> Directory:
+    """Make a folder, which may be left of an export that was killed."""
+    return folder.child(name) if folder.has_folder(name) else folder.make_folder(name)
 
 
 def _read(spec: BlockSpec, source: ByteSource) -> I64:
