@@ -5,7 +5,8 @@
     trainer = Trainer(model=model, args=TrainingArguments("out", save_steps=100), train_dataset=data)
     trainer.train(resume_from_checkpoint=trainer.has_checkpoint())
 
-`CheckpointMixin` gives the same to other Trainers: `class MyTrainer(CheckpointMixin, SFTTrainer)`. When to save and
+`CheckpointMixin` gives the same to other Trainers: `class MyTrainer(CheckpointMixin, SFTTrainer)`, and the callback
+`AsyncCheckpoint` to a Trainer whose class others choose: `SFTTrainer(callbacks=[AsyncCheckpoint()])`. When to save and
 what to keep stays the business of TrainingArguments. One step of the directory holds
 
     model, optimizer, scheduler, scaler    their state dicts, and tables in the model
@@ -25,13 +26,13 @@ A step counts as ended when it is logged, evaluated and saved. SIGTERM is taken 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,11 @@ from asyncckpt.checkpoints import list_steps
 from asyncckpt.errors import UnsupportedError, UsageError
 from asyncckpt.integrations.needed import needed
 from asyncckpt.integrations.pretrained import Pretrained, export_pretrained
+from asyncckpt.integrations.trainer_values import HeldRng, TrainerValues
 from asyncckpt.loader import Loader
 from asyncckpt.options import KeepPolicy
-from asyncckpt.trainer_state import RngState
 
-__all__ = ["CheckpointMixin", "Trainer", "export_pretrained"]
+__all__ = ["AsyncCheckpoint", "CheckpointMixin", "Trainer", "export_pretrained"]
 
 transformers = needed("transformers", "transformers")
 _STATE_FILE = "trainer_state.json"
@@ -54,7 +55,7 @@ _NAMED_STEP = re.compile(r"checkpoint-(\d+)")
 _PUSHES_AT_THE_END = ("end",)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Resumed:
     """The step that a call of `train` goes on from."""
 
@@ -79,15 +80,23 @@ class CheckpointMixin:
         checkpointing: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._take_arguments(checkpoint_dir, discard_newer, checkpointing)
+        super().__init__(*args, **kwargs)
+
+    def _take_arguments(
+        self,
+        checkpoint_dir: str | os.PathLike[str] | None,
+        discard_newer: bool,
+        checkpointing: Mapping[str, Any] | None,
+    ) -> None:
         self._checkpoint_dir, self._discard_newer = checkpoint_dir, discard_newer
         self._checkpointing = dict(checkpointing or {})
         self._resumed: _Resumed | None = None
         self._open: contextlib.ExitStack | None = None
         self._checkpointer: Checkpointer | None = None
         self._noted_step = self._put_off_step = -1
-        self._trainer_values = _TrainerValues(self)
-        self._rng = _HeldRng()
-        super().__init__(*args, **kwargs)
+        self._trainer_values = TrainerValues(self)
+        self._rng = HeldRng()
 
     # What users call.
 
@@ -283,61 +292,6 @@ class CheckpointMixin:
         def __getattr__(self, name: str) -> Any: ...
 
 
-class _TrainerValues:
-    """Hugging Face's TrainerState as JSON, and the loss that no log has told yet."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.text = ""
-        self._loss, self._logged_step = 0.0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        state = dataclasses.asdict(trainer.state)
-        state["stateful_callbacks"] = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
-        return {
-            "json": json.dumps(state, indent=2, sort_keys=True),
-            "loss_since_log": float(getattr(trainer, "_tr_loss", 0.0)),  # A load asks before the loop has begun, too.
-            "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.text, self._loss, self._logged_step = state["json"], state["loss_since_log"], state["logged_step"]
-
-    def set_loss(self) -> None:
-        """Let the next log tell the mean since the last one, though the loop has begun anew."""
-        trainer = self._trainer
-        trainer._tr_loss += self._loss
-        trainer._total_loss_scalar -= self._loss  # The mean of the run is that of its own steps.
-        trainer._globalstep_last_logged = self._logged_step
-
-
-def _callbacks_states(callbacks: list[Any]) -> dict[str, Any]:
-    """Return the states of callbacks by their class, as Trainer._save_checkpoint does."""
-    found: dict[str, Any] = {}
-    for callback in callbacks:
-        if isinstance(callback, transformers.trainer_callback.ExportableState):
-            found.setdefault(type(callback).__name__, []).append(callback.state())
-    return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
-
-
-class _HeldRng:
-    """The random numbers, loaded with everything else and set when the loop has skipped its batches."""
-
-    def __init__(self) -> None:
-        self._held: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return RngState().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._held = state
-
-    def set_held(self) -> None:
-        if self._held is not None:
-            RngState().load_state_dict(self._held)
-
-
 def _load(resumed: _Resumed, parts: Mapping[str, Any]) -> None:
     tables, tensors = named_parts(parts)
     Loader(resumed.directory, tables, tensors, step=resumed.step).load()
@@ -349,3 +303,43 @@ def _steps_in(directory: Path) -> list[int]:
 
 class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc, name-defined]
     """transformers.Trainer with checkpoints in the background; see CheckpointMixin."""
+
+
+class AsyncCheckpoint(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Gives the Trainer that it is handed to as a callback what CheckpointMixin gives, by the same arguments.
+
+    Belongs into `callbacks=[...]` of the Trainer: UsageError at the begin of training for one that is added later.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        *,
+        discard_newer: bool = False,
+        checkpointing: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._arguments = (checkpoint_dir, discard_newer, checkpointing)
+        self._is_taken = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = _trainer_that_calls()
+        kind = type(trainer)
+        if issubclass(kind, CheckpointMixin):
+            raise UsageError(f"{kind.__name__} saves in the background already", hint="leave the callback out")
+        # What a step ends with, and what is resumed, is said to no callback, so the Trainer itself gets the methods.
+        trainer.__class__ = type(kind.__name__, (CheckpointMixin, kind), {"__module__": kind.__module__})
+        trainer._take_arguments(*self._arguments)
+        self._is_taken = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._is_taken:
+            raise UsageError("the callback came behind the Trainer", hint="Trainer(callbacks=[AsyncCheckpoint()])")
+
+
+def _trainer_that_calls() -> Any:
+    """Return the Trainer whose constructor has called: callbacks are given all that it holds, but not itself."""
+    frame = sys._getframe(1)
+    while not isinstance(found := frame.f_locals.get("self"), transformers.Trainer):
+        assert frame.f_back is not None, "only the constructor of a Trainer says that it has ended"
+        frame = frame.f_back
+    return found

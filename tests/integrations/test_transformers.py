@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 import asyncckpt
-from asyncckpt.integrations.transformers import export_pretrained
+from asyncckpt.integrations.transformers import AsyncCheckpoint, export_pretrained
 from tests.integrations.jobs import differences, run_job
 from tests.integrations.transformers_job import STEPS, arguments, model, samples, trainer
 
@@ -37,6 +37,38 @@ def test_a_run_killed_and_terminated_ends_like_an_undisturbed_one(tmp_path: Path
         )
         assert {name for name, _ in wrong if differences(whole, wrong)} != set()
         assert any(whole[key] != values for key, values in wrong.items())
+
+
+def test_the_callback_alone_resumes_bit_for_bit_too(tmp_path: Path) -> None:
+    callback = {"CALLBACK": "1"}
+    whole, _ = run_job("transformers_job", tmp_path / "whole")
+    parts = [run_job("transformers_job", tmp_path / "parts", "SIGKILL", 7, expected=[KILLED], environment=callback)[0]]
+    term = run_job("transformers_job", tmp_path / "parts", "SIGTERM", 10, expected=[TERMINATED], environment=callback)
+    last, printed = run_job("transformers_job", tmp_path / "parts", environment=callback)
+    assert "resumes True" in printed
+    assert not list((tmp_path / "parts").glob("checkpoint-*"))
+    assert differences(whole, *parts, term[0], last) == {}
+
+
+def test_the_callback_takes_the_trainer_that_it_is_given_to(tmp_path: Path) -> None:
+    class Other(Trainer):
+        pass
+
+    def made(*callbacks: object) -> Trainer:
+        given = {"model": model(), "args": arguments(tmp_path, eval_strategy="no"), "train_dataset": samples()}
+        return Other(**given, callbacks=list(callbacks))
+
+    running = made(AsyncCheckpoint(tmp_path / "elsewhere"))
+    assert isinstance(running, Other)
+    assert type(running).__name__ == "Other"
+    assert running.checkpoint_dir == tmp_path / "elsewhere"
+    assert not hasattr(made(), "checkpoint_dir"), "the class itself stays as it is"
+    late = made()
+    late.add_callback(AsyncCheckpoint())
+    with pytest.raises(asyncckpt.UsageError, match="behind the Trainer"):
+        late.train()
+    with pytest.raises(asyncckpt.UsageError, match="in the background already"):
+        trainer(tmp_path, callbacks=[AsyncCheckpoint()])
 
 
 def test_several_ranks_resume_together(tmp_path: Path) -> None:

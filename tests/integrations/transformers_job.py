@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from asyncckpt.integrations import transformers as ours
 from tests.integrations.jobs import tell
@@ -74,27 +74,36 @@ class Told(TrainerCallback):
             tell("log", state.global_step, logs["loss"])
 
 
-class TellingTrainer(ours.Trainer):
+class Telling:
     def training_step(self, *given: Any, **more: Any) -> torch.Tensor:
-        loss = super().training_step(*given, **more)
+        loss = super().training_step(*given, **more)  # type: ignore[misc]
         tell("loss", self.state.global_step + 1, loss.item())
         return loss
+
+
+class TellingTrainer(Telling, ours.Trainer):
+    """Saves by the mixin."""
+
+
+class TellingOther(Telling, Trainer):
+    """Saves as transformers does, but for the callback."""
 
 
 def main() -> None:
     number = signal.Signals[sys.argv[2]] if len(sys.argv) > 2 else None
     data = samples()
-    running = TellingTrainer(
+    kind, callbacks = (TellingOther, [ours.AsyncCheckpoint()]) if "CALLBACK" in os.environ else (TellingTrainer, [])
+    running = kind(
         model=model(),
         args=arguments(sys.argv[1], gradient_accumulation_steps=1),
         train_dataset=data,
         eval_dataset=data[:8],
-        callbacks=[Told(number, int(sys.argv[3]) if number else 0)],
+        callbacks=[*callbacks, Told(number, int(sys.argv[3]) if number else 0)],
     )
     if os.environ.get("PLANT") == "random numbers":
-        ours._HeldRng.set_held = lambda self: None  # type: ignore[method-assign]
+        ours.HeldRng.set_held = lambda self: None  # type: ignore[method-assign]
     if os.environ.get("PLANT") == "loss":
-        ours._TrainerValues.set_loss = lambda self: None  # type: ignore[method-assign]
+        ours.TrainerValues.set_loss = lambda self: None  # type: ignore[method-assign]
     resumes = running.has_checkpoint()
     print("resumes", resumes)
     running.train(resume_from_checkpoint=resumes)

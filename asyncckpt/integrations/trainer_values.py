@@ -1,0 +1,68 @@
+"""What a run of Hugging Face's Trainer is beside model and optimizer: TrainerState, the untold loss, random numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from asyncckpt.integrations.needed import needed
+from asyncckpt.trainer_state import RngState
+
+transformers = needed("transformers", "transformers")
+
+
+class TrainerValues:
+    """Hugging Face's TrainerState as JSON, and the loss that no log has told yet."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.text = ""
+        self._loss, self._logged_step = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = dataclasses.asdict(trainer.state)
+        state["stateful_callbacks"] = _callbacks_states([*trainer.callback_handler.callbacks, trainer.control])
+        return {
+            "json": json.dumps(state, indent=2, sort_keys=True),
+            "loss_since_log": float(getattr(trainer, "_tr_loss", 0.0)),  # A load asks before the loop has begun, too.
+            "logged_step": getattr(trainer, "_globalstep_last_logged", 0),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.text, self._loss, self._logged_step = state["json"], state["loss_since_log"], state["logged_step"]
+
+    def set_loss(self) -> None:
+        """Let the next log tell the mean since the last one, though the loop has begun anew."""
+        trainer = self._trainer
+        trainer._tr_loss += self._loss
+        trainer._total_loss_scalar -= self._loss  # The mean of the run is that of its own steps.
+        trainer._globalstep_last_logged = self._logged_step
+
+
+def _callbacks_states(callbacks: list[Any]) -> dict[str, Any]:
+    """Return the states of callbacks by their class, as Trainer._save_checkpoint does."""
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if isinstance(callback, transformers.trainer_callback.ExportableState):
+            found.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states if len(states) > 1 else states[0] for name, states in found.items()}
+
+
+class HeldRng:
+    """The random numbers, loaded with everything else and set when the loop has skipped its batches."""
+
+    def __init__(self) -> None:
+        self._held: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return RngState().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._held = state
+
+    def set_held(self) -> None:
+        if self._held is not None:
+            RngState().load_state_dict(self._held)
