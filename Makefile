@@ -105,7 +105,7 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
 	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
 
-test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning and Accelerate, in a .venv-integrations of their own
+test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning, Accelerate and Ray, in a .venv-integrations of their own
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
 
 test-megatron: $(MEGATRON_READY) ## the strategies with Megatron-Core of both shapes, which lie in .megatron
@@ -203,6 +203,7 @@ $(INTEGRATIONS_READY): pyproject.toml Makefile $(CORE_SOURCES)
 	$(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0'
 	$(INTEGRATIONS_BIN)/python -m pip install --quiet 'torch==2.13.0' 'transformers==5.24.0' 'lightning==2.6.6' 'accelerate==1.15.0' \
+		'ray[train]==2.60.0' \
 		pytest pytest-asyncio pytest-timeout hypothesis 'scikit-build-core>=0.11' cmake ninja
 	ASYNCCKPT_NATIVE=1 $(INTEGRATIONS_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/integrations \
 		--editable .
