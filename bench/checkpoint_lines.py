@@ -20,6 +20,7 @@ TITLES = {
     "recommender_deltas": "recommender with deltas",
     "serving_follower": "serving follower",
 }
+PEERS = {"dcp": "DCP", "orbax": "Orbax", "own": "its own"}
 
 
 def marked_lines(file: Path) -> int:
@@ -31,7 +32,7 @@ def table() -> list[str]:
     rows = ["| job | asyncckpt | others |", "|---|---|---|"]
     for job, title in TITLES.items():
         peers = sorted((EXAMPLES / "peers").glob(f"{job}_*.py"))
-        others = ", ".join(f"{file.stem.removeprefix(job + '_')}: {marked_lines(file)}" for file in peers)
+        others = ", ".join(f"{PEERS[file.stem.removeprefix(job + '_')]} {marked_lines(file)}" for file in peers)
         rows.append(f"| {title} | {marked_lines(EXAMPLES / 'jobs' / f'{job}.py')} | {others} |")
     return rows
 

@@ -58,8 +58,9 @@ def test_jobs_resume(tmp_path: Path, job: str, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_job_of_dcp_resumes_too(tmp_path: Path) -> None:
-    check_resumes("peers/plain_loop_dcp.py", tmp_path)
+@pytest.mark.parametrize(("job", "ranks"), [("plain_loop", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_the_jobs_of_dcp_resume_too(tmp_path: Path, job: str, ranks: int) -> None:
+    check_resumes(f"peers/{job}_dcp.py", tmp_path, ranks=ranks)
 
 
 @pytest.mark.slow
@@ -72,6 +73,7 @@ def test_the_follower_serves_what_the_recommender_saved(tmp_path: Path) -> None:
 def test_every_job_has_few_lines_of_checkpoint_code() -> None:
     assert {file.stem for file in (EXAMPLES / "jobs").glob("*.py")} == TITLES.keys()
     assert len(table()) == len(TITLES) + 2
+    assert "\n".join(table()) in (EXAMPLES.parent / "docs" / "trainers.md").read_text(encoding="utf-8")
     for job in TITLES:
         file = EXAMPLES / "jobs" / f"{job}.py"
         assert 0 < marked_lines(file) <= LINES_MAX

@@ -14,5 +14,6 @@ def test_jobs_resume(tmp_path: Path, job: str) -> None:
     check_resumes(f"jobs/{job}.py", tmp_path, steps=20)
 
 
-def test_the_job_of_lightning_itself_runs(tmp_path: Path) -> None:
-    assert "loss" in run("peers/lightning_fit_own.py", tmp_path, 10)
+@pytest.mark.parametrize("job", ["hf_trainer", "lightning_fit"])
+def test_the_jobs_of_the_trainers_themselves_run(tmp_path: Path, job: str) -> None:
+    assert "loss" in run(f"peers/{job}_own.py", tmp_path, 10)

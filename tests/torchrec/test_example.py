@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.docs.test_examples import check_resumes
 
 
-def test_the_job_resumes(tmp_path: Path) -> None:
-    check_resumes("jobs/torchrec_bags.py", tmp_path)
+@pytest.mark.parametrize("job", ["jobs/torchrec_bags.py", "peers/torchrec_bags_dcp.py"])
+def test_the_job_resumes(tmp_path: Path, job: str) -> None:
+    check_resumes(job, tmp_path)
