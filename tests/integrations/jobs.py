@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import asyncckpt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS_MAX = 900  # Machines that many share are slow.
@@ -49,6 +52,14 @@ def tell(kind: str, step: int, value: float) -> None:
     """Say something about a step, in one write: lines of ranks do not mix."""
     sys.stdout.write(f"{kind} {step} {value!r}\n")
     sys.stdout.flush()
+
+
+def wait_for_step(directory: Path) -> None:
+    """Wait until a directory has a durable step, which another process may write."""
+    until = time.monotonic() + SECONDS_MAX
+    while not asyncckpt.list_steps(directory):
+        assert time.monotonic() < until, f"nothing became durable in {directory}"
+        time.sleep(0.05)
 
 
 def differences(whole: Losses, *parts: Losses) -> dict[tuple[str, int], set[str]]:
