@@ -95,6 +95,8 @@ class AsyncCheckpointIO(_io.CheckpointIO):  # type: ignore[misc, name-defined]
         if os.path.isfile(key):
             theirs: dict[str, Any] = torch.load(key, map_location=map_location, weights_only=weights_only is not False)
             return theirs
+        if not os.path.exists(key):  # As Lightning says it, since its callers may catch it.
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
         tree = Loader(key, step=step).load().tree
         assert isinstance(tree, dict)
         found: dict[str, Any] = tree[_ROOT]

@@ -186,6 +186,11 @@ def test_lightnings_own_files_are_read(tmp_path: Path) -> None:
     assert asyncckpt.list_steps(tmp_path / "ours") == [25, 30]
 
 
+def test_a_path_that_is_not_there_is_refused_as_by_lightning(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        AsyncCheckpointIO().load_checkpoint(tmp_path / "nothing")
+
+
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     plugin = AsyncCheckpointIO()
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
