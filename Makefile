@@ -24,7 +24,8 @@ FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_lo
 	tests/embcache/test_several_ranks.py tests/embcache/test_resharding.py tests/strategies/test_two_ranks.py \
 	tests/dcp/test_ranks.py tests/limits tests/simulator tests/formats/test_commands.py
 # What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
-CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py
+CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py \
+	tests/cloud/test_exports.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000

@@ -9,7 +9,6 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.cli import as_json
@@ -62,7 +61,7 @@ def add_commands(commands: Commands) -> None:
     made.add_argument("--step", metavar="STEP", type=natural, help=f"which step it becomes; default: {default}")
     more = f"The newest step, or --step. TARGET must not exist, and is there all at once. {_DESCRIBED}."
     made = commands.add("export", export, "write a checkpoint as another library reads it", more, directory=False)
-    _add_arguments(made, source="a checkpoint directory", target="the directory or file to make")
+    _add_arguments(made, source="a checkpoint directory, or its URL", target="the directory or file to make")
     made.add_argument("--step", metavar="STEP", type=natural, help="which step; default: the newest")
     made.add_argument(
         "--shard-size", metavar="SIZE", type=_size, help="hf: bytes of one file at most, as 500MB or 2GiB (5GB)"
@@ -78,8 +77,8 @@ def add_commands(commands: Commands) -> None:
 
 def _add_arguments(parser: ArgumentParser, *, source: str, target: str) -> None:
     parser.add_argument("format", metavar="FORMAT", choices=FORMATS, help=f"whose format: {', '.join(FORMATS)}")
-    parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
-    parser.add_argument("target", metavar="TARGET", type=Path, help=target)
+    parser.add_argument("source", metavar="SOURCE", help=source)
+    parser.add_argument("target", metavar="TARGET", help=target)
     parser.add_argument(
         "--column",
         metavar="SLOT=COLUMN",

@@ -44,6 +44,7 @@ from asyncckpt.format.limits import check_step
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.values import encode_value
 from asyncckpt.format.weights_only import why_refused
+from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import Durability, SaveOptions
 from asyncckpt.plan.rename import Names
@@ -51,6 +52,7 @@ from asyncckpt.shard.target import ShardTarget
 from asyncckpt.signals import uninterrupted
 from asyncckpt.staging.file_memory import FileMemory
 from asyncckpt.storage.directory import check_path, io_failed
+from asyncckpt.storage.folder import check_place
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def export_checkpoint(
     DCP; asyncckpt.formats.torch_file keeps them.
     """
     check_type("verify", verify, bool)
-    done = run_export(check_path(path), check_path(dcp_dir), check_step(step), Progress(), Names(), verify=verify)
+    done = run_export(check_place(path), check_path(dcp_dir), check_step(step), Progress(), Names(), verify=verify)
     if done.tables:
         warn(f"tables {list(done.tables)} are left out: DCP has none", RuntimeWarning)
 
@@ -194,9 +196,9 @@ class _OneStep(StorageReader):
         return Converted(stored.chain.step, tuple(tensors), tuple(stored.values), 1, size, tuple(self.tables()))
 
 
-def plan_export(path: Path, step: int | None, names: Names) -> Converted:
+def plan_export(path: Place, step: int | None, names: Names) -> Converted:
     """Return what an export would write; reads no data."""
-    reader = _OneStep(path, step=step)
+    reader = _OneStep(str(path), step=step)
     try:
         _renamed(reader.read_metadata(), names)
         return reader.facts()
@@ -206,12 +208,12 @@ def plan_export(path: Path, step: int | None, names: Names) -> Converted:
 
 @uninterrupted
 def run_export(
-    path: Path, folder: Path, step: int | None, progress: Progress, names: Names, *, verify: bool
+    path: Place, folder: Path, step: int | None, progress: Progress, names: Names, *, verify: bool
 ) -> Converted:
     """Do the same, with arguments that are checked, and say how far it is. Warns of nothing."""
     begun = time.perf_counter()
     check_is_free(folder)
-    reader = _OneStep(path, step=step)
+    reader = _OneStep(str(path), step=step)
     planned, metadata = reader.facts(), reader.read_metadata()
     new = _renamed(metadata, names)
     progress.bytes_expected = planned.bytes * (2 if verify else 1)

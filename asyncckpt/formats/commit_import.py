@@ -172,7 +172,7 @@ def _identity(asked: Conversion, found: Importable) -> str:
     columns = [block.placed.spec.name for part in found.parts for block in part.blocks]
     facts = [
         (str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        for path, status in _statuses([asked.source, *found.files])
+        for path, status in _statuses([asked.foreign, *found.files])
     ]
     return asked.identity(facts, xxhash.xxh3_128_hexdigest(repr(columns).encode()))
 

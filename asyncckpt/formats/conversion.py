@@ -20,14 +20,16 @@ import xxhash
 from asyncckpt.arguments import check_choice, check_int, check_type
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.errors import warn
 from asyncckpt.format.limits import check_step
 from asyncckpt.format.manifest import Chain
+from asyncckpt.model.store_url import Place
 from asyncckpt.native import Progress
 from asyncckpt.options import DURABILITIES, PARALLEL_MAX, Durability, SaveOptions
 from asyncckpt.plan.rename import Names
 from asyncckpt.storage.directory import check_path
+from asyncckpt.storage.folder import check_place
 from asyncckpt.version import __version__
 
 Facts = dict[str, Any]
@@ -35,9 +37,12 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversion:
-    """From where to where, which step (None: the newest; of an import, the next), how, and under which names."""
+    """From where to where, which step (None: the newest; of an import, the next), how, and under which names.
 
-    source: Path
+    source: of an export it may be in an object store.
+    """
+
+    source: Place
     target: Path
     step: int | None
     options: SaveOptions
@@ -63,8 +68,13 @@ class Conversion:
         check_type("verify", verify, bool)
         options = SaveOptions(durability=durability)
         options = options if parallel is None else replace(options, parallel=parallel)
-        places = check_path(source), check_path(target), check_step(step)
+        places = check_place(source), check_path(target), check_step(step)
         return Conversion(*places, options, verify, progress or Progress(), Names.of(rename))
+
+    @property
+    def foreign(self) -> Path:
+        """The source of an import, which is of another library, and so on a disk. UsageError for a URL."""
+        return check_path(str(self.source))
 
     def expect(self, bytes: int) -> None:
         """Say how many bytes are going to be written; as many are read back."""
@@ -142,7 +152,7 @@ def warn_of_left_out(what: str, names: Sequence[str], library: str) -> None:
         warn(f"{what} {list(names)} are left out: {library} has none", RuntimeWarning)
 
 
-def chain_to_export(path: Path, step: int | None) -> Chain:
+def chain_to_export(path: Place, step: int | None) -> Chain:
     """Return a checkpoint (default: the newest) by its manifests alone. NotFoundError, CorruptError."""
-    with CheckpointRoot.for_reading(path) as root:
+    with open_root(path) as root:
         return look_again(root, lambda: read_chain(root, newest_step(root) if step is None else step))

@@ -10,7 +10,7 @@ from typing import TypeVar
 from asyncckpt.commit.chain import read_chain
 from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.new_entry import check_is_free
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.format.manifest import Chain
 from asyncckpt.formats.conversion import Conversion, chain_to_export
@@ -46,7 +46,7 @@ def run_export(
     write: gets the identity too, with which an export that was killed is gone on with.
     """
     begun = time.perf_counter()
-    with CheckpointRoot.for_reading(asked.source) as root:
+    with open_root(asked.source) as root:
 
         def look() -> tuple[int, Plan, ChainReader, str]:
             chain = read_chain(root, newest_step(root) if asked.step is None else asked.step)

@@ -115,6 +115,27 @@ def test_what_a_store_refuses_is_raised_once_and_goes_on(proxy: FaultProxy, url:
     assert marks(tmp_path / "ckpt") == []
 
 
+def test_a_store_that_refuses_is_asked_for_each_commit_once(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
+    saver, _ = open_saver(tmp_path / "ckpt", options(url))
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied"))
+    asked = []
+    for step in range(6):
+        proxy.requests = []
+        with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
+            saver.save_async(step).wait_uploaded()
+        saver.wait_idle()
+        asked.append(len(proxy.requests))
+    assert asked == asked[:1] * 6
+    proxy.fault = lambda request: Fault(answer=(403, "AccessDenied")) if "000000000001" in request.path else None
+    saver.save_async(6).wait_uploaded()
+    with pytest.raises(asyncckpt.IOFailedError, match="AccessDenied"):
+        saver.wait_idle()
+    proxy.fault = lambda request: None
+    saver.save(7)
+    saver.close()
+    assert (asyncckpt.list_steps(url), marks(tmp_path / "ckpt")) == ([*range(8)], [])
+
+
 def test_an_error_that_nobody_has_got_is_raised_by_close(proxy: FaultProxy, url: str, tmp_path: Path) -> None:
     saver, _ = open_saver(tmp_path / "ckpt", options(url))
     proxy.fault = lambda request: Fault(answer=(400, "ExpiredToken"))

@@ -2,14 +2,15 @@
 
 What is to be uploaded is known by its mark in the directory (commit/upload_marks.py), so nothing here has to survive:
 the next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried
-again for a while; then, or when it fails otherwise, it is left until the next commit, and the error is told once: by
-`SaveFuture.wait_uploaded`, else by `wait_idle` or `close`.
+again for a while; then, or when it fails otherwise, it is left, and the error is told once: by
+`SaveFuture.wait_uploaded`, else by `wait_idle` or `close`. When a later one comes to its end, those that are left are
+tried again, until one fails. So a store that refuses all is asked for each commit once, however many are left.
 
 #   from        to          done by
-#   waiting     uploading   _work_off
+#   waiting     uploading   _next
 #   uploading   uploaded    _work_off, when the manifest is in the store
-#   uploading   left        _work_off, after an error
-#   left        waiting     committed, of another attempt
+#   uploading   left        _fail, behind the others that are left
+#   left        uploading   _next, behind an upload that came to its end
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Uploads:
         self._store = None if options is None else _open_store(options)
         self._guard = Guard()
         self._waiting: deque[Attempt] = deque()
-        self._left: list[Attempt] = []
+        self._left: deque[Attempt] = deque()
         self._futures: dict[str, Future[None]] = {}  # Of what is waiting or uploading, by the id of its attempt.
         self._is_working = False
         self._working: Future[None] | None = None  # The last one.
@@ -84,12 +85,10 @@ class Uploads:
             _warn_of_left(root, left)
 
     def committed(self, attempt: Attempt) -> None:
-        """Upload an attempt, behind those that were left."""
+        """Upload an attempt, and then those that were left."""
         with self._guard:
-            again, self._left = self._left, []
-            for one in (*again, attempt):
-                self._waiting.append(one)
-                self._futures[one.id] = Future()
+            self._waiting.append(attempt)
+            self._futures[attempt.id] = Future()
             starts, self._is_working = not self._is_working, True
         if starts:
             self._start()
@@ -142,22 +141,31 @@ class Uploads:
     # -- on a thread of `uploaders` ------------------------------------------------------------------------------------
 
     def _work_off(self) -> None:
-        while True:
-            with self._guard:
-                if not self._waiting:
-                    self._is_working = False
-                    return
-                attempt = self._waiting.popleft()
+        goes_well = False
+        while (attempt := self._next(with_left=goes_well)) is not None:
             try:
                 self._upload(attempt)
             except BaseException as error:
+                goes_well = False
                 self._fail(attempt, as_checkpoint_error(error, attempt.step))
             else:
+                goes_well = True
                 with self._guard:
                     future = self._futures.pop(attempt.id)
                     if not self._waiting and not self._left:
                         self._error = None  # Of an earlier try.
                 future.set_result(None)
+
+    def _next(self, *, with_left: bool) -> Attempt | None:
+        with self._guard:
+            if self._waiting:
+                return self._waiting.popleft()
+            if with_left and self._left:
+                attempt = self._left.popleft()
+                self._futures[attempt.id] = Future()
+                return attempt
+            self._is_working = False
+            return None
 
     def _upload(self, attempt: Attempt) -> None:
         """Upload, and try again while that may help."""

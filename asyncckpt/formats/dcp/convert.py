@@ -11,14 +11,14 @@ from asyncckpt.formats.conversion import Conversion, Facts
 
 
 def look_into(asked: Conversion) -> Facts:
-    with closing(convert.OpenDcp(asked.source, asked.options, asked.names)) as found:
+    with closing(convert.OpenDcp(asked.foreign, asked.options, asked.names)) as found:
         check_step_is_free(asked.target, asked.step)
         return {**_facts(asked, found.facts()), "step": asked.step}
 
 
 def import_with(asked: Conversion) -> Facts:
     done = convert.run_import(
-        *(asked.source, asked.target, asked.step, asked.options, asked.progress, asked.names), verify=asked.verify
+        *(asked.foreign, asked.target, asked.step, asked.options, asked.progress, asked.names), verify=asked.verify
     )
     return {**_facts(asked, done), "seconds": done.seconds}
 

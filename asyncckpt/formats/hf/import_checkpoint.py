@@ -47,7 +47,7 @@ def import_checkpoint(
 @contextmanager
 def open_import(asked: Conversion) -> Iterator[Importable]:
     """Open what is to be imported. NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
-    with HfFiles.open(asked.source) as found:
+    with HfFiles.open(asked.foreign) as found:
         chain = _chain(found)
         facts = {"tensors": len(found.arrays), "shards": len(found.files.names), "bytes": found.bytes}
         with ForeignReader(found.files, found.folder, chain, threads=READ_THREADS, progress=Progress()) as reader:

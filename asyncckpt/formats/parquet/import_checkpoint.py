@@ -53,8 +53,8 @@ def import_checkpoint(
 def open_import(asked: Conversion, *, columns: Mapping[str, str] | None = None) -> Iterator[Importable]:
     """Look at what is to be imported; its files are opened when they are read. NotFoundError, CorruptError,
     UnsupportedError, UsageError, IOFailedError."""
-    check_is_apart(asked.source, asked.target)
-    tables = parquet_tables(asked.source, columns)
+    check_is_apart(asked.foreign, asked.target)
+    tables = parquet_tables(asked.foreign, columns)
     found = [block for table in tables for block in _blocks(table)]
     blocks = tuple(block for block, _ in found)
     listed = tuple(TableFacts(name=table.name, rows_count=table.rows_count, shard=WHOLE) for table in tables)

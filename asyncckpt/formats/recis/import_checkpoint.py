@@ -52,8 +52,8 @@ def import_checkpoint(
 @contextmanager
 def open_import(asked: Conversion, *, columns: Columns | None = None) -> Iterator[Importable]:
     """Open what is to be imported. NotFoundError, CorruptError, UnsupportedError, UsageError, IOFailedError."""
-    check_is_apart(asked.source, asked.target)
-    with RecisDirectory.open(asked.source) as directory:
+    check_is_apart(asked.foreign, asked.target)
+    with RecisDirectory.open(asked.foreign) as directory:
         checked = check_columns(columns, directory.slots)
         chain = as_chain(directory, StoredAs(step=0, schemas={}, columns=checked, paths={}))
         facts = {
@@ -62,7 +62,7 @@ def open_import(asked: Conversion, *, columns: Columns | None = None) -> Iterato
             "shards": max((len(parts) for parts in directory.tables.values()), default=1),
             "bytes": directory.bytes,
         }
-        step = step_of(asked.source) if asked.step is None else asked.step
+        step = step_of(asked.foreign) if asked.step is None else asked.step
         reader = RecisReader(directory, chain, threads=READ_THREADS, progress=Progress())
         with reader:
             yield Importable(chain.newest.parts, blocks_of(reader), facts, step, check=reader.check_ids)

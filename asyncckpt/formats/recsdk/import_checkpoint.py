@@ -67,19 +67,19 @@ def import_checkpoint(
 def open_import(asked: Conversion, *, columns: Mapping[str, str] | None = None) -> Iterator[Importable]:
     """Look at what is to be imported; its files are opened when they are read. NotFoundError, CorruptError,
     UnsupportedError, UsageError, IOFailedError."""
-    check_is_apart(asked.source, asked.target)
-    found = read_recsdk_checkpoint(asked.source)
+    check_is_apart(asked.foreign, asked.target)
+    found = read_recsdk_checkpoint(asked.foreign)
     if found.is_incremental:
-        what = f"checkpoint in {str(asked.source)!r} holds only rows that were used since an earlier save"
+        what = f"checkpoint in {str(asked.foreign)!r} holds only rows that were used since an earlier save"
         raise UnsupportedError(what, hint="load the full one and then this one with asyncckpt.embcache, and save that")
     momenta = {name: len(parts[0].momenta) for name, parts in found.tables.items()}
     slots = _slots(columns, max(momenta.values(), default=0))
     blocks: list[tuple[BlockFacts, RowsSource]] = []
     rows: dict[str, int] = {}
     for name, parts in found.tables.items():
-        _check_name(name, asked.source)
+        _check_name(name, asked.foreign)
         if {len(part.momenta) for part in parts} != {momenta[name]}:
-            what = f"table {name!r} in {str(asked.source)!r} has not as many momenta in each rank"
+            what = f"table {name!r} in {str(asked.foreign)!r} has not as many momenta in each rank"
             raise CorruptError(what, found=[len(part.momenta) for part in parts])
         rows[name] = sum(len(part.ids) for part in parts)
         blocks += [block for column in _columns(name, parts, slots) for block in _blocks(name, column)]

@@ -10,7 +10,7 @@ from asyncckpt.formats.torch_file.import_checkpoint import FoundState, run_impor
 
 
 def look_into(asked: Conversion) -> Facts:
-    found = FoundState.of(asked.source, asked.names)
+    found = FoundState.of(asked.foreign, asked.names)
     check_step_is_free(asked.target, asked.step)
     return asked.facts(
         tensors=len(found.flat.tensors),

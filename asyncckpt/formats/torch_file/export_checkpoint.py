@@ -24,7 +24,7 @@ import torch
 from asyncckpt import system
 from asyncckpt.commit.discover import look_again, newest_step
 from asyncckpt.commit.new_entry import NewEntry
-from asyncckpt.commit.root import CheckpointRoot
+from asyncckpt.commit.root import open_root
 from asyncckpt.engine.load.run_load import LoadRequest, load_open, open_step
 from asyncckpt.engine.load.whole_state import WholeRequest
 from asyncckpt.engine.process.future import as_checkpoint_error
@@ -138,7 +138,7 @@ def _load(asked: Conversion, memory: FileMemory) -> tuple[ExportPlan, Any]:
     request = LoadRequest(threads=READ_THREADS, whole=WholeRequest(empty=memory.empty))
     with (
         save_lock.held("load", path, step, busy=BusyPolicy("wait")),
-        CheckpointRoot.for_reading(path) as root,
+        open_root(path) as root,
     ):
         opened = look_again(root, lambda: open_step(root, request, newest_step(root) if step is None else step))
         with opened.reader:

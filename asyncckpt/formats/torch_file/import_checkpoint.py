@@ -76,7 +76,7 @@ class FoundState:
 def run_import(asked: Conversion) -> SaveResult:
     """Do the same, as it is asked for."""
     begun = time.perf_counter()
-    found = FoundState.of(asked.source, asked.names)
+    found = FoundState.of(asked.foreign, asked.names)
     asked.expect(sum(tensor.nbytes for tensor in found.flat.tensors))
     durability, parallel = asked.options.durability, asked.options.parallel
     with Saver(path=asked.target, tensors=found.state, durability=durability, parallel=parallel) as saver:
