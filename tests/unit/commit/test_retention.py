@@ -276,8 +276,8 @@ def test_a_sweep_looks_no_closer_the_more_checkpoints_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str] = []
-    stat = Directory._stat
-    monkeypatch.setattr(Directory, "_stat", lambda self, name: looks.append(name) or stat(self, name))
+    stat = Directory.entry_status
+    monkeypatch.setattr(Directory, "entry_status", lambda self, name: looks.append(name) or stat(self, name))
     two_chains(tmp_path)
     looks.clear()
     with CheckpointRoot.for_reading(tmp_path) as root:
