@@ -165,14 +165,16 @@ class Transaction:
         self._what = f"step {claim.step} was {'saved' if claim.kind == 'save' else 'compacted'}"
 
     @staticmethod
-    def begin(commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED) -> Transaction:
-        """Sweep, and make the attempt's folder, durable in data/; it is there of an import that is gone on with."""
+    def begin(
+        commits: Commits, claim: Claim, recorder: Recorder = NOT_RECORDED, *, goes_on: bool = False
+    ) -> Transaction:
+        """Sweep, and make the attempt's folder, durable in data/. It must be new, unless `goes_on`."""
         commits.check_not_in_doubt()
         root, attempt = commits.root, claim.attempt
         with recorder.span("begin"):
             if claim.kind == "save":
                 commits.sweep()
-            is_there = root.data.has_folder(attempt.directory)
+            is_there = goes_on and root.data.has_folder(attempt.directory)
             folder = root.data.child(attempt.directory) if is_there else root.data.make_folder(attempt.directory)
             try:
                 root.data.sync()

@@ -154,7 +154,7 @@ def _copy(asked: Conversion, found: Importable) -> tuple[int, int, int]:
         claims.save(
             root, found.step, Attempt.new if commits.lock is None else partial(_attempt, root, identity)
         ) as claim,
-        Transaction.begin(commits, claim) as transaction,
+        Transaction.begin(commits, claim, goes_on=True) as transaction,
         closing(WrittenChunks.open(transaction.folder, identity)) as written,
     ):
         target = ShardTarget(transaction.folder, claim.attempt, asked.options, asked.progress, written=written)

@@ -55,11 +55,15 @@ class WrittenChunks:
         for name in folder.names():
             _remove(folder, name, {})
         fd = folder.create_file(WRITTEN_NAME, readable=True)[0]
-        with contextlib.suppress(OSError):  # Where there are no locks, nobody goes on.
-            system.lock(fd)
-        written = WrittenChunks(folder, fd, {})
-        written._append(identity)
-        return written
+        try:
+            with contextlib.suppress(OSError):  # Where there are no locks, nobody goes on.
+                system.lock(fd)
+            written = WrittenChunks(folder, fd, {})
+            written._append(identity)
+            return written
+        except BaseException:
+            os.close(fd)
+            raise
 
     @staticmethod
     def go_on(folder: Directory, identity: str) -> WrittenChunks | None:

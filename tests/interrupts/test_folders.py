@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncckpt.storage.directory import Directory
+from asyncckpt.storage.written_chunks import WrittenChunks
 from tests.interrupts.fails_at import FailsAt
 
 USES: dict[str, Callable[[Directory], object]] = {
@@ -22,6 +23,7 @@ USES: dict[str, Callable[[Directory], object]] = {
     "read_file": lambda folder: folder.read_file("file", bytes_max=10),
     "names": lambda folder: folder.names(),
     "remove_folder": lambda folder: folder.remove_folder("full"),
+    "written chunks": lambda folder: WrittenChunks.open(folder, "identity").close(),
 }
 
 

@@ -82,6 +82,17 @@ def test_compacted_checkpoint_stands_for_its_step(saved: Written, tmp_path: Path
         assert not is_committed(root, 6)
 
 
+def test_an_attempt_begins_in_no_folder_that_is_there(saved: Written, tmp_path: Path) -> None:
+    """Of a compaction, which does not sweep before."""
+    made = write(tmp_path / "elsewhere", 5, {"user": layer_of({})}, replaces=saved.digest)
+    folder = saved.root / "data" / Attempt(step=5, id=made.head.attempt).directory
+    folder.mkdir()
+    (folder / "of somebody else").touch()
+    with pytest.raises(asyncckpt.CheckpointError, match="cannot be made"):
+        publish_again(saved, made, compacted=True)
+    assert [path.name for path in folder.iterdir()] == ["of somebody else"]
+
+
 def test_step_is_compacted_once(saved: Written, tmp_path: Path) -> None:
     for number in range(2):
         made = write(tmp_path / f"elsewhere{number}", 5, {"user": layer_of({})}, replaces=saved.digest)
