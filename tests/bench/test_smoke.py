@@ -224,3 +224,22 @@ def test_start_bench_gives_a_figure_for_every_command(tmp_path: Path) -> None:
     assert seconds.keys() == {"python -c pass", "--help", "--version", "ls of 3 steps", "show", "ls of 20 steps"}
     for taken in seconds.values():
         assert_is_figure(*taken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SMOKE_SECONDS_MAX)
+@pytest.mark.parametrize("layout", ["tables", "delta"])
+def test_two_checkouts_save_in_turn(tmp_path: Path, layout: str) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ".venv").symlink_to(sys.prefix)
+    (other / "bench").symlink_to(REPOSITORY / "bench")
+    out = tmp_path / "beside"
+    options = ["--layout", layout, "--gib", "0.01", "--saves", "2", "--dir", str(tmp_path), "--out", str(out)]
+    command = [sys.executable, "-m", "bench.beside", str(other), *options]
+    subprocess.run(command, cwd=REPOSITORY, timeout=SMOKE_SECONDS_MAX, check=True)
+    saves = json.loads(out.with_suffix(".json").read_text())["saves"]
+    assert {name: len(own) for name, own in saves.items()} == {"before": 2, "after": 2}
+    for save in saves["before"] + saves["after"]:
+        assert_is_figure(save["stall_seconds"])
+        assert_is_figure(save["durable_seconds"])
