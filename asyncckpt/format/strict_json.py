@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from asyncckpt.errors import CorruptError
@@ -33,10 +34,7 @@ def loads(raw: bytes, *, owner: str) -> Json:
     try:
         text = raw.decode("utf-8")
         # Without a hook of ours the parser makes ints itself, which takes a fifth of the time.
-        parse_int = _int if _MANY_DIGITS.search(text) else int
-        value = json.loads(
-            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=parse_int, parse_float=_float
-        )
+        value = (_decode_any_digits if _MANY_DIGITS.search(text) else _decode)(text)
         if b"\\u" in raw:
             dumps(value)  # UnicodeEncodeError for half a surrogate pair, which an escape can hide in valid UTF-8.
         return value
@@ -96,6 +94,16 @@ def _float(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"number {text} is out of range")
     return value
+
+
+def _decoder(parse_int: Callable[[str], int]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=parse_int, parse_float=_float
+    )
+
+
+# Made once: a list of checkpoints parses thousands of manifests.
+_decode, _decode_any_digits = _decoder(int).decode, _decoder(_int).decode
 
 
 class Fields:

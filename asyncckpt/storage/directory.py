@@ -223,8 +223,10 @@ class Directory:
                 size = at.fstat(fd).st_size
                 if size > bytes_max:
                     raise CorruptError(f"{str(self.path / name)!r} is too large", found=size, expected=bytes_max)
-                with os.fdopen(fd, "rb", closefd=False) as file:
-                    return file.read(size)  # Room is made for as much as is asked for, however little there is.
+                read = os.read(fd, size)
+                while len(read) < size and (more := os.read(fd, size - len(read))):
+                    read += more
+                return read
         finally:
             with contextlib.suppress(OSError):  # A failed close takes nothing from what was read.
                 at.close(fd)
