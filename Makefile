@@ -23,10 +23,15 @@ FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_lo
 	tests/end_to_end/test_endings.py tests/end_to_end/test_going_back.py tests/end_to_end/test_memory.py tests/systems \
 	tests/embcache/test_several_ranks.py tests/embcache/test_resharding.py tests/strategies/test_two_ranks.py \
 	tests/dcp/test_ranks.py tests/limits tests/simulator tests/formats/test_commands.py
+# The twin writes and reads in its own way; how ranks, processes and calls get on with each other is the same code. All of
+# them: make test-faults TWIN_FAULTS='$(FAULTS)'.
+TWIN_FAULTS = tests/faults tests/reshard tests/end_to_end/test_without_locks.py tests/ranks/test_tables.py tests/systems tests/limits
 # What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
 CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py \
 	tests/cloud/test_exports.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
+INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \
+	tests/interrupts/test_steps_that_wait.py tests/interrupts/test_controls.py
 # Of a save or load, the suite interrupts this many places.
 PLACES = 1000000
 PARALLEL = -n $(WORKERS) --dist worksteal --durations=10
@@ -85,11 +90,10 @@ test-cloud: $(READY) ## uploads to, and loads from, a real S3 server on loopback
 
 test-faults: $(READY) ## what fails, is killed, loses power, is forked or collected; two at once; all limits and numbers of ranks
 	ASYNCCKPT_NATIVE=1 $(PYTEST) $(FAULTS) $(PARALLEL) $(ARGS)
-	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(FAULTS) $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=0 $(PYTEST) -m 'not slow and not any_core' $(TWIN_FAULTS) $(PARALLEL) $(ARGS)
 
 test-interrupts: $(READY) ## Ctrl-C at every place of saves, loads and uses of tables, at many of other calls; and with one protection removed
-	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py tests/interrupts/test_steps_that_wait.py $(PARALLEL) $(ARGS)
-	ASYNCCKPT_NATIVE=1 $(PYTEST) -m slow tests/interrupts/test_controls.py $(PARALLEL) $(ARGS)
+	ASYNCCKPT_NATIVE=1 ASYNCCKPT_INTERRUPT_PLACES=$(PLACES) $(PYTEST) --timeout=1800 -m 'slow or not slow' $(INTERRUPTS) $(PARALLEL) $(ARGS)
 
 test-native: $(READY) ## the core's own test programs, under sanitizers
 	$(PYTEST) -m slow tests/core_programs -n $(WORKERS) $(ARGS)
@@ -104,7 +108,7 @@ test-random: $(READY) ## other random examples than those that the suite draws e
 	$(BIN)/python -m tests.simulator --first $(SEED) --seeds 2000
 
 test-torchrec: $(TORCHREC_READY) ## the adapters with TorchRec and FBGEMM, in a .venv-torchrec of their own
-	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(ARGS)
+	$(TORCHREC_BIN)/python -m pytest tests/torchrec $(PARALLEL) $(ARGS)
 
 test-integrations: $(INTEGRATIONS_READY) ## the integrations with transformers, Lightning, Accelerate and Ray, in a .venv-integrations of their own
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS_BIN)/python -m pytest --timeout=3000 tests/integrations $(ARGS)
@@ -188,7 +192,7 @@ $(TORCHREC_READY): pyproject.toml Makefile $(CORE_SOURCES)
 	$(TORCHREC_BIN)/python -m pip install --quiet 'torch==2.13.0'
 	$(TORCHREC_BIN)/python -m pip install --quiet --no-deps 'torchrec==1.8.0' 'fbgemm-gpu-cpu==1.8.0'
 	$(TORCHREC_BIN)/python -m pip install --quiet tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions iopath \
-		pytest pytest-asyncio pytest-timeout 'scikit-build-core>=0.11' cmake ninja
+		pytest pytest-asyncio pytest-timeout pytest-xdist typer rich 'scikit-build-core>=0.11' cmake ninja
 	ASYNCCKPT_NATIVE=1 $(TORCHREC_BIN)/python -m pip install --quiet --no-build-isolation --config-settings=build-dir=build/torchrec \
 		--editable .
 	touch $@

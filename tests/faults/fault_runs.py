@@ -1,6 +1,6 @@
 """Saves and loads with one disturbed operation each, many in one child: nothing dies here, so leaks add up and show.
 
-A batch takes every operation of a save in turn. After each run, with the fault gone: the error is one of the library's,
+A batch takes operations of a save in turn. After each run, with the fault gone: the error is one of the library's,
 the disk has the old checkpoint or the new one, saving goes on with the same Saver, and no descriptor or thread is left.
 """
 
@@ -54,15 +54,13 @@ class BatchReport:
     wrong: list[str] = field(default_factory=list)
 
 
-def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault) -> None:
-    """Put the fault (its `at` does not count) at every operation of a save, one run each. Sends a BatchReport."""
+def disturb_saves(channel: Channel, scenario: Scenario, folder: Path, template: Path, fault: Fault, at: slice) -> None:
+    """Put the fault (its `at` does not count) at these operations of a save, one run each. Sends a BatchReport."""
     report = BatchReport()
     operations = _operations_of_a_save(scenario, folder, template)
     written = {operation.path for operation in operations if operation.kind is Kind.CREATE}
     threads_count = _threads_count()
-    for operation in operations:
-        if operation.kind not in KINDS_OF_ACTION[fault.action]:
-            continue
+    for operation in [one for one in operations if one.kind in KINDS_OF_ACTION[fault.action]][at]:
         run = folder / str(operation.number)
         copy_template(template, run)
         try:

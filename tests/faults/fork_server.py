@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
-CHILD_SECONDS_MAX = 120.0
+CHILD_SECONDS_MAX = 300.0
 _LENGTH = struct.Struct("<Q")
 
 

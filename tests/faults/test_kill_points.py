@@ -1,4 +1,4 @@
-"""kill -9 before and after every file operation of a save, and at random moments: the old checkpoint or the new one."""
+"""kill -9 behind every file operation of a save, and at random moments: the old checkpoint or the new one."""
 
 from __future__ import annotations
 
@@ -91,10 +91,8 @@ def kill_at_every_operation(
     log = read_log(Path(f"{trial}.log"))
     disturbed = log[scenario.begin_of_disturbed(log) :]
     operations = [operation for operation in disturbed if operation.kind not in (Kind.READ, Kind.MARK)]
-    before = [(operation, Action.KILL_BEFORE) for operation in operations]
-    if scenario.base:
-        # What is there before an operation is what the one before it left; a base makes each kill dear.
-        before = before[:1]
+    # What is there before one of the others is what the one before it left.
+    before = [(operation, Action.KILL_BEFORE) for operation in operations[:1]]
     after = [(operation, Action.KILL_AFTER) for operation in operations if operation.kind in KILLED_AFTER]
     kills = iter([*before, *after][::every])
     works = []
@@ -102,8 +100,7 @@ def kill_at_every_operation(
         runs = [(operation, action, next(folders)) for operation, action in some]
         works.append((f"kills from {some[0][0]} on", partial(kill_and_check, scenario, template, runs)))
     acknowledged_count = sum(lanes.run_all(works))
-    shown = f"{len(before)} kills before an operation, {len(after)} after one"
-    print(f"{scenario.name}: {shown}; {acknowledged_count} saves had been acknowledged")
+    print(f"{scenario.name}: killed behind {len(after)} operations; {acknowledged_count} saves had been acknowledged")
 
 
 def kill_and_check(scenario: Scenario, template: Path, runs: list[tuple[Operation, Action, Path]], lane: Lane) -> int:

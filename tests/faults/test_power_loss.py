@@ -28,7 +28,7 @@ from asyncckpt.native import implementation
 SEED = int(os.environ.get("ASYNCCKPT_FAULT_SEED", "20250119"))
 STATES_MAX = int(os.environ.get("ASYNCCKPT_POWER_CUT_STATES", "256"))  # At one operation.
 # After a second save most of these have been seen after the first one. What one operation leaves alone comes always.
-STATES_OF_SECOND_SAVES_MAX = min(16, STATES_MAX)
+STATES_OF_SECOND_SAVES_MAX = min(8, STATES_MAX)
 DISKS_PER_CHECK = 64
 # A second save passes through the same states as the first one, but for what it builds on: names, and their removal.
 TELLING_KINDS = frozenset({Kind.MKDIR, Kind.RENAME, Kind.UNLINK, Kind.RMDIR, Kind.MARK})
