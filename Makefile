@@ -25,7 +25,7 @@ FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_lo
 	tests/dcp/test_ranks.py tests/limits tests/simulator tests/formats/test_commands.py
 # The twin writes and reads in its own way; how ranks, processes and calls get on with each other is the same code. All of
 # them: make test-faults TWIN_FAULTS='$(FAULTS)'.
-TWIN_FAULTS = tests/faults tests/reshard tests/end_to_end/test_without_locks.py tests/ranks/test_tables.py tests/systems tests/limits
+TWIN_FAULTS = tests/faults tests/end_to_end/test_without_locks.py tests/ranks/test_tables.py tests/limits
 # What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
 CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py \
 	tests/cloud/test_exports.py

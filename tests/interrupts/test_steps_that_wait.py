@@ -18,7 +18,7 @@ from tests.interrupts.world import DEADLINE_S, check_nothing_is_held
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks for signals in other places")
 
 
-PLACES_MAX = 300  # Most are torch's.
+PLACES_MAX = 150  # Most are torch's.
 
 
 def nothing(*_: object, **__: object) -> None:
