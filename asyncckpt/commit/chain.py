@@ -112,9 +112,9 @@ class KnownChain:
                 if head.replaces == parent.digest and root.data.exists(head.folder_name):
                     self._heads.check_folder(head)
                     return True, head
-            if not root.manifests.has_listed(own):
-                raise NotFoundError(f"manifest {own!r} is missing")
             head = self._heads.known(own)
+            if head is None and not root.manifests.has_listed(own):
+                raise NotFoundError(f"manifest {own!r} is missing")
             if head is not None and head.attempt == parent.attempt:
                 self._heads.check_folder(head)
             elif not root.data.has_listed(folder := Attempt(parent.step, parent.attempt).directory):

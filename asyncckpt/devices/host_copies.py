@@ -24,7 +24,7 @@ from asyncckpt.devices.batch import Batch, settle_all
 from asyncckpt.devices.contract import ComparesRows, Event, Runtime, Stream
 from asyncckpt.devices.copies import ChangedRowsCopy, Copy, DeviceFingerprints, RowCopy, SegmentCopy, TensorCopy, Work
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.devices.stepped_memory import SteppedMemory
+from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
 from asyncckpt.errors import DeadlineError, DeviceError, IOFailedError, UsageError
 from asyncckpt.guard import Guard
 from asyncckpt.native import I64, U64
@@ -103,7 +103,7 @@ class Pending:
         self, batches: Sequence[Launched] = (), *, steps: StepCopies | None = None, is_lost: bool = False
     ) -> None:
         self.is_lost = is_lost
-        self.steps = StepCopies(SteppedMemory()) if steps is None else steps
+        self.steps = StepCopies(NOTHING_STEPPED) if steps is None else steps
         self._batches = list(batches)
         self._guard = Guard()
         self._failed: Exception | None = None
@@ -156,10 +156,10 @@ class HostCopies:
         *,
         scratch_bytes: int = 0,
         streams: Sequence[Stream] = (),
-        stepped: SteppedMemory | None = None,
+        stepped: SteppedMemory = NOTHING_STEPPED,
     ) -> None:
         self.runtime = runtime
-        self.steps = StepCopies(SteppedMemory() if stepped is None else stepped)
+        self.steps = StepCopies(stepped)
         self._scratch_bytes = scratch_bytes
         self._streams = streams
         self._devices: dict[int, DeviceCopies] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from typing import Final
 
 import numpy as np
 import torch
@@ -105,3 +106,7 @@ def _places(tensors: Sequence[torch.Tensor]) -> tuple[U64, I64]:
             return np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.int64)
     found = [_places([tensor]) for tensor in tensors]
     return np.concatenate([begins for begins, _ in found]), np.concatenate([bytes for _, bytes in found])
+
+
+# Nothing: shared by all saves, for making it costs a tenth of a millisecond.
+NOTHING_STEPPED: Final = SteppedMemory()

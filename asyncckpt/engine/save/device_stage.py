@@ -19,7 +19,7 @@ from asyncckpt.devices.contract import Runtime
 from asyncckpt.devices.current_runtime import runtime
 from asyncckpt.devices.host_copies import HostCopies, Pending
 from asyncckpt.devices.step_copies import StepCopies
-from asyncckpt.devices.stepped_memory import SteppedMemory
+from asyncckpt.devices.stepped_memory import NOTHING_STEPPED, SteppedMemory
 from asyncckpt.engine.process.background import Job, copiers, run_on
 from asyncckpt.engine.process.log import log_warning
 from asyncckpt.engine.save.step_hooks import is_stepping, listen
@@ -39,7 +39,7 @@ def host_copies(options: SaveOptions, stepped: StepFences | None = None) -> Host
         runtime(),
         scratch_bytes=options.device.scratch_bytes,
         streams=options.device.streams,
-        stepped=None if stepped is None else stepped.memory(),
+        stepped=NOTHING_STEPPED if stepped is None else stepped.memory(),
     )
 
 
@@ -91,7 +91,9 @@ class StepFences:
 
     def memory(self) -> SteppedMemory:
         """Return the memory that only steps change. Within a step, none: it has waited already."""
-        return SteppedMemory(() if is_stepping() else self._optimizers)
+        if not self._optimizers or is_stepping():
+            return NOTHING_STEPPED
+        return SteppedMemory(self._optimizers)
 
     def expect(self, pending: Pending) -> None:
         """Let the next step wait for these copies, by the streams of devices; and by itself for those of the host."""
