@@ -94,7 +94,7 @@ class Saver(Closing):
                             that does not fit is saved the blocking way
     keep                    how many of the newest checkpoints stay, or a KeepPolicy; None keeps all
     upload                  the URL of a prefix in an object store, or UploadOptions: what is committed is copied there,
-                            behind the saves (docs/object-stores.md); retention keeps what is not yet there
+                            behind the saves, by rank 0 (docs/object-stores.md); retention keeps what is not yet there
     deltas                  when a save of kind "auto" is a delta, which holds only rows written since its parent; None:
                             never. Tables without marks are then compared row by row, in the background
     filters                 row filters and encodings of asyncckpt.filters, applied in the background
@@ -155,13 +155,14 @@ class Saver(Closing):
             row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
             state = named_state(tensors)
             check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
+            checked = check_path(path)
+            uploads = Uploads.open(checked, upload, rank=shard_index, in_turn=shard_num > 1 and ranks.in_turn)
         except CheckpointError as error:
             announce_refused(error, index=shard_index, count=shard_num, options=ranks)
             raise
         self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
         self._closed, self._pid = False, os.getpid()
-        opened, checked, step_fences = None, check_path(path), StepFences(device.optimizers)
-        uploads = Uploads.open(checked, upload, ranks_count=shard_num)
+        opened, step_fences = None, StepFences(device.optimizers)
         plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
         try:
             with uninterrupted:

@@ -138,10 +138,10 @@ class StepInTurn:
         self.writers.update(owners)
         self.parts[rank] = _Part(written, job.values, job.metadata, held, contents, share.ids_held)
         if self.missing:
-            return Committed(written, None, (), waits_for=self.missing)
+            return Committed(written, transaction.attempt, None, (), waits_for=self.missing)
         self.over = "all parts have come"
         published = await transaction.commit(self._draft(transaction), job.recorder)
-        return Committed(written, None, (), published.manifest_bytes)
+        return Committed(written, transaction.attempt, None, (), published.manifest_bytes)
 
     def _check_goes_on(self, rank: int) -> None:
         if self.over is not None:

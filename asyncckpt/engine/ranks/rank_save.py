@@ -256,7 +256,7 @@ class RankSave:
             self.ranks.replicas.agree(self.share.replicas, self.share.by_peers)
         digest = outcome.notes.get("digest")
         parent = ParentFacts(self.job.step, outcome.attempt.id, digest) if isinstance(digest, str) else None
-        return Committed(self.written, parent, self.parents, self.manifest_bytes)
+        return Committed(self.written, outcome.attempt, parent, self.parents, self.manifest_bytes)
 
     async def _parents_now(self, begins: Mapping[int, Begin], sent: Mapping[int, Fields]) -> Json:
         """Return the parents of what all ranks save together; ConflictError when they are not there any more."""

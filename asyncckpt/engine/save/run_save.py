@@ -106,6 +106,8 @@ async def _save(job: SaveJob) -> SaveResult | Outcome:
         return committed
     seconds = time.perf_counter() - job.begun
     written = committed.written
+    if job.target.uploads.are_expected:
+        job.future.expect_upload(partial(job.target.uploads.wait_for, committed.attempt))
     job.target.memory.newest = _link(job, committed)
     if committed.manifest_bytes and job.target.options.keep is not None:
         _start_retention(job)
@@ -141,15 +143,13 @@ async def _save_alone(job: SaveJob) -> Committed:
         head = transaction.head(files=written.files, **facts)
         draft = Draft(head, written.body, written.digests, structures=(written.structure,))
         published = await transaction.commit(draft, job.recorder)
-        if job.target.uploads.uploader is not None:
-            job.future.expect_upload(partial(job.target.uploads.wait_for, transaction.attempt))
     except BaseException as error:
         newest = job.target.memory.newest
         if isinstance(error, ConflictError) and parents and newest is not None and newest.parent == parents[0]:
             job.target.memory.newest = None  # Others have removed what deltas build upon: the next save is a full one.
         await transaction.give_up()
         raise
-    return Committed(written, published.parent, parents, published.manifest_bytes)
+    return Committed(written, transaction.attempt, published.parent, parents, published.manifest_bytes)
 
 
 def _link(job: SaveJob, committed: Committed) -> ChainLink | None:

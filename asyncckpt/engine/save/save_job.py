@@ -25,6 +25,7 @@ from asyncckpt.engine.save.state_cut import Cut
 from asyncckpt.engine.upload.uploads import Uploads
 from asyncckpt.errors import SaveCancelledError
 from asyncckpt.format.manifest import FileFacts, ParentFacts, SaveTimes
+from asyncckpt.format.names import Attempt
 from asyncckpt.format.strict_json import Json
 from asyncckpt.format.write_manifest import BodyTemplate
 from asyncckpt.model.block import TableFacts
@@ -218,6 +219,7 @@ class Committed:
     """
 
     written: Written
+    attempt: Attempt
     parent: ParentFacts | None
     parents: tuple[ParentFacts, ...]
     manifest_bytes: int = 0

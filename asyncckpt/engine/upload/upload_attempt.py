@@ -61,6 +61,16 @@ def upload_attempt(path: Path, store: ObjectStore, attempt: Attempt, options: Up
         look_again(root, lambda: _upload_with_base(root, store, attempt, options))
 
 
+def is_uploaded(store: ObjectStore, attempt: Attempt) -> bool:
+    """Return whether the store holds this attempt of its step. CorruptError, IOFailedError."""
+    name = manifest_name(attempt.step)
+    try:
+        raw = store.read_whole(f"{MANIFESTS_DIR}/{name}", bytes_max=limits.MANIFEST_BYTES_MAX)
+    except NotFoundError:
+        return False
+    return decode_head(raw, name).head.attempt == attempt.id
+
+
 def _upload_with_base(root: CheckpointRoot, store: ObjectStore, attempt: Attempt, options: UploadOptions) -> None:
     heads = KnownHeads(root)
     newest = _find(heads, attempt)

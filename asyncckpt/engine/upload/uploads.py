@@ -1,4 +1,5 @@
-"""The uploads of one Saver, one after the other, on a thread of their own behind its saves.
+"""The uploads of one Saver, one after the other, on a thread of their own behind its saves. Several ranks have one
+directory, so rank 0 uploads the files of all; the others see by its marks what is not uploaded yet.
 
 What is to be uploaded is known by its mark in the directory (commit/upload_marks.py), so nothing here has to survive:
 the next Saver of the directory goes on. An upload that fails because the store is busy or cannot be reached is tried
@@ -25,12 +26,13 @@ from pathlib import Path
 from asyncckpt.commit.discover import is_committed, shown_steps
 from asyncckpt.commit.root import CheckpointRoot
 from asyncckpt.commit.upload_marks import uploads_among
+from asyncckpt.coordination.pauses import Pauses
 from asyncckpt.engine.process.background import check_may_wait, uploaders
 from asyncckpt.engine.process.future import as_checkpoint_error
 from asyncckpt.engine.process.log import log_warning
-from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, check_store, upload_attempt
+from asyncckpt.engine.upload.upload_attempt import AttemptGoneError, check_store, is_uploaded, upload_attempt
 from asyncckpt.errors import DeadlineError, IOFailedError, UnsupportedError
-from asyncckpt.format.names import Attempt
+from asyncckpt.format.names import Attempt, upload_mark_name
 from asyncckpt.guard import Guard
 from asyncckpt.model.store_url import StoreUrl
 from asyncckpt.options import UploadOptions
@@ -39,14 +41,16 @@ from asyncckpt.storage.object_store import ObjectStore, StoreLimits
 
 FIRST_PAUSE_S = 0.2
 PAUSE_S_MAX = 30.0
+PAUSE_FOR_RANK_0_S_MAX = 0.5
 
 
 class Uploads:
     """See the module. An Uploader of commits (commit/transaction.py); without options there is nothing to do."""
 
-    def __init__(self, path: Path, options: UploadOptions | None) -> None:
+    def __init__(self, path: Path, options: UploadOptions | None, *, rank: int = 0) -> None:
         self._path = path
         self._options = options
+        self._is_by_others = rank > 0
         self._store = None if options is None else _open_store(options)
         self._guard = Guard()
         self._waiting: deque[Attempt] = deque()
@@ -58,27 +62,32 @@ class Uploads:
         self._pid = os.getpid()
 
     @staticmethod
-    def open(path: Path, options: UploadOptions | None, *, ranks_count: int) -> Uploads:
-        """Check the store, if there is one. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
-        if options is not None and ranks_count > 1:
-            raise UnsupportedError("upload is for a Saver that saves alone", found=f"{ranks_count} ranks")
-        uploads = Uploads(path, options)
-        if uploads._store is not None:
+    def open(path: Path, options: UploadOptions | None, *, rank: int, in_turn: bool) -> Uploads:
+        """Check the store, if this rank uploads to one. UnsupportedError, NotFoundError, IOFailedError, UsageError."""
+        if options is not None and in_turn:
+            raise UnsupportedError("upload is not for ranks that save in turn", hint="upload the directory afterwards")
+        uploads = Uploads(path, options, rank=rank)
+        if uploads._store is not None and rank == 0:
             check_store(uploads._store)
         return uploads
 
     @property
+    def are_expected(self) -> bool:
+        """Whether what is committed is uploaded, by this rank or by rank 0."""
+        return self._store is not None
+
+    @property
     def uploader(self) -> Uploads | None:
         """What commits tell of their attempts, if anything is to be uploaded."""
-        return None if self._store is None else self
+        return None if self._store is None or self._is_by_others else self
 
     def go_on(self, root: CheckpointRoot, *, warns: bool) -> None:
         """Upload what earlier Savers of the directory have left.
 
         warns: where this one uploads nothing, log how many steps wait; for one rank of all.
         """
-        left = uploads_among(root.manifests.names()) if self._store is not None or warns else []
-        if self._store is not None:
+        left = uploads_among(root.manifests.names()) if self.uploader is not None or warns else []
+        if self.uploader is not None:
             for attempt in left:
                 self.committed(attempt)
         elif left:
@@ -104,6 +113,8 @@ class Uploads:
     def wait_for(self, attempt: Attempt, timeout: float) -> None:
         """Wait until an attempt is uploaded, or raise why it is not. DeadlineError."""
         what = f"the upload of step {attempt.step} to {self._url!r}"
+        if self._is_by_others:
+            return self._wait_for_rank_0(attempt, timeout, what)
         check_may_wait(what, uploaders)
         with self._guard:
             future = self._futures.get(attempt.id)
@@ -117,6 +128,16 @@ class Uploads:
                 if self._error is error:
                     self._error = None
             raise error
+
+    def _wait_for_rank_0(self, attempt: Attempt, timeout: float, what: str) -> None:
+        assert self._store is not None
+        until, pauses = time.monotonic() + timeout, Pauses(pause_s_max=PAUSE_FOR_RANK_0_S_MAX)
+        with CheckpointRoot.for_reading(self._path) as root:
+            while root.manifests.exists(upload_mark_name(attempt)):
+                if not pauses.pause(until):
+                    raise DeadlineError(f"{what} did not end within {timeout} s", hint="rank 0 says why, or goes on")
+        if not is_uploaded(self._store, attempt):
+            raise AttemptGoneError(f"step {attempt.step} was removed from {str(self._path)!r} before it was uploaded")
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is being uploaded, whatever comes of it; not in a forked child. DeadlineError."""
