@@ -155,14 +155,13 @@ class Saver(Closing):
             row_filters = check_filters(filters, {name: table.schema() for name, table in tables.items()})
             state = named_state(tensors)
             check_all_taken(state, tables.values(), hint=LEFT_OUT_HINT)
-            checked = check_path(path)
-            uploads = Uploads.open(checked, upload, rank=shard_index, in_turn=shard_num > 1 and ranks.in_turn)
+            checked, in_turn = check_path(path), shard_num > 1 and ranks.in_turn
+            uploads = Uploads.open(checked, upload, rank=shard_index, in_turn=in_turn)
         except CheckpointError as error:
             announce_refused(error, index=shard_index, count=shard_num, options=ranks)
             raise
         self._errors, self._counts, self._calls = OpenErrors(), SaveCounts(), RunningCalls()
-        self._closed, self._pid = False, os.getpid()
-        opened, step_fences = None, StepFences(device.optimizers)
+        self._closed, self._pid, opened = False, os.getpid(), None
         plans = PlanCache(parallel=parallel, rank=shard_index, ranks_count=shard_num, device_of=device_of)
         try:
             with uninterrupted:
@@ -179,7 +178,7 @@ class Saver(Closing):
                     filter_func=filter_func,
                     filters=row_filters,
                     ranks=opened.ranks,
-                    step_fences=step_fences,
+                    step_fences=StepFences(device.optimizers),
                     memory=SaverMemory(plans),
                     events=None if debug.on_event is None else EventLine(debug.on_event),
                 )
