@@ -28,7 +28,7 @@ FAULTS = tests/faults tests/reshard tests/pairs tests/end_to_end/test_without_lo
 TWIN_FAULTS = tests/faults tests/end_to_end/test_without_locks.py tests/ranks/test_tables.py tests/limits
 # What stores do when they are disturbed. tests/cloud/test_there_and_back.py is in the suite.
 CLOUD = tests/cloud/test_store_contract.py tests/cloud/test_uploads.py tests/cloud/test_uploads_killed.py \
-	tests/cloud/test_exports.py
+	tests/cloud/test_uploads_of_ranks.py tests/cloud/test_exports.py
 WITHOUT_FAULTS = $(FAULTS:%=--ignore=%) $(CLOUD:%=--ignore=%)
 INTERRUPTS = tests/interrupts/test_interrupts.py tests/interrupts/test_other_calls.py \
 	tests/interrupts/test_steps_that_wait.py tests/interrupts/test_controls.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,11 +37,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def ls(wanted: Namespace) -> ExitCode:
-    gc.disable()  # Thousands of summaries, none of them garbage, would be looked through again and again.
-    try:
-        found = asked(lambda: summaries(wanted.path), json=wanted.json)
-    finally:
-        gc.enable()
+    found = asked(lambda: summaries(wanted.path), json=wanted.json)
     findings = [_finding(step, answer) for step, answer in found.items()]
     (as_json if wanted.json else screen).print_list(wanted.path, findings)
     return worst_code(findings)

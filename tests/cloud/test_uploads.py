@@ -20,7 +20,6 @@ from asyncckpt.plan import image
 from asyncckpt.storage.object_store import ObjectStore
 from tests.cloud import seaweed
 from tests.cloud.fault_proxy import Fault, FaultProxy, Request
-from tests.ranks.processes import await_ranks, start_rank
 
 PART_BYTES = 5 << 20  # The least that S3 takes; a checkpoint of these tests has three in one file.
 
@@ -383,24 +382,3 @@ def test_ranks_that_save_in_turn_are_refused(owner: seaweed.Server, url: str, tm
     ranks = asyncckpt.RankOptions(in_turn=True)
     with pytest.raises(asyncckpt.UnsupportedError, match="in turn"):
         asyncckpt.Saver(0, 2, path=tmp_path / "ckpt", tensors=state(), upload=url, ranks=ranks)
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_rank_0_uploads_for_all(proxy: FaultProxy, url: str, tmp_path: Path, is_slow: bool) -> None:
-    """Also where the store does not take the manifest at first: no rank says that it is there before it is."""
-    if is_slow:
-        proxy.fault = first("put", FAULTS["slow down"], count=3)
-    arguments = [(rank, 2, tmp_path, url) for rank in range(2)]
-    ended = await_ranks([start_rank("tests.cloud.uploading_rank", given, tmp_path) for given in arguments], 120.0)
-    assert [rank.status for rank in ended] == [0, 0], "\n".join(rank.output for rank in ended)
-    assert marks(tmp_path / "ckpt") == []
-    assert asyncckpt.list_steps(url) == [0, 1, 2]
-    for step in range(3):
-        asyncckpt.verify(url, step)
-        table = asyncckpt.HashTable("t", 2)
-        tensors = {"own.0": torch.zeros(1), "own.1": torch.zeros(1), "both": torch.zeros(4)}
-        asyncckpt.Loader(url, {"t": table}, tensors, step=step).load()
-        assert [tensors[f"own.{rank}"].item() for rank in range(2)] == [step, step + 100]
-        assert torch.equal(tensors["both"], torch.full((4,), float(step)))
-        ids = torch.arange(20)
-        assert torch.equal(table.embedding[table.lookup(ids, insert=False)][:, 0], ids + 100.0 * step)

@@ -1,6 +1,6 @@
 """One rank of a job whose checkpoints are uploaded; it asks the store for each behind its upload.
 
-python -m tests.cloud.uploading_rank <rank> <ranks> <folder> <url>
+python -m tests.cloud.uploading_rank <rank> <ranks> <folder> <url, or nothing>
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import asyncckpt
 
@@ -16,18 +17,28 @@ DEADLINE_S = 60.0
 
 
 def main(rank: int, ranks_count: int, folder: Path, url: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks_count)
     ids = torch.arange(rank, 20, ranks_count)
     table = asyncckpt.HashTable("t", 2, shard=(rank, ranks_count))
     tensors = {f"own.{rank}": torch.zeros(1), "both": torch.zeros(4)}
-    ranks = asyncckpt.RankOptions(peer_deadline=DEADLINE_S)
-    options = {"hashtables": {"t": table}, "tensors": tensors, "ranks": ranks, "upload": url}
-    with asyncckpt.Saver(rank, ranks_count, path=folder / "ckpt", **options) as saver:
+    saver = asyncckpt.Saver(
+        rank,
+        ranks_count,
+        path=folder / "checkpoints",
+        hashtables={"t": table},
+        tensors=tensors,
+        upload=url or None,
+        ranks=asyncckpt.RankOptions(process_group=dist.group.WORLD, peer_deadline=DEADLINE_S),
+    )
+    with saver:
         for step in range(3):
             table.insert(ids, (ids + 100.0 * step)[:, None].expand(-1, 2))
             tensors[f"own.{rank}"].fill_(step + 100 * rank)
             tensors["both"].fill_(step)
-            saver.save_async(step, kind="delta" if step else "full").wait_uploaded(DEADLINE_S)
-            assert asyncckpt.list_steps(url)[-1] == step
+            saved = saver.save_async(step, kind="delta" if step else "full")
+            if url:
+                saved.wait_uploaded(DEADLINE_S)
+                assert asyncckpt.list_steps(url)[-1] == step
 
 
 if __name__ == "__main__":

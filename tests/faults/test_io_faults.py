@@ -88,10 +88,13 @@ def disturb(
     *,
     every: int = 1,
 ) -> None:
-    """every: of the operations, each n-th one; another one first for each fault, so that they share them all."""
-    template = templates.of(scenario)
+    """every: of the operations, each n-th one; which is the first depends on scenario and fault, so that all come."""
+    template, first = templates.of(scenario), list(SCENARIOS).index(scenario.name)
     works = [
-        (fault.name, partial(batch, scenario, next(folders), template, fault, slice(number % every, None, every)))
+        (
+            fault.name,
+            partial(batch, scenario, next(folders), template, fault, slice((first + number) % every, None, every)),
+        )
         for number, fault in enumerate(faults)
     ]
     show(lanes.run_all(works))

@@ -137,7 +137,10 @@ class Uploads:
                 if not pauses.pause(until):
                     raise DeadlineError(f"{what} did not end within {timeout} s", hint="rank 0 says why, or goes on")
         if not is_uploaded(self._store, attempt):
-            raise AttemptGoneError(f"step {attempt.step} was removed from {str(self._path)!r} before it was uploaded")
+            raise AttemptGoneError(
+                f"step {attempt.step} of {str(self._path)!r} is not in {self._url!r}, nor waits to be uploaded",
+                hint="was it removed, or is rank 0 a Saver without `upload`?",
+            )
 
     def wait(self, timeout: float) -> None:
         """Wait until nothing is being uploaded, whatever comes of it; not in a forked child. DeadlineError."""
