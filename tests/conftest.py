@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import sys
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -165,6 +167,21 @@ def forbid_own_waits() -> None:
     from asyncckpt.pipeline.threads import IdleEndingThreads  # Here, for what is collected may set the environment.
 
     IdleEndingThreads.forbids_own_waits = True
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Standard error once it holds a text: what ended may be let go, and printed, by the thread that ended it."""
+
+    def wait_for(text: str) -> str:
+        found, limit = "", time.monotonic() + 30.0
+        while text not in found and time.monotonic() < limit:
+            gc.collect()
+            found += capsys.readouterr().err
+            time.sleep(0.001)
+        return found
+
+    return wait_for
 
 
 @pytest.hookimpl(wrapper=True)
